@@ -1,4 +1,4 @@
-"""The scripts of docs/how-to/save_and_load.md run as pasted, on one process and on two ranks."""
+"""The scripts of docs/how-to/save_and_load.md and adapters.md run as pasted, on one process and on two ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from weft import env
 
-PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "save_and_load.md"
+PAGES = [Path(__file__).parents[1] / "docs" / "how-to" / f"{name}.md" for name in ("save_and_load", "adapters")]
 #: Runs script after script in one start of a process: importing torch and transformers costs more than they do.
 #: What one start of torchrun lends its ranks to meet serves one group, so each script has a port of its own.
 ALL = """
@@ -34,8 +34,9 @@ def run(*command: str, home: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_scripts_of_the_page_run_on_one_process_and_on_two_ranks(tmp_path):
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+def test_scripts_of_the_pages_run_on_one_process_and_on_two_ranks(tmp_path):
+    text = "\n".join(page.read_text() for page in PAGES)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     paths = [tmp_path / f"script_{index}.py" for index in range(len(blocks))]
     for path, block in zip(paths, blocks, strict=True):
         path.write_text(block)

@@ -54,6 +54,9 @@ class Entry:
 class InMemory:
     """Stands in for a Checkpoint."""
 
+    path = "memory"
+    state: Mapping[str, object] = {}
+
     def __init__(self, groups: Groups):
         self._groups = groups
 

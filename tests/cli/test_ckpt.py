@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from weft.checkpoint import load_checkpoint, save_checkpoint
 from weft.cli.app import run
+from weft.models.adapters import add_adapter, load_adapter
+from weft.train.state import adapter_state
 
 
 def saved(root: Path, step: int, scale: float = 1.0, **state: object) -> Path:
@@ -198,6 +200,46 @@ def test_export_like_a_hugging_face_model_is_what_it_loads(tmp_path, capsys):
     assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "other"), *like]) == 2
     assert "the checkpoint lacks it. Give the folder of the model that was trained." in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_an_adapter_is_exported_alone_or_merged_into_its_base(norm, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "like")
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "like")
+    model = add_adapter(base, rank=2, kind="dora", targets=["q_proj", "down_proj"])
+    model.get_parameter("model.norm.weight").requires_grad_(norm)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data += 0.1 * torch.randn(param.shape)
+    trained = {name: one.detach() for name, one in model.named_parameters() if one.requires_grad}
+    groups = {"model": trained, "optimizer": {}}
+    save_checkpoint(tmp_path / "checkpoints", 1, groups, {"adapter": adapter_state(model)})
+    ids, like = torch.arange(6)[None], ["--like", str(tmp_path / "like")]
+    with torch.no_grad():
+        wanted = model(ids).logits
+        if norm:
+            assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 2
+            assert "'model.norm.weight': it was trained beside the adapter" in capsys.readouterr().err
+        else:
+            assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "alone")]) == 0
+            written = {path.name for path in (tmp_path / "alone").iterdir()}
+            assert written == {"adapter_config.json", "adapter_model.safetensors"}
+            again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "like")
+            torch.testing.assert_close(load_adapter(again, tmp_path / "alone")(ids).logits, wanted)
+        assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "merged"), *like]) == 0
+        merged = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(merged(ids).logits, wanted)
+    torch.manual_seed(1)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "like")
+    assert run(["ckpt", "export", str(tmp_path), str(tmp_path / "other"), *like]) == 2
+    assert "an adapter of another base: 'lm_head" not in (said := capsys.readouterr().err)
+    assert "an adapter of another base: 'model." in said
 
 
 def test_rounding_to_bf16_is_torchs():

@@ -158,8 +158,8 @@ UNKNOWN = {
     '[[data.train]]\npath = "x"\nschema_ = "text"': (
         "unknown key 'data.train.0.schema_'. Did you mean 'data.train.0.schema'?"
     ),
-    '"two words" = 1': "unknown key '\"two words\"'. A config has plan, layout, seed, run, task, model, tokenizer, "
-    "data, optimizer, schedule, train, eval, checkpoint, resume, memory, sample, log, launch.",
+    '"two words" = 1': "unknown key '\"two words\"'. A config has plan, layout, seed, run, task, model, adapter, "
+    "tokenizer, data, optimizer, schedule, train, eval, checkpoint, resume, memory, sample, log, launch.",
 }
 
 

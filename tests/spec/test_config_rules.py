@@ -12,6 +12,9 @@ from weft.spec.files.expect import node_at
 from weft.spec.rules.config_rules import CONFIG_RULES, config_problems
 
 CASES = [
+    ("adapter-has-a-rank", ["adapter.kind=dora"],
+     "adapter.rank=0: there is no adapter, and other settings of [adapter] are given. Use adapter.rank=16, or leave "
+     "them out."),
     ("warmup-fits", ["train.steps=10", "schedule.warmup_steps=20"],
      "schedule.warmup_steps=20: warm-up must end before train.steps=10. Use schedule.warmup_steps=1, or more steps."),
     ("decay-fits", ["schedule.kind=wsd", "schedule.decay_steps=290"],

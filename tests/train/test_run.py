@@ -25,6 +25,7 @@ from weft.spec.files.config_file import load_config
 from weft.train import RunFolder, Start, generate_text, prepare_run, run_rank
 from weft.train.run import run_lock
 from weft.train.state import expected_bytes
+from weft.train.task import with_adapter
 from weft.train.tasks.decoder_files import data_of, decoder_of
 
 
@@ -301,6 +302,7 @@ def test_a_refused_new_run_leaves_no_folder(tmp_path):
         ("optimizer.name=muon", 'optimizer.groups=[{match="embed.*", lr=0}]'),
         ("model.num_experts=4", "model.top_k=2", "model.balance=bias"),
         ("model.name=gpt2", "model.num_kv_heads=2", "model.vocab_size=260"),
+        ("adapter.rank=32", "adapter.kind=dora"),
     ],
     ids=" ".join,
 )
@@ -309,8 +311,24 @@ def test_the_bytes_of_a_checkpoint_are_known_before_the_first_step(start, settin
     config, tensors = folder.config(), load_checkpoint(folder.checkpoint(2))
     saved = sum(t.nbytes for group in ("model", "optimizer") for t in tensors.tensors(group).values())
     master = torch.float64 if "fp64" in config.plan else torch.float32
-    shapes = build_decoder(decoder_of(folder), device="meta")
+    shapes = with_adapter(build_decoder(decoder_of(folder), device="meta"), config)
     assert expected_bytes(shapes, config.optimizer, master) == pytest.approx(saved, rel=0.001)
+
+
+def test_an_adapter_trains_and_resumes_on_the_same_bits(start):
+    settings = ("adapter.rank=2", 'adapter.targets=["attn.*"]', "adapter.dropout=0.2", "schedule.kind=constant")
+    whole, _, shown = start("run.name=whole", "train.steps=4", *settings)
+    start("run.name=halves", "train.steps=2", *settings)
+    halves, _, _ = start("run.name=halves", "train.steps=4", *settings)
+    assert_same_bits(weights(whole, 4), weights(halves, 4))
+    assert re.search(r"adapter lora of rank 2, alpha 4, dropout 0.2, on \d+ layers: .* parameters trained", shown)
+    names = load_checkpoint(whole.checkpoint(4)).entries("model")
+    assert {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B"}
+    assert generate_text(whole, "def ", max_tokens=4).startswith("def ")
+    with pytest.raises(ConfigError, match=r"adapter.rank=4: the run in .* was started with 2"):
+        start("run.name=whole", "train.steps=6", *settings, "adapter.rank=4")
+    with pytest.raises(ConfigError, match=r"adapter.targets=wq: no module has such a path or ending"):
+        start("run.name=other", "train.steps=2", "adapter.rank=2", 'adapter.targets=["wq"]')
 
 
 def test_room_for_a_checkpoint_is_asked_before_the_first_step(start, monkeypatch):

@@ -33,6 +33,7 @@ VERBS = {
     "calibrate": Verb("Measure this machine for the planner.", "weft.cli.calibrate", "calibrate"),
     "verify": Verb("Check that a plan computes the same numbers as one process.", "weft.cli.verify", "verify"),
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
+    "export": Verb("Write a trained model as a folder that transformers loads.", "weft.cli.ckpt.verbs", "export"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config.config_verb", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt.verbs", "app"),

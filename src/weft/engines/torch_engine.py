@@ -9,25 +9,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint import Checkpoint, SavedPiece, Together
+from weft.checkpoint import Checkpoint, SavedPiece, Together, list_checkpoints
 from weft.comm import Ledger, StoreTalk, barrier
 from weft.comm.watch import Watch
 from weft.data.batch import move_batch
 from weft.memory import HostCopies, offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
+from weft.models.adapters import adapted
 from weft.monitor.times import Meter, TimeBook
 from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.placement import originals
+from weft.parallel.zero import load_base
 from weft.spec import Layout
 from weft.spec.cluster import device_by_torch_name
 from weft.train import Microbatches, StepMetrics, TrainStep
 from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, derive_seed
 from weft.train.planned import report_times
-from weft.train.state import expected_bytes, gather, on_first, pieces, resume
+from weft.train.state import adapter_state, expected_bytes, gather, on_first, pieces, resume
 from weft.train.step import evaluate
-from weft.train.task import Batches, Share
-from weft.units import parse_seconds
+from weft.train.task import Batches, Share, with_adapter
+from weft.units import format_count, parse_seconds
 
 
 class TorchEngine:
@@ -68,10 +71,22 @@ class TorchEngine:
         )
         self._batches = task.batches(share)
         self._eval_batches = task.eval_batches(share)
-        self.model: nn.Module = task.initial_model(mesh.plan)
+        base = task.initial_model(mesh.plan)
+        weights = task.initial_weights(base)
+        self.model: nn.Module = with_adapter(base, config)
         layout = Layout.read(config.layout) if config.layout else None
         freeze(self.model, config.optimizer)
-        parallelize(self.model, mesh, layout=layout, seed=config.seed, pinned_limit=config.memory.pinned_limit)
+        parallelize(
+            self.model,
+            mesh,
+            layout=layout,
+            seed=config.seed,
+            filled_later=weights is not None,
+            pinned_limit=config.memory.pinned_limit,
+        )
+        if weights is not None and self._reads_base():
+            with self.pulse.doing("reads the pretrained weights"):
+                load_base(self.model, weights)
         self._step = TrainStep(
             self.model,
             build_optimizer(self.model.named_parameters(), config.optimizer, config.seed),
@@ -82,6 +97,7 @@ class TorchEngine:
             nominal_tokens=task.nominal_count(),
             meter=self.meter,
         )
+        self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
         self._choose_recompute()
 
     @property
@@ -133,8 +149,9 @@ class TorchEngine:
         return pieces(self.model, self._step.optimizer, self._copies if aside else None)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the loss scale."""
-        return {"loss_scale": self._step.loss_scale.state()}
+        """Return the loss scale, and what an adapter stands beside."""
+        adapter = {} if self._adapter is None else {"adapter": self._adapter}
+        return {"loss_scale": self._step.loss_scale.state(), **adapter}
 
     def load(self, checkpoint: Checkpoint) -> Sequence[str]:
         """Take weights, optimizer states and loss scale; lines say what is left out."""
@@ -181,13 +198,15 @@ class TorchEngine:
         recompute = recompute_of(self.model)
         return [
             f"format  {Precision.of(self.plan)}",
+            *self._adapter_lines(),
             *([f"memory  recompute {recompute.describe()}"] if recompute and recompute.setting != "none" else []),
             *(f"offload {line}" for line in offload_lines(self.plan, self.mesh.device)),
         ]
 
     def checkpoint_bytes(self) -> int:
         """Return the bytes of a checkpoint of all ranks."""
-        return expected_bytes(self._task.shapes(), self._config.optimizer, Precision.of(self.plan).master)
+        shapes = with_adapter(self._task.shapes(), self._config)
+        return expected_bytes(shapes, self._config.optimizer, Precision.of(self.plan).master)
 
     def peak_flops(self) -> float | None:
         """Return the GPU's peak FLOP/s at the plan's precision; None for a CPU and an unknown GPU."""
@@ -201,6 +220,18 @@ class TorchEngine:
         return report_times(self._job.folder, self.mesh, self.model, book, self._task, start_step)
 
     # --- within ---
+
+    def _reads_base(self) -> bool:
+        """A run that goes on reads its weights from its checkpoint, which of an adapter holds no base."""
+        if adapted(self.model) is not None:
+            return True
+        return not self.on_first(lambda: bool(list_checkpoints(self._job.folder.checkpoints)))
+
+    def _adapter_lines(self) -> list[str]:
+        record, params = adapted(self.model), [one for one in originals(self.model).values() if one.is_parameter]
+        trained, every = (sum(one.numel for one in params if one.is_trained or is_all) for is_all in (False, True))
+        counts = f"{format_count(trained)} of {format_count(every)} parameters trained"
+        return [] if record is None else [f"adapter {record.kind}, on {len(record.layers)} layers: {counts}"]
 
     def _choose_recompute(self) -> None:
         """Settle before the first step what is recomputed, from the first microbatch of the run."""

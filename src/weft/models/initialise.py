@@ -66,6 +66,9 @@ def initialise_parameter(whole: Tensor, full_name: str, owner: nn.Module, seed: 
 def _fill(parameter: Tensor, full_name: str, owner: nn.Module, name: str, seed: int) -> None:
     if parameter.is_meta:
         raise ModelError(f"parameter {full_name}: it is on the meta device. Call to_empty(device=...) first.")
+    fill_adapter = getattr(owner, "fill_adapter", None)
+    if fill_adapter is not None and fill_adapter(parameter, name, full_name, seed):
+        return
     if name == "bias":
         parameter.zero_()
     elif isinstance(owner, _NORMS):
@@ -85,11 +88,23 @@ def _fill(parameter: Tensor, full_name: str, owner: nn.Module, name: str, seed: 
 
 
 def normal_values(seed: int, name: str, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Standard normal float32 values of a parameter, as (offset, block) pairs in order.
+    """Standard normal float32 values of a parameter, as (offset, block) pairs in order."""
+    for start, size, stream in _streams(seed, name, count):
+        yield start, torch.from_numpy(stream.standard_normal(size, dtype=np.float32))
+
+
+def uniform_values(seed: int, name: str, count: int) -> Iterator[tuple[int, Tensor]]:
+    """Float32 values between 0 and 1 of a parameter, as (offset, block) pairs in order."""
+    for start, size, stream in _streams(seed, name, count):
+        yield start, torch.from_numpy(stream.random(size, dtype=np.float32))
+
+
+def _streams(seed: int, name: str, count: int) -> Iterator[tuple[int, int, np.random.Generator]]:
+    """(Offset, size, generator) of each block of a parameter.
 
     numpy's generator is used because its bits are the same on every kind of CPU; torch's are not.
     """
     for start in range(0, count, _BLOCK):
         digest = hashlib.blake2b(f"{seed}/{name}/{start}".encode(), digest_size=16).digest()
         stream = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-        yield start, torch.from_numpy(stream.standard_normal(min(_BLOCK, count - start), dtype=np.float32))
+        yield start, min(_BLOCK, count - start), stream

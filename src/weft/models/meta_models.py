@@ -10,24 +10,28 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 
 @contextmanager
-def as_shapes() -> Iterator[None]:
+def as_shapes(*, vectors: bool = False) -> Iterator[None]:
     """Build modules inside with their matrices on the meta device: no memory, no values.
 
     Vectors (norms, biases) and buffers are small, and what they hold is known to the model alone: they stay as it makes
     them. `parallelize` with a seed then makes each rank's part of the matrices, or a checkpoint fills them.
+
+    Args:
+        vectors: whether all parameters are shapes alone, as where files fill them; buffers keep their values.
     """
+    least = 0 if vectors else 2
+
+    def without_values(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        """The parameter to register in place of this one; None: this one."""
+        del module, name
+        if param is None or param.is_meta or param.ndim < least:
+            return None
+        return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
     handle = register_module_parameter_registration_hook(
-        _without_values  # pyright: ignore[reportArgumentType] - the stub says None; torch documents what this returns
+        without_values  # pyright: ignore[reportArgumentType] - the stub says None; torch documents what this returns
     )
     try:
         yield
     finally:
         handle.remove()
-
-
-def _without_values(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    """The parameter to register in place of this one; None: this one."""
-    del module, name
-    if param is None or param.is_meta or param.ndim < 2:
-        return None
-    return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)

@@ -96,6 +96,8 @@ def _groups(named_params: Iterable[tuple[str, nn.Parameter]], section: Optimizer
             section.name == "muon" and param.ndim == 2 and _ENDS.isdisjoint(name.split(".")),
         )
         found.setdefault(key, []).append(param)
+    if not found:  # a stage of a pipeline may have nothing to train
+        found[section.lr, 0.0, False] = []
     turned = [{"matrices": key[2]} if section.name == "muon" else {} for key in found]
     return [
         {"params": params, "lr": lr, "initial_lr": lr, "weight_decay": decay, **more}

@@ -210,7 +210,8 @@ class DropSite:
             own = 1 if x.ndim > 3 else x.ndim - 1
             places[own] = places[own] + drops.part.axis.rank * x.shape[own]
         if x.ndim == 3:
-            places[1] = drops.tokens(x.shape[1], self._cuts_tokens and not is_inside, x.device)
+            is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
+            places[1] = drops.tokens(x.shape[1], is_cut, x.device)
         return torch.where(kept_at(key, places, rate), x * (1.0 / (1.0 - rate)), 0.0)
 
     def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:

@@ -32,6 +32,7 @@ def parallelize(
     layout: Layout | None = None,
     placements: Mapping[str, Placement] | None = None,
     seed: int | None = None,
+    filled_later: bool = False,
     pinned_limit: str = MOST_OF_HOST,
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
@@ -44,6 +45,7 @@ def parallelize(
         placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
         seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them; and of
             dropout in steps that nobody gives a key.
+        filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values.
         pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
 
     Raises:
@@ -68,7 +70,7 @@ def parallelize(
     host = open_host(mesh.plan, mesh.device, pinned_limit)
     if host is not None:
         _offload(model, mesh, host)
-    engine = build_engine(model, mesh, placed, host=host, seed=seed)
+    engine = build_engine(model, mesh, placed, host=host, seed=seed, filled_later=filled_later)
     attach(model, engine, before)
     guard_model(model, engine.axes)
     watch_local_means(model, mesh)

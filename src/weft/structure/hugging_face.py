@@ -110,6 +110,29 @@ def vocab_size(config: Any) -> int | None:
     return number(config, "vocab") or number(getattr(config, "text_config", None), "vocab")
 
 
+def causal_model(config: Any) -> nn.Module:
+    """The causal language model of a config, in float32; within `as_shapes` without memory.
+
+    Raises:
+        ModelError: for a family without one, and for weights that are stored quantised.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    family = getattr(config, "model_type", "?")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"model.path: the weights of this {family} are quantised. Give the folder of the model in bf16 or fp32."
+        )
+    config.update({"dtype" if hasattr(config, "dtype") else "torch_dtype": None})
+    try:
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # what it raises depends on what the config holds
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        raise ModelError(
+            f"model.path: transformers has no causal language model for model_type={family} ({first}). "
+            "Give the folder of a causal language model."
+        ) from error
+
+
 def attention_heads(model: Any) -> tuple[int, int] | None:
     """Numbers of query heads and key-value heads, from the config; None where there is no one number."""
     config = model.config.get_text_config(decoder=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -42,9 +42,16 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether the module is a product with a matrix and a bias, and nothing else."""
-    own = type(module).forward
+    """Whether the module is a product with a matrix and a bias, and nothing else; an adapter beside it counts not."""
+    own = _own_forward(type(module))
     return own is nn.Linear.forward or (is_transposed(module) and "addmm" in own.__code__.co_names)
+
+
+def _own_forward(kind: type[nn.Module]) -> Any:
+    """The forward that a layer had before it was given an adapter, whose class says `is_adapter`."""
+    return next(
+        vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one) and "is_adapter" not in vars(one)
+    )
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:

@@ -14,10 +14,12 @@ from weft.planner import estimate
 from weft.planner.cost import loss_memory
 from weft.planner.cost.machine.tables import Tables
 from weft.planner.cost.memory_cost import CLASSES, layer_bytes
+from weft.planner.space.adapter_size import AdapterSize
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
 from weft.spec.cluster import ClusterSpec
+from weft.spec.config import AdapterSection
 from weft.spec.model import decoder_spec
 from weft.spec.plan import RECOMPUTES, Plan
 
@@ -72,6 +74,34 @@ def test_others_keep_whole_gradients_under_zero_1_and_never_under_zero_2():
     for passes in (1, 4):
         assert states("zero=1", passes, travel_once=False)["gradients"] == pytest.approx(4.0)
         assert states("zero=2", passes, travel_once=False)["gradients"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("text", "shards"), [("zero=0", (1, 1)), ("zero=1", (8, 1)), ("zero=3", (8, 8))])
+def test_a_frozen_base_costs_its_weights_alone(text, shards):
+    """2 bytes of a frozen weight; 12 of masters and states for each of the adapter's parameters, and its gradient."""
+    section = AdapterSection(rank=16, targets=("attn.q", "mlp.down"))
+    adapter = AdapterSize.of(decoder_spec("llama3-8b"), section)
+    assert adapter is not None
+    assert adapter.params == 16 * (2 * 4096 + 4096 + 14336)
+    task = replace(job(), seq_len=1024, global_batch=16, adapter=adapter)
+    columns = Columns.of([Plan.parse(f"{text} dp_shard=8 precision=bf16 accumulation=2")], task)
+    memory = estimate(task, CLUSTER, columns, TABLES).memory
+    trained, (states_cut, weights_cut) = 32 * adapter.params, shards
+    everything = sum(float(memory[name][0]) for name in ("parameters", "optimizer"))
+    weights = 2 * (SHAPE.num_params + trained) / weights_cut
+    assert everything == pytest.approx(weights + 12 * trained / states_cut, rel=0.02)
+    assert float(memory["gradients"][0]) <= 4 * trained
+    whole = replace(task, adapter=None)
+    assert float(estimate(whole, CLUSTER, columns, TABLES).memory["optimizer"][0]) > 50 * float(memory["optimizer"][0])
+
+
+def test_a_frozen_base_takes_less_time_and_traffic():
+    task = replace(job(), adapter=AdapterSize(rank=16, width=100_000.0, products=7))
+    columns = Columns.of([Plan.parse("dp_shard=8 zero=1 precision=bf16 accumulation=2")], task)
+    mine, every = (estimate(each, CLUSTER, columns, TABLES).terms for each in (task, replace(task, adapter=None)))
+    assert 0.6 < float(mine["gemm"][0] / every["gemm"][0]) < 0.72
+    assert float(mine["optimizer"][0]) < 0.2 * float(every["optimizer"][0])
+    assert float(mine["dp_exposed"][0]) < 0.2 * float(every["dp_exposed"][0])
 
 
 def test_parameters_that_stay_gathered_are_counted_whole():

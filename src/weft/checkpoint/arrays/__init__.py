@@ -18,6 +18,7 @@ __all__ = [
     "tensor_of",
     "torch_formats",
     "unheard",
+    "write_blocks",
     "write_file",
     "write_tensors",
 ]
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         tensor_of,
         torch_formats,
         unheard,
+        write_blocks,
         write_file,
         write_tensors,
     )
@@ -53,6 +55,7 @@ __getattr__ = loads(
         "tensor_of": ".tensor_file",
         "torch_formats": ".tensor_file",
         "unheard": ".tensor_file",
+        "write_blocks": ".tensor_file",
         "write_file": ".tensor_file",
         "write_tensors": ".tensor_file",
     },

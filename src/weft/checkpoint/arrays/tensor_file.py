@@ -185,6 +185,11 @@ def write_tensors(
         return file.close()
 
 
+def write_blocks(path: Location, blocks: Mapping[str, RawArray]) -> FileEntry:
+    """Write whole arrays into a new safetensors file, by the names that they have there."""
+    return write_tensors(path, blocks, {name: TensorEntry("", one.dtype, one.shape) for name, one in blocks.items()})
+
+
 def _in_stretches(look: Callable[[RawArray], None], dtype: str) -> Callable[[bytes | memoryview], None]:
     width = DTYPE_BYTES[dtype]
     return lambda chunk: look(RawArray(dtype, (len(chunk) // width,), memoryview(chunk)))

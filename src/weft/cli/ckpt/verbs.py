@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli.ckpt.which import ONE_HELP, RUN_HELP, folder_of, one_of, root_of, settled_steps
 from weft.cli.console import say
 from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.train import RunFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="List, check, compare and move checkpoints.")
 
@@ -84,27 +87,42 @@ def diff(
     raise typer.Exit(found.exit_code)
 
 
-@app.command()
+@app.command("export", help="Write a model's weights: the same as weft export.")
 def export(
     run: One,
-    out: Annotated[str, typer.Argument(help="Folder to create.")],
+    out: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder to create.")],
+    step: Annotated[int | None, typer.Option(min=0, help="Checkpoint to use.", show_default="newest valid")] = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
     group: Annotated[str, typer.Option(help="model, or ema if a script saved one.")] = "model",
     like: Annotated[
         Path | None,
         typer.Option(help="Folder of a Hugging Face model: write a folder of the same form, with its tokenizer."),
     ] = None,
+    own_names: Annotated[
+        bool, typer.Option("--own-names", help="Write safetensors files alone, under Weft's names of tensors.")
+    ] = False,
 ) -> None:
-    """Write the whole weights of a checkpoint as safetensors files, or as a Hugging Face folder."""
+    """Write a model that transformers loads: safetensors, config, tokenizer, model card; from any plan's checkpoint."""
     from weft.checkpoint import load_checkpoint
     from weft.cli.ckpt.whole_weights import DTYPES, export_weights
 
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(DTYPES)}.")
-    folder = folder_of("OUT", out)
-    opened = load_checkpoint(one_of(run), verify=True)
-    files = export_weights(opened, folder, group=group, dtype=dtype, like=like)
+    folder = folder_of("FOLDER", out)
+    opened = load_checkpoint(one_of(run if step is None else f"{run}@{step}"), verify=True)
+    trained = None if own_names or like is not None or group != "model" else _trained(run)
+    files = export_weights(opened, folder, group=group, dtype=dtype, like=like, run=trained)
     say(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
+
+
+def _trained(run: str) -> RunFolder | None:
+    """The folder of a run of `weft train` whose model transformers knows; None for any other checkpoint."""
+    from weft.train import RunFolder
+    from weft.train.tasks import is_exportable
+
+    path = Path(run)
+    folder = RunFolder(path if path.is_dir() else Path(run.rpartition("@")[0]))
+    return folder if (folder.path / "config.toml").is_file() and is_exportable(folder) else None
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`weft ckpt export`: whole weights of a checkpoint as safetensors, or as a folder that transformers loads."""
+"""`weft export`: whole weights of a checkpoint as safetensors, or as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.checkpoint import Checkpoint
-from weft.checkpoint.arrays import RawArray
+from weft.checkpoint.arrays import RawArray, write_blocks
 from weft.errors import CheckpointError, ConfigError, MissingExtra
 
 if TYPE_CHECKING:
     import torch
+
+    from weft.train import RunFolder
 
 #: What Hugging Face splits its files at.
 MAX_FILE_BYTES = 4 * 2**30
@@ -24,12 +27,19 @@ _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def export_weights(
-    checkpoint: Checkpoint, out: Path, *, group: str = "model", dtype: str | None = None, like: Path | None = None
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    group: str = "model",
+    dtype: str | None = None,
+    like: Path | None = None,
+    run: RunFolder | None = None,
 ) -> list[Path]:
     """Write a group's tensors whole into a new folder, which appears when it is complete; its files.
 
     dtype: a key of DTYPES for floating tensors; None: as saved. like: a Hugging Face folder whose config says the
-    model's class, and whose tokenizer comes along. Raises ConfigError, CheckpointError or MissingExtra.
+    model's class, and whose tokenizer comes along. run: of `weft train`, whose model transformers
+    knows: the folder is one that it loads. Raises ConfigError, CheckpointError or MissingExtra.
     """
     if group not in checkpoint.groups:
         checkpoint.tensors(group)  # says which groups there are
@@ -42,8 +52,18 @@ def export_weights(
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".weft-export-") as work:
             draft = Path(work) / "out"
             draft.mkdir()
-            if like is not None:
+            adapter = checkpoint.state.get("adapter") if group == "model" else None
+            if adapter is not None and like is None:
+                from weft.cli.ckpt.adapter_weights import write_alone
+
+                write_alone(checkpoint, adapter, draft, dtype)
+            elif like is not None:
                 _write_pretrained(checkpoint, group, draft, dtype, like)
+            elif run is not None:
+                from weft.train.tasks import exported_tensors, write_beside
+
+                written = write_files(exported_tensors(run, checkpoint), "model", draft, dtype)
+                write_beside(run, checkpoint, draft, written)
             else:
                 _write_shards(checkpoint, group, draft, dtype)
             if out.exists():
@@ -55,30 +75,47 @@ def export_weights(
 
 
 def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None) -> None:
-    """Files as Hugging Face names them, with the index of names where there are several."""
+    """A group under its own names."""
     entries = checkpoint.entries(group)
-    own = [name for name, entry in entries.items() if entry.same_as is None]
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name in own:
-        if filled and filled + entries[name].num_bytes > MAX_FILE_BYTES:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += entries[name].num_bytes
-    where: dict[str, str] = {}
-    total = 0
-    for number, names in enumerate(shards, start=1):
-        file = f"{group}.safetensors" if len(shards) == 1 else f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
-        checkpoint.write_whole(out / file, group, names, lambda block: converted(block, dtype))
-        total += (out / file).stat().st_size
-        where |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (out / f"{group}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    own = ((name, checkpoint.block(f"{group}/{name}")) for name, entry in entries.items() if entry.same_as is None)
+    write_files(own, group, out, dtype)
     tied = {name: entry.same_as for name, entry in entries.items() if entry.same_as is not None}
     if tied:
         (out / "shared_names.json").write_text(json.dumps(tied, indent=1) + "\n")
+
+
+def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, dtype: str | None) -> str:
+    """Files as Hugging Face names them, with the index of names where there are several; the format of the first.
+
+    tensors: one after the other; those of one file are in memory at once. dtype: a key of DTYPES; None: as they are.
+    """
+    drafts: list[tuple[Path, list[str], int]] = []
+    held: dict[str, RawArray] = {}
+    first = ""
+
+    def flush() -> None:
+        if held:
+            file = out / f".{len(drafts)}.safetensors"
+            write_blocks(file, held)
+            drafts.append((file, [*held], sum(one.data.nbytes for one in held.values())))
+            held.clear()
+
+    for name, block in tensors:
+        block = converted(block, dtype)
+        first = first or block.dtype
+        if held and sum(one.data.nbytes for one in held.values()) + block.data.nbytes > MAX_FILE_BYTES:
+            flush()
+        held[name] = block
+    flush()
+    where: dict[str, str] = {}
+    for number, (file, names, _) in enumerate(drafts, start=1):
+        last = f"{stem}.safetensors" if len(drafts) == 1 else f"{stem}-{number:05d}-of-{len(drafts):05d}.safetensors"
+        file.rename(out / last)
+        where |= dict.fromkeys(names, last)
+    if len(drafts) > 1:
+        index = {"metadata": {"total_size": sum(size for _, _, size in drafts)}, "weight_map": where}
+        (out / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    return first
 
 
 def converted(block: RawArray, dtype: str | None) -> RawArray:
@@ -107,19 +144,29 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
         raise MissingExtra("transformers", "hf", "--like") from error
     from weft.train.script import pretrained_from_whole
 
+    adapter = checkpoint.state.get("adapter") if group == "model" else None
     if not (like / "config.json").is_file():
         raise ConfigError(f"--like {like}: it has no config.json. Give the folder of the Hugging Face model.")
     try:
         config = transformers.AutoConfig.from_pretrained(like, local_files_only=True, trust_remote_code=False)
         kind = getattr(transformers, (getattr(config, "architectures", None) or ["AutoModelForCausalLM"])[0])
-        with torch.device("meta"):
-            model = kind(config) if hasattr(kind, "config_class") else kind.from_config(config)
+        if adapter is not None:
+            model = kind.from_pretrained(like, local_files_only=True)
+        else:
+            with torch.device("meta"):
+                model = kind(config) if hasattr(kind, "config_class") else kind.from_config(config)
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(
             f"--like {like}: transformers cannot build its model ({error}). Give another folder."
         ) from error
     wanted: torch.dtype | None = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "")
-    pretrained_from_whole(model, checkpoint.tensors(group), out, wanted)
+    if adapter is not None:
+        from weft.cli.ckpt.adapter_weights import merged_into
+
+        whole = merged_into(model, checkpoint, adapter)
+    else:
+        whole = checkpoint.tensors(group)
+    pretrained_from_whole(model, whole, out, wanted)
     for pattern in _COMPANIONS:
         for file in like.glob(pattern):
             if not (out / file.name).exists() and not file.name.endswith(".index.json"):

@@ -109,7 +109,7 @@ def _task_of(file: str) -> Task | None:
     from weft.spec.files import load_config
 
     config = load_config(file, ["plan=auto"]).config
-    if config.task.name is None:
+    if config.task.name is None and not config.model.path:
         return None
     from weft.train.tasks import find_task
 

@@ -62,8 +62,9 @@ def ready_tokenizer(
     elif section.kind == "file":
         source = find_tokenizer_file(section.path)
         settings = source.parent / "tokenizer_config.json"
-        content = [path.read_bytes().hex() for path in (source, settings) if path.is_file()]
-        key = key_of("file", FORMAT_VERSION, content)
+        files = [source, settings, *([source.parent / "chat_template.jinja"] if section.template else [])]
+        content = [path.read_bytes().hex() for path in files if path.is_file()]
+        key = key_of("file", FORMAT_VERSION, content, *(["template"] if section.template else []))
     else:
         # The names decide in which order texts are read.
         texts = [
@@ -82,7 +83,7 @@ def ready_tokenizer(
             if section.kind == "bytes":
                 save_bytes_tokenizer(temporary)
             elif section.kind == "file":
-                import_tokenizer(temporary, section.path)
+                import_tokenizer(temporary, section.path, template=section.template)
             else:
                 train_bpe(temporary, _training_text(train, section.train_bytes, report), section.vocab_size)
         return folder, Tokenizer.load(folder)

@@ -1,6 +1,8 @@
-"""Documents to token ids: plain text, and conversations in the ChatML form with a mask of what is trained.
+"""Documents to token ids: plain text, and conversations with a mask of what is trained.
 
-A turn is `<|im_start|>role\\n` content `<|im_end|>\\n`. Trained: an assistant's content and the <|im_end|> after it.
+Where the tokenizer has no chat template of its own, conversations have the ChatML form: a turn is
+`<|im_start|>role\\n` content `<|im_end|>\\n`. Trained: an assistant's content and the
+<|im_end|> after it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> lis
     spans: list[list[int]] = []
     for document in documents:
         span = []
-        for text in _texts(document):
+        for text in _texts(document, tokenizer):
             pieces = split_text(text)
             texts.extend(pieces)
             span.append(len(pieces))
@@ -63,7 +65,9 @@ def cut_text(text: str, max_chars: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _texts(document: Document) -> list[str]:
+def _texts(document: Document, tokenizer: Tokenizer) -> list[str]:
+    if document.turns is not None and tokenizer.template is not None:
+        return []
     if document.turns is None:
         return [text for text in (document.prompt, document.text) if text is not None]
     return [part for role, content in document.turns for part in (f"{role}\n", content, "\n")]
@@ -79,6 +83,8 @@ def _assemble(
         return np.concatenate(parts), np.repeat([False, True], [prompt.size, text.size])
     if document.turns is None:
         return parts[0], None
+    if tokenizer.template is not None:
+        return tokenizer.encode_turns(document.turns)
     start = np.array([tokenizer.vocabulary.turn_start_id])
     end = np.array([tokenizer.vocabulary.turn_end_id])
     ids: list[np.ndarray] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from weft.data.tokens.chat_template import ChatTemplate
 from weft.errors import DataError
 
 END, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -27,7 +28,10 @@ _BYTE_FALLBACK = re.compile(r"<0x[0-9A-F]{2}>")
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The numbers that others need. turn_start_id and turn_end_id are -1 where the tokenizer has no chat tokens."""
+    """The numbers that others need. turn_start_id and turn_end_id are -1 where the tokenizer has no chat tokens.
+
+    chat: the chat template and the names of tokens that it knows; None: chats are ChatML.
+    """
 
     kind: str
     vocab_size: int
@@ -36,6 +40,7 @@ class Vocabulary:
     turn_start_id: int
     turn_end_id: int
     digest: str
+    chat: dict[str, str] | None = None
 
 
 class _ByteCodec:
@@ -54,6 +59,21 @@ class _ByteCodec:
             run = bytearray()
         return "".join([*parts, run.decode("utf-8", "replace")])
 
+    def library_json(self) -> str:
+        """As the `tokenizers` library has it: the ids are the bytes, then come the special tokens."""
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers
+
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        letters = {byte: chr(byte) for byte in shown}
+        for byte in range(256):  # GPT-2's alphabet: bytes that cannot be shown get letters from 256 on
+            letters.setdefault(byte, chr(256 + len(letters) - len(shown)))
+        library = Library(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        library.decoder = decoders.ByteLevel()
+        library.add_special_tokens(list(SPECIAL_TOKENS))
+        return library.to_str()
+
     def token_bytes(self, vocab_size: int) -> np.ndarray:
         return (np.arange(vocab_size) < 256).astype(np.int64)
 
@@ -67,6 +87,7 @@ class _JsonCodec:
     def __init__(self, text: str, control_ids: Iterable[int]):
         from tokenizers import Tokenizer as Library
 
+        self._text = text
         self._library = Library.from_str(text)
         self._library.no_truncation()
         self._library.no_padding()
@@ -92,6 +113,49 @@ class _JsonCodec:
         if np.isin(ids, self._control_ids).any():
             raise DataError("tokenizer: it turns plain text into special tokens. Use another tokenizer, or kind=bpe.")
         return ids
+
+    def library_json(self) -> str:
+        return self._text
+
+    def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a text in which special tokens count, and which begin in one of the ranges of characters."""
+        encoding = self._rendered.encode(text, add_special_tokens=False)
+        starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+        trained = np.zeros(len(starts), bool)
+        for low, high in spans:
+            trained |= (starts >= low) & (starts < high)
+        return np.array(encoding.ids, dtype=np.int64), trained
+
+    def encode_pieces(
+        self, pieces: Sequence[tuple[str, bool]], spans: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same, of pieces that join to the text; in those marked true what looks like a special token is text."""
+        ids, trained, place = [], [], 0
+        for text, is_plain in pieces:
+            if is_plain:
+                ids.append(self.encode_batch([text])[0])
+                trained.append(np.full(ids[-1].size, any(low <= place < high for low, high in spans)))
+            else:
+                moved = [(low - place, high - place) for low, high in spans]
+                both = self.encode_rendered(text, moved)
+                ids.append(both[0])
+                trained.append(both[1])
+            place += len(text)
+        return np.concatenate(ids), np.concatenate(trained)
+
+    @cached_property
+    def _rendered(self) -> Any:
+        """The library as it is used for what a template renders: there special tokens count."""
+        from tokenizers import Tokenizer as Library
+
+        library = Library.from_str(self._text)
+        library.no_truncation()
+        library.no_padding()
+        library.encode_special_tokens = False
+        return library
+
+    def special_names(self) -> list[str]:
+        return [self._library.id_to_token(token) or "" for token in self.special_ids()]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._library.decode(list(ids), skip_special_tokens=False)
@@ -169,6 +233,10 @@ class Tokenizer:
         kept = [int(token) for token in ids]
         return self._codec.decode(kept if specials else [token for token in kept if token not in self._special])
 
+    def library_json(self) -> str:
+        """Return the content of a tokenizer.json that gives the same ids."""
+        return self._codec.library_json()
+
     def is_special(self, token: int) -> bool:
         """Return whether the token stands for a mark and not for text."""
         return token in self._special
@@ -181,7 +249,28 @@ class Tokenizer:
     @property
     def has_chat(self) -> bool:
         """Whether it has the tokens that begin and end a turn of a chat."""
-        return self.vocabulary.turn_start_id >= 0 and self.vocabulary.turn_end_id >= 0
+        return self.template is not None or (self.vocabulary.turn_start_id >= 0 and self.vocabulary.turn_end_id >= 0)
+
+    @cached_property
+    def template(self) -> ChatTemplate | None:
+        """Its own chat template; None: chats are ChatML."""
+        if self.vocabulary.chat is None or not isinstance(self._codec, _JsonCodec):
+            return None
+        return ChatTemplate(self.vocabulary.chat, self._codec.special_names())
+
+    def encode_turns(self, turns: Sequence[tuple[str, str]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and which of them are trained (bool), of a conversation through the tokenizer's own template.
+
+        Raises:
+            DataError: where the template refuses the conversation.
+        """
+        template, codec = self.template, self._codec
+        assert template is not None
+        assert isinstance(codec, _JsonCodec)
+        text, spans = template.render(turns)
+        if template.has_special(turns):
+            return codec.encode_pieces(template.apart(turns), spans)
+        return codec.encode_rendered(text, spans)
 
 
 def save_bytes_tokenizer(folder: Path) -> Tokenizer:
@@ -189,8 +278,10 @@ def save_bytes_tokenizer(folder: Path) -> Tokenizer:
     return _save(folder, Vocabulary("bytes", 260, 256, 257, 258, 259, ""), None)
 
 
-def save_json_tokenizer(folder: Path, kind: str, text: str, end: str, pad: str) -> Tokenizer:
-    """text: content of a tokenizer.json. end, pad: names of its tokens."""
+def save_json_tokenizer(
+    folder: Path, kind: str, text: str, end: str, pad: str, chat: dict[str, str] | None = None
+) -> Tokenizer:
+    """text: content of a tokenizer.json. end, pad: names of its tokens. chat: as `Vocabulary` has it."""
     from tokenizers import Tokenizer as Library
 
     library = Library.from_str(text)
@@ -198,7 +289,7 @@ def save_json_tokenizer(folder: Path, kind: str, text: str, end: str, pad: str) 
     numbers = [-1 if token is None else token for token in ids]
     # Ids may have gaps, so the table must reach the highest one.
     vocab_size = max(library.get_vocab(with_added_tokens=True).values()) + 1
-    return _save(folder, Vocabulary(kind, vocab_size, *numbers, digest=""), text)
+    return _save(folder, Vocabulary(kind, vocab_size, *numbers, digest="", chat=chat), text)
 
 
 def _save(folder: Path, vocabulary: Vocabulary, text: str | None) -> Tokenizer:
@@ -212,6 +303,8 @@ def _save(folder: Path, vocabulary: Vocabulary, text: str | None) -> Tokenizer:
 
 def _digest(vocabulary: Vocabulary, text: str | None) -> str:
     numbers = {**asdict(vocabulary), "digest": ""}
+    if vocabulary.chat is None:  # as before there were templates
+        del numbers["chat"]
     content = json.dumps(numbers, sort_keys=True) + "\n" + (text or "")
     return hashlib.sha256(content.encode("utf-8")).hexdigest()
 
@@ -231,8 +324,13 @@ def find_tokenizer_file(path: str) -> Path:
     return found
 
 
-def import_tokenizer(folder: Path, path: str) -> Tokenizer:
-    """Copy the tokenizer of `path` (a tokenizer.json, or a folder with one) into `folder`.
+def import_tokenizer(folder: Path, path: str, *, template: bool = False) -> Tokenizer:
+    """Copy the tokenizer of `path` into `folder`.
+
+    Args:
+        folder: where it goes.
+        path: a tokenizer.json, or a folder with one.
+        template: whether its chat template comes along, where it has one.
 
     Raises:
         DataError: where there is none, it cannot be read, or it has no end token.
@@ -257,7 +355,20 @@ def import_tokenizer(folder: Path, path: str) -> Tokenizer:
             'Add one to the tokenizer, or use tokenizer.kind="bpe".'
         )
     pad = next((name for name in (_token_name(settings.get("pad_token")), PAD, "<pad>", "[PAD]") if name in names), end)
-    return save_json_tokenizer(folder, "file", text, end, pad)
+    return save_json_tokenizer(folder, "file", text, end, pad, _chat(source.parent, settings) if template else None)
+
+
+def _chat(folder: Path, settings: Mapping[str, Any]) -> dict[str, str] | None:
+    """The chat template of a folder, with the names of tokens that it may use; None where there is none."""
+    file, found = folder / "chat_template.jinja", settings.get("chat_template")
+    if file.is_file():
+        found = file.read_text("utf-8")
+    elif isinstance(found, list):
+        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+    if not isinstance(found, str):
+        return None
+    names = {key: _token_name(value) for key, value in settings.items() if key.endswith("_token")}
+    return {"chat_template": found, **{key: name for key, name in names.items() if name is not None}}
 
 
 def _settings(path: Path) -> dict[str, Any]:

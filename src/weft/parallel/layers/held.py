@@ -75,7 +75,7 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, param: Any, held: Any, transposed: bool):
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight has no gradient
         ctx.param, ctx.held, ctx.is_transposed = param, held, transposed
         return F.linear(x, weight.t() if transposed else weight, bias)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from weft.models.adapters import AdaptedLinear
 from weft.parallel.layers import HeldGradients, HeldProduct, HoldingLayer, linear
 from weft.structure import become
 
@@ -75,6 +76,8 @@ class _HoldingConv1D(HoldingLayer):
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
+    if isinstance(module, AdaptedLinear):
+        return None  # its weight is frozen, and nothing of it can wait
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return _HoldingLinear
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):

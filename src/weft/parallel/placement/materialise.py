@@ -13,6 +13,7 @@ from torch import nn
 
 from weft.errors import ModelError
 from weft.models import initialise_parameter
+from weft.models.adapters import AdaptedLinear
 from weft.parallel.placement.axes import AxisMap
 from weft.parallel.private_torch import apply_to_tensors
 
@@ -24,13 +25,18 @@ class Materialise:
         model: with parameters on the meta device or not.
         axes: how its parameters are placed.
         seed: as `weft.models.initialise` takes it; None where there is none to make.
+        filled_later: whether values come from files afterwards: each rank then takes memory for its part alone. Of an
+            adapter, which no file holds, A and B are made from the seed.
         device: where they are made.
 
     Raises:
         ModelError: for a buffer on the meta device, and for a parameter there where there is no seed.
     """
 
-    def __init__(self, model: nn.Module, axes: AxisMap, seed: int | None, device: torch.device):
+    def __init__(
+        self, model: nn.Module, axes: AxisMap, seed: int | None, device: torch.device, filled_later: bool = False
+    ):
+        self._filled_later = filled_later
         self._axes = axes
         self._seed = seed
         self._device = device
@@ -44,7 +50,7 @@ class Materialise:
                     f"buffer {name!r}: it is on the meta device, and Weft has no rule for its values. Give it values "
                     "first."
                 )
-        meta = [name for name, param in model.named_parameters() if param.is_meta]
+        meta = [name for name, param in model.named_parameters() if param.is_meta and not self._is_filled_later(param)]
         if meta and seed is None:
             raise ModelError(
                 f"parameter {meta[0]!r}: it is on the meta device. Give the model weights first, or seed= to make them."
@@ -56,12 +62,22 @@ class Materialise:
         for param in params:
             if not param.is_meta:
                 continue
+            if self._is_filled_later(param):
+                here = torch.empty(param.shape, dtype=param.dtype, device=self._device)
+                torch.utils.swap_tensors(param, nn.Parameter(here, requires_grad=param.requires_grad))
+                continue
             assert self._seed is not None
             name, owner = self._owners[id(param)]
             whole = torch.empty(self._axes.whole_shape(name, param.shape), dtype=param.dtype)
             initialise_parameter(whole, self._axes.saved_name(name), owner, self._seed)
             part = self._axes.part(name, whole).to(self._device, copy=True).contiguous()
             torch.utils.swap_tensors(param, nn.Parameter(part, requires_grad=param.requires_grad))
+
+    def _is_filled_later(self, param: nn.Parameter) -> bool:
+        if not self._filled_later:
+            return False
+        name, owner = self._owners[id(param)]
+        return not (isinstance(owner, AdaptedLinear) and name.endswith((".lora_A", ".lora_B")))
 
 
 def move(model: nn.Module, device: torch.device) -> None:

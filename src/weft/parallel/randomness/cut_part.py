@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,11 +17,12 @@ class CutPart:
     """Where this rank is in the cut parts of one model: what draws random numbers there asks for it.
 
     is_open: it is between a column-cut layer and the row-cut one after it, where it has its own heads or features.
+    is_whole: what is drawn for now is cut in neither way, wherever it is.
     """
 
     def __init__(self, axis: Axis):
         self.axis = axis
-        self.is_open = False
+        self.is_open = self.is_whole = False
         self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutPart:
@@ -27,6 +30,16 @@ class CutPart:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+    @contextmanager
+    def at(self, *, is_open: bool, is_whole: bool = False) -> Iterator[None]:
+        """Let this rank stand elsewhere in the cut part, such as in front of a layer again."""
+        before = self.is_open, self.is_whole
+        self.is_open, self.is_whole = is_open, is_whole
+        try:
+            yield
+        finally:
+            self.is_open, self.is_whole = before
 
     def sees_cut_tokens(self, path: str) -> bool:
         """Return whether the module of that path is given this rank's part of the tokens."""

@@ -121,8 +121,10 @@ class _Columns(Function):
     ) -> tuple[torch.Tensor, ...]:
         count = len(waiting[1])
         weights, biases = [weight for weight in params[:count] if weight is not None], params[count:]
-        ctx.save_for_backward(x_BSD, *weights)
-        ctx.line, ctx.waiting = line, waiting
+        # Gradients of weights need the input; where all weights are frozen nobody does.
+        keeps_input = any(ctx.needs_input_grad[4:])
+        ctx.save_for_backward(x_BSD if keeps_input else None, *weights)
+        ctx.line, ctx.waiting, ctx.shape = line, waiting, tuple(x_BSD.shape)
         ctx.set_materialize_grads(False)
         return tuple(F.linear(whole_BTD, w, b) for w, b in zip(weights, biases, strict=True))
 
@@ -132,11 +134,12 @@ class _Columns(Function):
         line: SharedLayer = ctx.line
         held, members = ctx.waiting
         needs_x, needs_params = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        gathering = line.start_gather(x_BSD) if line.cuts_tokens and any(needs_params) else None
+        gathering = line.start_gather(x_BSD) if line.cuts_tokens and x_BSD is not None else None
         flat = {index: grad.flatten(0, -2) for index, grad in enumerate(grads) if grad is not None}
         # A rank that used none of the products still takes part, with zeros: others wait for it.
-        sum_x = line.start_sum(_input_gradient(x_BSD, line, flat, weights)) if needs_x else None
-        whole_ND = (gathering.wait() if gathering else x_BSD).flatten(0, -2)
+        sum_x = line.start_sum(_input_gradient(ctx.shape, line, flat, weights)) if needs_x else None
+        whole = gathering.wait() if gathering else x_BSD
+        whole_ND: Any = None if whole is None else whole.flatten(0, -2)
         found: list[torch.Tensor | None] = []
         for index, member in enumerate(members):
             wanted = index in flat and needs_params[index]
@@ -152,16 +155,16 @@ class _Columns(Function):
 
 
 def _input_gradient(
-    x_BSD: torch.Tensor, line: SharedLayer, flat: dict[int, torch.Tensor], weights: list[torch.Tensor]
+    part: tuple[int, ...], line: SharedLayer, flat: dict[int, torch.Tensor], weights: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Gradient of all tokens from this rank's features."""
-    shape = list(x_BSD.shape)
+    """Gradient of all tokens from this rank's features. part: the shape of this rank's tokens."""
+    shape = list(part)
     if line.cuts_tokens:
         shape[TOKENS] *= line.axis.size
     total: torch.Tensor | None = None
     for index, grad_NF in flat.items():
         total = grad_NF @ weights[index] if total is None else total.addmm_(grad_NF, weights[index])
-    return x_BSD.new_zeros(shape) if total is None else total.view(shape)
+    return weights[0].new_zeros(shape) if total is None else total.view(shape)
 
 
 def row_sum(product_BTD: torch.Tensor, line: SharedLayer, *, is_compiled: bool = False) -> torch.Tensor:

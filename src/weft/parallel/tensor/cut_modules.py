@@ -16,8 +16,10 @@ from torch.nn import functional as F
 
 from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.errors import ModelError
+from weft.models.adapters import AdaptedLinear, Alone
 from weft.parallel.layers import HoldingLayer, linear
 from weft.parallel.randomness import CutPart
+from weft.parallel.tensor.cut_adapters import ColumnAdapter, GatheredAdapter, RowAdapter, TokenAdapter
 from weft.parallel.tensor.cut_linear import TOKENS, Column, SharedLayer, columns, row_sum, token_share
 from weft.spec.model import number
 from weft.structure import Heads, layers
@@ -83,6 +85,14 @@ class Entry:
         made = columns(outer, inner, self.line, read, getattr(members[0], "_weft_held", None))
         return {id(one): product for one, product in zip(members, made, strict=True)}
 
+    def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, Alone]:
+        """What the adapter of a layer reads in place of x, and who shares it: where tokens are cut, this rank's."""
+        if not self.line.cuts_tokens:
+            return x, ColumnAdapter(self.line.axis, self.part)
+        if x is self._inner and self._outer is not None:
+            return self._outer, TokenAdapter(self.line.axis, self.part)
+        return x, GatheredAdapter(self.part)
+
     def close(self) -> None:
         """Forget what came in: it must not live longer than the module needs it."""
         self._inner = self._outer = None
@@ -128,7 +138,11 @@ class ColumnLinear(HoldingLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., D) to (..., F)."""
         entry = self._weft_entry
-        return entry.product(self, entry.enter(x) if self._weft_enters else x)
+        x = entry.enter(x) if self._weft_enters else x
+        if not isinstance(self, AdaptedLinear):
+            return entry.product(self, x)
+        read, line = entry.for_adapter(x)  # before the product, which may close the entry
+        return self.adapt(entry.product(self, x), read, line)
 
 
 class RowLinear(HoldingLayer):
@@ -146,6 +160,8 @@ class RowLinear(HoldingLayer):
             product = linear(x, weight, None, held, transposed=layers.is_transposed(self))
         else:
             product = F.linear(x, layers.weight_of(self).to(x.dtype))
+        if isinstance(self, AdaptedLinear):  # what it adds to the ranks' products adds up with them
+            product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
         out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
         return out if self.bias is None else out + self.bias
 

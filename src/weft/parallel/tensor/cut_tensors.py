@@ -200,13 +200,18 @@ class _Cutter:
             rows = tuple(range(first, first + unit))
             placement = Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # its own: set below
         self._replace(module, "weight", placement, dim=1 if layers.is_transposed(module) else 0)
-        self._replace(module, "bias", placement, dim=0)
+        for name in ("bias", "lora_B", "lora_magnitude"):
+            self._replace(module, name, placement, dim=0)
+        if self.line.cuts_tokens:
+            self._partial(module, "lora_A")
         _set_sizes(module)
         become(module, ColumnLinear, entry=entry, enters=self.line.cuts_tokens and self.entries.get(path) is entry)
         entry.members.append(module)
 
     def _row(self, path: str, module: nn.Module) -> None:
         self._replace(module, "weight", Placement(cut=("tp",)), dim=0 if layers.is_transposed(module) else 1)
+        self._replace(module, "lora_A", Placement(cut=("tp",)), dim=1)
+        self._partial(module, "lora_B", "lora_magnitude")
         _set_sizes(module)
         become(module, RowLinear, line=self.line, part=self.part, is_compiled=self.is_compiled)
 
@@ -253,6 +258,12 @@ class _Cutter:
             self.placed[id(local)] = placement
             self.wholes.append(whole)
         setattr(module, name, self.locals[id(whole)])
+
+    def _partial(self, module: nn.Module, *names: str) -> None:
+        """Parameters that are whole here, and whose gradients are partial sums."""
+        for name in names:
+            if (param := getattr(module, name, None)) is not None:
+                self.placed[id(param)] = Placement(partial=("tp",))
 
     def _follow_ties(self) -> None:
         """A weight or bias that is registered at several places is cut at all of them."""

@@ -20,6 +20,7 @@ def build_engine(
     *,
     host: Host | None = None,
     seed: int | None = None,
+    filled_later: bool = False,
 ) -> DataParallel:
     """Divide the model's parameters as the plan's stage says, in place, and make those on the meta device.
 
@@ -29,10 +30,11 @@ def build_engine(
         placements: what techniques did to parameters, by name.
         host: where the plan's share of states goes; None: nothing goes there.
         seed: of parameters on the meta device; None: there are none.
+        filled_later: whether `load_weights` gives those their values, and no seed does.
 
     Raises:
         ModelError: for parameters that the stage cannot hold.
         CommError: where ranks built different models.
     """
     kind = FullyShardedModel if mesh.plan.zero == 3 else FlatModel
-    return kind(model, mesh, placements, host=host, seed=seed)
+    return kind(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)

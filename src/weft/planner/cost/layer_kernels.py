@@ -5,7 +5,7 @@ Of a decoder's layer by formulas, of a traced model's from its own list. Letters
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from weft.planner.cost import context_cost
 from weft.planner.cost.machine import Tables, bytes_s, core_s, flash_s, gemm_s
 from weft.planner.cost.traced_cost import Cut, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
-from weft.planner.space import PRECISIONS, Columns, Job, Shape, TracedShape
+from weft.planner.space import PRECISIONS, AdapterSize, Columns, Job, Shape, TracedShape
 
 Array = NDArray[np.float64]
 
@@ -89,6 +89,28 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
     quantised = np.where(fp8, 6.0 * tokens * (2 * shape.hidden + cut.q), 0.0)
     calls = np.where(job.stack.fused_norm | columns.compile, _CALLS_FUSED, _CALLS_EAGER)
     return Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, moved_f + quantised, moved_b + 2 * quantised, calls)
+
+
+def beside_adapter(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array, t: Array) -> Kernels:
+    """Of a layer with frozen weights: no gradients of these, and the adapter's products.
+
+    Those are thin: they take the time of the passes over what they read and write (x, the product that they add to).
+    """
+    shape = job.shape
+    active = (
+        shape.moe_shared_params + shape.top_k * shape.expert_params if shape.moe_layers else shape.dense_layer_params
+    )
+    thin = made.gemm_f * adapter.params / active
+    bytes_once = tokens * adapter.width * (0.5 + 0.5 / t) * 4.0
+    return replace(
+        made,
+        gemm_f=made.gemm_f + thin,
+        dgrad=made.dgrad + 2 * thin,
+        wgrad=np.zeros_like(made.wgrad),
+        moved_f=made.moved_f + bytes_once,
+        moved_b=made.moved_b + 2 * bytes_once,
+        calls=made.calls + 4 * adapter.products,
+    )
 
 
 def traced_kernels(job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: OwnCut) -> tuple[Kernels, Ends]:

@@ -71,6 +71,15 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
     return Shares(dense=layers * dense / t, experts=experts, ends=ends)
 
 
+def trained_shares(job: Job, columns: Columns, shares: Shares, layers: Array) -> Shares:
+    """Return which of a rank's parameters are trained: all, or an adapter's, of which one of two matrices is cut."""
+    if job.adapter is None:
+        return shares
+    cut = 0.5 + 0.5 / columns.tp.astype(np.float64)
+    none = np.zeros(len(columns))
+    return Shares(dense=layers * job.adapter.params * cut, experts=none, ends=none)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
     """Bytes of a mean layer and one pass on a rank.
@@ -210,7 +219,8 @@ def rank_bytes(
     saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0) + ends
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     logits = _logits(job, columns, tokens, device_bytes) if head else np.zeros(len(columns))
-    gathered, reduced = _buffers(job, columns, shares, layers)
+    trained = trained_shares(job, columns, shares, layers)
+    gathered, reduced = _buffers(job, columns, shares, trained, layers)
     reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
     # on their way.
@@ -224,7 +234,7 @@ def rank_bytes(
     dynamic = np.sum(list(moving.values()), axis=0)
     groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
     groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
-    states = _states(job, columns, shares, late)
+    states = _states(job, columns, shares, trained, late)
     return {
         **states,
         **moving,
@@ -234,7 +244,7 @@ def rank_bytes(
     }
 
 
-def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_]) -> dict[str, Array]:
+def _states(job: Job, columns: Columns, shares: Shares, trained: Shares, late: NDArray[np.bool_]) -> dict[str, Array]:
     """Bytes of parameters, gradients and optimizer states. late: the moment is in backward."""
     stack = job.stack
     zero = columns.zero
@@ -246,8 +256,13 @@ def _states(job: Job, columns: Columns, shares: Shares, late: NDArray[np.bool_])
     weight = np.where(full32, 4.0, stack.weight_bytes)
     main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
     master = np.minimum(4.0, main)
-    parts = ((shares.dense + shares.ends, group), (shares.experts, expert_group))
-    for count, size in parts[: 2 if job.shape.moe_layers else 1]:
+    parts = (
+        (shares.dense + shares.ends, trained.dense + trained.ends, group),
+        (shares.experts, trained.experts, expert_group),
+    )
+    for held, count, size in parts[: 2 if job.shape.moe_layers else 1]:
+        if job.adapter is not None:  # frozen weights have no masters
+            parameters += held * weight / np.where(zero == 3, size, 1.0)
         parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
         each = np.where(
             stack.travel_once & stays_loose(columns), np.where(full32, 4.0, stack.weight_bytes), stack.grad_bytes
@@ -283,7 +298,7 @@ def _whole_gradients(job: Job, columns: Columns) -> NDArray[np.bool_]:
     return (zero == 0) | (once & several) | ((zero == 1) & ~np.bool_(job.stack.travel_once))
 
 
-def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple[Array, Array]:
+def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array) -> tuple[Array, Array]:
     """Bytes of gathered parameters, and of gradients on their way in backward.
 
     ZeRO 3 holds the unit at work and the next, or, where it lets go after backward or after the step, all of the rank.
@@ -292,15 +307,17 @@ def _buffers(job: Job, columns: Columns, shares: Shares, layers: Array) -> tuple
     unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
     largest = np.maximum(unit, shares.ends)
     every = shares.dense + shares.experts + shares.ends
+    moving = (trained.dense + trained.experts) / np.maximum(1.0, layers)
     held = np.where(columns.reshard == _AFTER_FORWARD, unit + largest, every)
     gathered = np.where(zero == 3, stack.gather_bytes * held, np.where(zero > 0, stack.bucket_bytes, 0.0))
     travels = stack.reduce_bytes + wire_columns.copy_bytes(columns, stack.reduce_bytes)
-    flat = np.where(zero == 2, travels * unit, 0.0)
+    flat = np.where(zero == 2, travels * moving, 0.0)
     if stack.travel_once:
-        leaving = np.minimum(BUCKETS_UNDER_WAY * stack.bucket_params + shares.ends, every) * travels
+        learnt = trained.dense + trained.experts + trained.ends
+        leaving = np.minimum(BUCKETS_UNDER_WAY * stack.bucket_params + trained.ends, learnt) * travels
         travels_at_once = (columns.num_micro == 1) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
         flat = np.where(travels_at_once, leaving, 0.0)
-    reduced = np.where(zero == 3, (2 + travels) * unit, flat)
+    reduced = np.where(zero == 3, (2 + travels) * moving, flat)
     return gathered, reduced
 
 

@@ -32,9 +32,12 @@ class Window:
 
 
 def exposed_s(
-    job: Job, columns: Columns, tables: Tables, fabric: Fabric, shares: Shares, window: Window
+    job: Job, columns: Columns, tables: Tables, fabric: Fabric, shares: tuple[Shares, Shares], window: Window
 ) -> tuple[Array, Array]:
-    """Seconds that gradients and parameters travel in the open, and that compute loses to the traffic it hides."""
+    """Seconds that gradients and parameters travel in the open, and that compute loses to the traffic it hides.
+
+    shares: of all parameters, and of those that are trained.
+    """
     stack = job.stack
     sharded = columns.zero == 3
     units = np.maximum(1.0, window.layers)
@@ -62,22 +65,25 @@ def _hide(
     return exposed, np.where(hides, beside, 0.0)
 
 
-def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: Array) -> tuple[Array, Array]:
+def _traffic(
+    job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], units: Array
+) -> tuple[Array, Array]:
     """Seconds to gather all parameters of the rank once, and to reduce its gradients once."""
+    held, trained = shares
     stack = job.stack
     t, c, e = (getattr(columns, name).astype(np.float64) for name in ("tp", "cp", "ep"))
     replicas, shard = columns.dp_replicate.astype(np.float64), columns.dp_shard.astype(np.float64)
     folded = stack.fold_experts
     spread = t if folded else np.ones_like(t)
     parts = (
-        (shares.dense, shard * c, _stride(columns, fabric), units),
-        (shares.ends, shard * c, _stride(columns, fabric), np.ones_like(t)),
-        (shares.experts, np.maximum(1.0, shard * c * spread / e), e if folded else t * e, units),
+        (held.dense, trained.dense, shard * c, _stride(columns, fabric), units),
+        (held.ends, trained.ends, shard * c, _stride(columns, fabric), np.ones_like(t)),
+        (held.experts, trained.experts, np.maximum(1.0, shard * c * spread / e), e if folded else t * e, units),
     )
     gathers, reduces = np.zeros(len(columns)), np.zeros(len(columns))
     apart = columns.stride("dp_replicate")
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
-    for params, group, stride, most in parts[: 3 if job.shape.moe_layers else 2]:
+    for params, learnt, group, stride, most in parts[: 3 if job.shape.moe_layers else 2]:
         # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
         buckets = (
             np.ceil(params / np.maximum(stack.bucket_params, stack.bucket_params_per_rank * group))
@@ -85,14 +91,15 @@ def _traffic(job: Job, columns: Columns, fabric: Fabric, shares: Shares, units: 
             else np.ones_like(t)
         )
         pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
-        piece = params / pieces
-        travelling = wire_columns.wire_bytes(columns, piece, stack.reduce_bytes)
+        travelling = wire_columns.wire_bytes(columns, learnt / pieces, stack.reduce_bytes)
         ring = np.where(columns.zero == 0, 2.0, 1.0)
         reduced = pieces * fabric.ring_s("reduce_scatter", travelling, group, stride) * ring
         across = fabric.ring_s("all_reduce", travelling / np.where(columns.zero == 0, 1.0, group), replicas, apart)
-        reduces += np.where(params > 0, reduced + pieces * across, 0.0)
-        gathered = pieces * fabric.ring_s("all_gather", piece * gather_bytes, group, stride)
-        gathers += np.where((params > 0) & (columns.zero > 0), gathered, 0.0)
+        reduces += np.where(learnt > 0, reduced + pieces * across, 0.0)
+        # Under ZeRO 1 and 2 what was updated is gathered, under ZeRO 3 what is used.
+        brought = np.where(columns.zero == 3, params, learnt)
+        gathered = pieces * fabric.ring_s("all_gather", brought / pieces * gather_bytes, group, stride)
+        gathers += np.where((brought > 0) & (columns.zero > 0), gathered, 0.0)
     return gathers, reduces
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from weft.planner.cost.host_cost import LayerWork, offload_s
 from weft.planner.cost.layer_cost import LayerCosts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s
-from weft.planner.cost.memory_cost import memory_bytes, rank_shares
+from weft.planner.cost.memory_cost import memory_bytes, rank_shares, trained_shares
 from weft.planner.cost.overlap import Shares, Window, exposed_s
 from weft.planner.cost.pipeline import (
     Stages,
@@ -180,13 +180,14 @@ def _step_terms(
     layers = np.where(alone, stages.middle, stages.first)
     forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + idle_f)
     backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b)
+    trained = trained_shares(job, columns, shares, layers)
     window = Window(forward=forward, backward=backward, layers=layers / chunks_per_rank(columns))
-    terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, shares, window)
+    terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, (shares, trained), window)
     group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
     spread = columns.tp if job.stack.fold_experts else 1
     expert_group = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)
-    own = (shares.dense + shares.ends) / group + shares.experts / expert_group
-    terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, shares)
+    own = (trained.dense + trained.ends) / group + trained.experts / expert_group
+    terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, trained)
     nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
     around = tables.step_s + tables.barrier_s * np.log2(nodes)
     terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + around

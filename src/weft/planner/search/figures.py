@@ -85,4 +85,7 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
     if not peak:
         return float("nan")
     tokens = job.global_batch * job.seq_len
-    return flops_per_token(job.shape, job.seq_len, causal=causal) * tokens / (step_s * cluster.num_devices * peak)
+    flops = flops_per_token(job.shape, job.seq_len, causal=causal)
+    if job.adapter is not None:  # frozen weights have no gradients to make
+        flops -= 2.0 * matmul_params(job.shape)
+    return flops * tokens / (step_s * cluster.num_devices * peak)

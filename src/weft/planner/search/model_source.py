@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from weft.errors import ModelError, did_you_mean
-from weft.planner.space import Shape, TracedShape, as_rules_see_it
+from weft.planner.space import AdapterSize, Shape, TracedShape
 from weft.spec import DecoderSpec, ModelSpec, TracedModel, decoder_spec
 from weft.spec.model import model_names, read_numbers
 from weft.spec.traced import FORMAT, Limit
@@ -34,7 +34,8 @@ CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 class PlannedModel:
     """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given.
 
-    sample_unit: what a batch consists of, in the plural, where the model's task names it.
+    sample_unit: what a batch consists of, in the plural, where the model's task names it. counted_adapter: the
+    config's, where the model's task counts it; None: the planner does, for Weft's own decoders.
     """
 
     name: str
@@ -42,11 +43,19 @@ class PlannedModel:
     spec: DecoderSpec
     config: RunConfig | None = None
     sample_unit: str = "samples"
+    counted_adapter: AdapterSize | None = None
 
     @property
     def traced(self) -> TracedModel | None:
         """The trace that its shape rests on; None for a known family."""
         return self.shape.traced if isinstance(self.shape, TracedShape) else None
+
+    @property
+    def adapter(self) -> AdapterSize | None:
+        """The adapter that the config asks for; None where all weights are trained, or the model was traced."""
+        if self.config is None or self.traced is not None:
+            return None
+        return self.counted_adapter or AdapterSize.of(self.spec, self.config.adapter)
 
     @property
     def reads_sequence(self) -> bool:
@@ -74,7 +83,7 @@ def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | Pla
     if isinstance(source, DecoderSpec):
         return of_decoder("decoder", source)
     if isinstance(source, TracedModel):
-        return PlannedModel(name=source.name, shape=TracedShape.of(source), spec=as_rules_see_it(source))
+        return PlannedModel(name=source.name, shape=TracedShape.of(source), spec=TracedShape.as_rules_see_it(source))
     if isinstance(source, Shape):
         return PlannedModel(name="decoder", shape=source, spec=_as_decoder(source, 2**20))
     if isinstance(source, ModelSpec):

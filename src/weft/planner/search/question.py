@@ -98,6 +98,7 @@ class Question:
                 global_batch=_positive("global-batch", global_batch),
                 optimizer=planned.config.optimizer.name if planned.config else "adamw",
                 stack=_stack(planned),
+                adapter=planned.adapter,
             ),
             fixed=decided,
             profile=known,

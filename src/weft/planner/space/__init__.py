@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from weft.planner.space import plan_space, wire_columns
+from weft.planner.space.adapter_size import AdapterSize
 from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job, settled
 from weft.planner.space.enumerate import PlanGrid, Refused, Tally, enumerate_space
 from weft.planner.space.plan_space import Space
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
-from weft.planner.space.traced_shape import TracedShape, as_rules_see_it
+from weft.planner.space.traced_shape import TracedShape
 
 __all__ = [
+    "AdapterSize",
     "CP_MODES",
     "Columns",
     "Job",
@@ -22,7 +24,6 @@ __all__ = [
     "Stack",
     "Tally",
     "TracedShape",
-    "as_rules_see_it",
     "enumerate_space",
     "plan_space",
     "settled",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.planner.space.adapter_size import AdapterSize
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
 from weft.spec.plan import AXES, PLAN_FIELDS, PLANNED_PRECISIONS, RESHARDS, Plan, orders
@@ -31,7 +32,7 @@ class Job:
     """What is to be trained, whatever the plan: the model, the batch, the optimizer, and the software.
 
     seq_len: tokens of a sequence. global_batch: sequences of one optimizer step.
-    optimizer: "adamw", "sgd" or "muon".
+    optimizer: "adamw", "sgd" or "muon". adapter: what is trained in place of all weights; None: these.
     """
 
     shape: Shape
@@ -39,6 +40,7 @@ class Job:
     global_batch: int
     optimizer: str = "adamw"
     stack: Stack = field(default_factory=Stack)
+    adapter: AdapterSize | None = None
 
 
 #: What is not named where columns are made: what a plan has by default, but bf16, as nearly all published runs have.

@@ -46,18 +46,18 @@ class TracedShape(Shape):
             traced=traced,
         )
 
-
-def as_rules_see_it(traced: TracedModel) -> DecoderSpec:
-    """Return heads, widths and layers of a traced model; what else it forbids is in its limits."""
-    attention = traced.attention
-    legal = math.lcm(*dict(traced.limits)["tp"].values) if "tp" in dict(traced.limits) else 1
-    return DecoderSpec(
-        vocab_size=max(1, traced.vocab),
-        dim=traced.hidden,
-        num_layers=traced.num_layers,
-        num_heads=attention.heads if attention else legal,
-        num_kv_heads=attention.kv_heads if attention else legal,
-        ffn_dim=legal,
-        max_seq_len=traced.max_seq_len,
-        tied=traced.tied,
-    )
+    @staticmethod
+    def as_rules_see_it(traced: TracedModel) -> DecoderSpec:
+        """Return heads, widths and layers of a traced model; what else it forbids is in its limits."""
+        attention = traced.attention
+        legal = math.lcm(*dict(traced.limits)["tp"].values) if "tp" in dict(traced.limits) else 1
+        return DecoderSpec(
+            vocab_size=max(1, traced.vocab),
+            dim=traced.hidden,
+            num_layers=traced.num_layers,
+            num_heads=attention.heads if attention else legal,
+            num_kv_heads=attention.kv_heads if attention else legal,
+            ffn_dim=legal,
+            max_seq_len=traced.max_seq_len,
+            tied=traced.tied,
+        )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "AdapterSection",
     "DataSection",
     "ModelSection",
     "OptimizerGroup",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.spec.config.adapter_section import AdapterSection
     from weft.spec.config.changes import changed_keys, value_at
     from weft.spec.config.run_config import (
         STDLIB_SOURCE,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
+        "AdapterSection": ".adapter_section",
         "DataSection": ".run_config",
         "ModelSection": ".run_config",
         "OptimizerGroup": ".run_config",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from weft.spec.config.adapter_section import AdapterSection
+from weft.spec.config.section import Section
 from weft.spec.config.setting_types import (
     CodeName,
     ColumnPart,
@@ -32,19 +34,6 @@ from weft.spec.config.setting_types import (
 STDLIB_SOURCE = "builtin:python-stdlib"
 
 
-class Section(BaseModel):
-    """Base of all sections: frozen, strict about names, documented by attribute docstrings."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,  # "300" is no number, and true is not 1
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        validate_default=True,
-    )
-
-
 class RunSection(Section):
     name: Name = "quickstart"
     """Name of the run; its folder is `<dir>/<name>`. A command with the same name resumes the run. By default the name
@@ -59,13 +48,16 @@ class TaskSection(Section):
     name: TaskName | None = None
     """Your own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form: `task =
     "package.module:Class"`. By default a decoder trained on text."""
-    options: dict[str, OptionValue] = {}
+    options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 
 
 class ModelSection(Section):
     """A named size, of which single fields may be changed."""
 
+    path: str = ""
+    """Folder of a Hugging Face model to fine-tune: config.json, safetensors weights and tokenizer. Its config decides
+    all of the shape, so the other settings of [model] and [tokenizer] stay out."""
     name: str = "tiny"
     """A size that Weft knows, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
     family: Literal["llama", "gpt2"] | None = None
@@ -129,6 +121,9 @@ class TokenizerSection(Section):
     """Vocabulary size of a trained tokenizer, including special tokens."""
     path: str = ""
     """For kind="file": a tokenizer.json, or a folder that holds one."""
+    template: bool = False
+    """For kind="file": render chats with the chat template that lies beside the tokenizer.json, as transformers does.
+    False: as ChatML."""
     train_bytes: PositiveInt = 20_000_000
     """Maximum number of bytes of text read to train a tokenizer."""
 
@@ -144,7 +139,7 @@ class SourceSection(Section):
         Literal["auto", "text", "messages", "instruction", "completion", "ids"], Field(alias="schema")
     ] = "auto"
     """Kind of record. auto detects it from the first records and prints the result."""
-    columns: dict[ColumnPart, str] = {}
+    columns: dict[ColumnPart, str] = Field(default={})
     """Column names that differ from the schema's: {text = "body"}, {messages = "chat", role = "from",
     content = "value"}, {instruction = "question", output = "answer"}, {prompt = "start", completion = "rest"},
     {ids = "input_ids", mask = "loss_mask"}."""
@@ -206,7 +201,7 @@ class OptimizerSection(Section):
     """SGD (default 0.9) and Muon (default 0.95): momentum."""
     nesterov: bool = False
     """SGD: Nesterov momentum."""
-    options: dict[str, OptionValue] = {}
+    options: dict[str, OptionValue] = Field(default={})
     """Further arguments of a package.module:Class, such as {rho = 0.9}."""
     groups: tuple[OptimizerGroup, ...] = Field(default=(), strict=False)
     """Parameter groups with their own settings; a parameter belongs to the first group whose `match` fits."""
@@ -377,6 +372,7 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     task: TaskSection = TaskSection()
     model: ModelSection = ModelSection()
+    adapter: AdapterSection = AdapterSection()
     tokenizer: TokenizerSection = TokenizerSection()
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()

@@ -11,6 +11,7 @@ __all__ = [
     "DecoderWidths",
     "LayerSpec",
     "ModelSpec",
+    "config_of_decoder",
     "decoder_shape",
     "decoder_spec",
     "image_shape",
@@ -26,7 +27,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.spec.model.decoder import DecoderSpec
-    from weft.spec.model.hugging_face_config import decoder_shape, image_shape, number, read_numbers, set_depth
+    from weft.spec.model.hugging_face_config import (
+        config_of_decoder,
+        decoder_shape,
+        image_shape,
+        number,
+        read_numbers,
+        set_depth,
+    )
     from weft.spec.model.model_spec import (
         LayerSpec,
         ModelSpec,
@@ -46,6 +54,7 @@ __getattr__ = loads(
         "DecoderWidths": ".widths",
         "LayerSpec": ".model_spec",
         "ModelSpec": ".model_spec",
+        "config_of_decoder": ".hugging_face_config",
         "decoder_shape": ".hugging_face_config",
         "decoder_spec": ".model_spec",
         "image_shape": ".hugging_face_config",

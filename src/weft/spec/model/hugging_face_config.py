@@ -108,3 +108,27 @@ def image_shape(config: object) -> tuple[int, int, int] | None:
             height, width = (size, size) if isinstance(size, int) else size
             return getattr(part, "num_channels", 3), height, width
     return None
+
+
+def config_of_decoder(spec: DecoderSpec) -> dict[str, Any]:
+    """Return the config.json of a decoder without experts: of Llama or GPT-2."""
+    common = {
+        "vocab_size": spec.vocab_size, "tie_word_embeddings": spec.tied, }  # fmt: skip
+    if spec.family == "gpt2":
+        return {
+            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **common, "n_embd": spec.dim,
+            "n_layer": spec.num_layers, "n_head": spec.num_heads, "n_inner": spec.ffn_dim,
+            "n_positions": spec.max_seq_len, "layer_norm_epsilon": spec.norm_eps, "activation_function": "gelu_new",
+            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        }  # fmt: skip
+    stretched = {
+        "rope_type": "llama3", "factor": spec.rope_scale, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", **common, "hidden_size": spec.dim,
+        "intermediate_size": spec.ffn_dim, "num_hidden_layers": spec.num_layers,
+        "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads, "hidden_act": "silu",
+        "max_position_embeddings": spec.max_seq_len, "rms_norm_eps": spec.norm_eps, "rope_theta": spec.rope_theta,
+        "rope_scaling": stretched if spec.rope_scale != 1 else None, "attention_bias": False, "mlp_bias": False,
+    }  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
-from weft.spec.config import RunConfig
+from weft.spec.config import AdapterSection, RunConfig
 from weft.spec.files import origin_of, shown
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
@@ -50,6 +50,14 @@ def _layout_problem(config: RunConfig) -> str:
     return ""
 
 
+def _beside_path(config: RunConfig) -> list[str]:
+    """Settings that the folder of model.path decides, and that are set all the same."""
+    usual = RunConfig()
+    model = (f"model.{name}" for name, value in config.model if name != "path" and value != getattr(usual.model, name))
+    words = (f"tokenizer.{name}" for name, value in config.tokenizer if value != getattr(usual.tokenizer, name))
+    return [*model, *words]
+
+
 def _warmup(config: RunConfig) -> int:
     return config.schedule.warmup(config.train.steps)
 
@@ -67,6 +75,25 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         message=lambda config: (
             f"{shown(config.task.options)}: only a task given as package.module:Class takes options. Set "
             "task.name=package.module:Class, or leave them out."
+        ),
+    ),
+    ConfigRule(
+        name="model-path-decides",
+        keys=("model.path", "model", "tokenizer"),
+        reason="The folder of a pretrained model holds its shape and its tokenizer.",
+        predicate=lambda config: bool(config.model.path) and config.task.name is None and bool(_beside_path(config)),
+        message=lambda config: (
+            f"{config.model.path}: the folder decides {', '.join(_beside_path(config))}. Leave "
+            f"{'it' if len(_beside_path(config)) == 1 else 'them'} out, or leave model.path out."
+        ),
+    ),
+    ConfigRule(
+        name="adapter-has-a-rank",
+        keys=("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.dropout", "adapter.kind"),
+        reason="Without a rank there is no adapter, and its other settings would do nothing.",
+        predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
+        message=lambda _: (
+            "0: there is no adapter, and other settings of [adapter] are given. Use adapter.rank=16, or leave them out."
         ),
     ),
     ConfigRule(
@@ -211,7 +238,7 @@ def config_problems(
         if problem is not None:
             found.append((problem, rule.keys))
     model = None
-    if config.task.name is None and not _touches("model", broken):
+    if config.task.name is None and not config.model.path and not _touches("model", broken):
         try:
             model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
         except ConfigError as error:

@@ -37,7 +37,7 @@ from weft.train.hooks import SaveEnd
 from weft.train.progress import Progress
 from weft.train.run.rates import rate_change, rate_state
 from weft.train.run.save_thread import Save
-from weft.train.state import Copies, DigestsBehind, is_small, open_copies
+from weft.train.state import Copies, DigestsBehind
 from weft.units import counted
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
@@ -62,7 +62,7 @@ class Keeper:
         self._copies: Copies | None = None
         self._notes: list[str] = []
         if every := config.checkpoint.peer_every:
-            self._copies, self._notes = open_copies(home, self._together, every, engine.checkpoint_bytes)
+            self._copies, self._notes = Copies.open(home, self._together, every, engine.checkpoint_bytes)
 
     def resume(self) -> tuple[Progress, list[str]]:
         """Load the newest valid checkpoint, or that of `resume.step`: the first rank looks, the others follow.
@@ -109,7 +109,7 @@ class Keeper:
         if found is None:
             return None, notes
         path = found.path
-        if verify == "auto" and self._engine.on_first(lambda: is_small(path, number)):
+        if verify == "auto" and self._engine.on_first(lambda: DigestsBehind.are_quick(path, number)):
             found = newest_checkpoint(self._folder.checkpoints, together=self._together)
             assert found is not None
         elif verify != "start" and not self._config.resume.step:

@@ -18,11 +18,11 @@ from weft.train.folder import RunFolder, free_name, run_folder
 from weft.train.run.epochs import with_steps
 from weft.train.run.folder_lock import run_lock
 from weft.train.run.left_out import LEFT_OUT
-from weft.train.task import Report, Task
+from weft.train.task import Report, Task, with_adapter
 from weft.train.tasks import find_task
 
 #: Settings that decide what the weights of a step are, beside those of the task: another value is another run.
-_BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "optimizer.name")
+_BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "optimizer.name", "adapter")
 
 
 def prepare_run(config: RunConfig, world_size: int, report: Report | None = None, *, locked: bool = False) -> RunFolder:
@@ -127,11 +127,11 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
 
 
 def _check_optimizer(config: RunConfig, task: Task) -> None:
-    """Refuse groups and classes that do not suit the model before data is made ready. Raises ConfigError."""
-    if config.optimizer.groups or config.optimizer.is_foreign:
+    """Refuse what does not suit the model of adapter, groups and classes before data is ready. Raises ConfigError."""
+    if config.optimizer.groups or config.optimizer.is_foreign or config.adapter.rank:
         from weft.optim import check_optimizer
 
-        check_optimizer(task.shapes(), config.optimizer)
+        check_optimizer(with_adapter(task.shapes(), config), config.optimizer)
 
 
 def _check_best(config: RunConfig, task: Task) -> None:

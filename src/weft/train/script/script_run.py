@@ -147,7 +147,9 @@ class Run(ScriptState):
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             _check_options(optimizer, optimizer_options)
-            optimizer = optimizer([p for p in model.parameters() if p.requires_grad], **optimizer_options)
+            # As a group: a stage of a pipeline may have nothing to train, and torch refuses an empty list.
+            trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
+            optimizer = optimizer(trained, **optimizer_options)
         elif optimizer_options:
             names = ", ".join(optimizer_options)
             raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")

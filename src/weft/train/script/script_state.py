@@ -33,13 +33,24 @@ from weft.checkpoint import (
 from weft.checkpoint.targets import Location, located
 from weft.errors import CheckpointError, ModelError, WeftWarning
 from weft.mesh import Mesh
+from weft.models.adapters import adapted, merged_tensors, save_adapter
 from weft.parallel import data_parallel, drops_of
 from weft.parallel.placement import is_attached, originals
 from weft.train.script.ema import Ema
 from weft.train.script.export import write_pretrained
 from weft.train.script.saves_behind import SavesBehind
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
-from weft.train.state import GroupSource, capture_model, on_each, on_first, pieces, resume, together, written
+from weft.train.state import (
+    GroupSource,
+    adapter_state,
+    capture_model,
+    on_each,
+    on_first,
+    pieces,
+    resume,
+    together,
+    written,
+)
 from weft.train.step import ForwardFn, LossFn, TrainStep, call_model, mean_loss
 
 
@@ -217,7 +228,7 @@ class ScriptState:
     ) -> None:
         """Write what `model.save_pretrained` would write on one process: of transformers, or peft's adapters.
 
-        All ranks call it, and the first one writes.
+        An adapter that `add_adapter` made is merged into the files. All ranks call it, and the first one writes.
 
         Args:
             model: what `parallelize` returned.
@@ -234,8 +245,26 @@ class ScriptState:
                 f"model of type {type(model).__name__}: it has no save_pretrained. "
                 f"Use run.full_state_dict(model) and save its result."
             )
-        whole = self.full_state_dict(model)
-        on_first(self.mesh, lambda: write_pretrained(model, folder, whole, originals(model), dtype, options))
+        whole, known = self.full_state_dict(model), originals(model)
+        if whole and adapted(model) is not None:
+            whole = merged_tensors(model, whole)
+            known = {name: one for name, one in known.items() if name in whole}
+        on_first(self.mesh, lambda: write_pretrained(model, folder, whole, known, dtype, options))
+
+    def save_adapter(self, model: nn.Module, folder: str | Path, *, base: str | None = None) -> None:
+        """Write the model's adapter in peft's format. All ranks call it, and the first one writes.
+
+        Args:
+            model: what `parallelize` returned, with an adapter.
+            folder: where adapter_config.json and adapter_model.safetensors go.
+            base: name or folder of the model without the adapter, for those who load it.
+
+        Raises:
+            ModelError: where the model has no adapter, trains other parameters too, or is of another run.
+        """
+        model = self._own(model)
+        whole = dict(data_parallel(model).weights())  # of trained parameters alone: the base stays where it is
+        on_first(self.mesh, lambda: save_adapter(model, folder, whole, base=base))
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
         """Return an exponential moving average of the trained weights; make it after the optimizer.
@@ -289,6 +318,7 @@ class ScriptState:
             "loader": None if loader is None else loader.state_dict(),
             "scheduler": None if scheduler is None else scheduler_state(scheduler),
             "ema": None if ema is None else {"decay": ema.decay, "num_updates": ema.num_updates},
+            "adapter": adapter_state(model),
             "dropout_keys": 0 if drops is None else drops.num_keys,
             "extra": extra,
         }
@@ -321,6 +351,8 @@ def _find(folder: Location, step: int | None, ranks: Together) -> Found | None:
 def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """CheckpointError where the checkpoint is of another model; under a pipeline no rank sees all of its own."""
     saved = checkpoint.entries("model")
+    if checkpoint.state.get("adapter") is not None or adapted(model) is not None:
+        return  # loading looks closer: at adapter and base
     wanted = {name for name, one in originals(model).items() if one.first == name}
     missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
     if missing or extra:

@@ -10,14 +10,14 @@ __all__ = [
     "Copies",
     "DigestsBehind",
     "GroupSource",
+    "adapter_state",
     "capture_model",
     "copied",
     "expected_bytes",
     "gather",
-    "is_small",
+    "model_tensors",
     "on_each",
     "on_first",
-    "open_copies",
     "pieces",
     "restore_model",
     "resume",
@@ -26,14 +26,16 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.state.copies import Copies, open_copies
-    from weft.train.state.digests_behind import DigestsBehind, is_small
+    from weft.train.state.adapter_base import adapter_state
+    from weft.train.state.copies import Copies
+    from weft.train.state.digests_behind import DigestsBehind
     from weft.train.state.on_ranks import gather, on_each, on_first, together
     from weft.train.state.state import (
         GroupSource,
         capture_model,
         copied,
         expected_bytes,
+        model_tensors,
         pieces,
         restore_model,
         resume,
@@ -46,14 +48,14 @@ __getattr__ = loads(
         "Copies": ".copies",
         "DigestsBehind": ".digests_behind",
         "GroupSource": ".state",
+        "adapter_state": ".adapter_base",
         "capture_model": ".state",
         "copied": ".state",
         "expected_bytes": ".state",
         "gather": ".on_ranks",
-        "is_small": ".digests_behind",
+        "model_tensors": ".state",
         "on_each": ".on_ranks",
         "on_first": ".on_ranks",
-        "open_copies": ".copies",
         "pieces": ".state",
         "restore_model": ".state",
         "resume": ".state",

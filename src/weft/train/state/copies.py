@@ -23,7 +23,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Copies:
-    """The copies of one run. All ranks make it with `open_copies`. root: where checkpoints are saved to."""
+    """The copies of one run. All ranks make it with `open`. root: where checkpoints are saved to."""
 
     def __init__(self, root: StorePath, together: Together):
         self.root, self._together = root, together
@@ -57,40 +57,40 @@ class Copies:
     def _steps(self) -> list[int]:
         return [one.step for one in target_at(self.root).step_folders() if one.committed]
 
+    @staticmethod
+    def open(
+        home: CopyHome | None, together: Together, every: int, num_bytes: Callable[[], int]
+    ) -> tuple[Copies | None, list[str]]:
+        """Join the hosts of all ranks; None and why where one has nothing that outlives its ranks. All ranks call it.
 
-def open_copies(
-    home: CopyHome | None, together: Together, every: int, num_bytes: Callable[[], int]
-) -> tuple[Copies | None, list[str]]:
-    """Join the hosts of all ranks; None and why where one has nothing that outlives its ranks. All ranks call it.
+        Args:
+            home: what keeps copies on this rank's host.
+            together: the ranks; each gets the answers of all.
+            every: checkpoint.peer_every, in steps.
+            num_bytes: gives the size of one checkpoint of all ranks.
 
-    Args:
-        home: what keeps copies on this rank's host.
-        together: the ranks; each gets the answers of all.
-        every: checkpoint.peer_every, in steps.
-        num_bytes: gives the size of one checkpoint of all ranks.
-
-    Raises:
-        ConfigError: on all ranks, where a host has no room for the copies.
-    """
-    answers = [json.loads(one) for one in together.gather(json.dumps(home and asdict(home)).encode())]
-    if home is None or None in answers:
-        return None, [
-            f"checkpoint.peer_every={every} has no effect: nothing starts these ranks again. Set launch.restarts, or "
-            "start them with torchrun --max-restarts."
-        ]
-    homes = [*dict.fromkeys(CopyHome(**one) for one in answers)]
-    root = copies_at(homes, homes.index(home))
-    # What is there already has its memory: only a first start asks for some.
-    needed = together.on_first(lambda: 0 if root.exists() else num_bytes())
-    here, free = _GENERATIONS * min(2, len(homes)) * needed // len(homes), free_host_bytes()
-    short = [json.loads(one) for one in together.gather(json.dumps([here, free]).encode())]
-    for here, free in short:
-        if here > free:
-            raise ConfigError(
-                f"checkpoint.peer_every={every}: the copies take {format_bytes(here)} of each machine's memory, and "
-                f"one has {format_bytes(free)} free. Use checkpoint.peer_every=0 and a smaller checkpoint.every."
-            )
-    return Copies(root, together), []
+        Raises:
+            ConfigError: on all ranks, where a host has no room for the copies.
+        """
+        answers = [json.loads(one) for one in together.gather(json.dumps(home and asdict(home)).encode())]
+        if home is None or None in answers:
+            return None, [
+                f"checkpoint.peer_every={every} has no effect: nothing starts these ranks again. Set launch.restarts, or "
+                "start them with torchrun --max-restarts."
+            ]
+        homes = [*dict.fromkeys(CopyHome(**one) for one in answers)]
+        root = copies_at(homes, homes.index(home))
+        # What is there already has its memory: only a first start asks for some.
+        needed = together.on_first(lambda: 0 if root.exists() else num_bytes())
+        here, free = _GENERATIONS * min(2, len(homes)) * needed // len(homes), free_host_bytes()
+        short = [json.loads(one) for one in together.gather(json.dumps([here, free]).encode())]
+        for here, free in short:
+            if here > free:
+                raise ConfigError(
+                    f"checkpoint.peer_every={every}: the copies take {format_bytes(here)} of each machine's memory, and "
+                    f"one has {format_bytes(free)} free. Use checkpoint.peer_every=0 and a smaller checkpoint.every."
+                )
+        return Copies(root, together), []
 
 
 def free_host_bytes() -> int:

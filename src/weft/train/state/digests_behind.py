@@ -12,11 +12,6 @@ from weft.checkpoint.targets import Location
 _AT_ONCE = 256 * 2**20
 
 
-def is_small(path: Location, number: int) -> bool:
-    """Return whether a checkpoint is digested at once by so many ranks."""
-    return sum(load_checkpoint(path, lazily=True).files.values()) <= _AT_ONCE * number
-
-
 class DigestsBehind:
     """Digest a rank's share of a checkpoint in a thread. problems: what is wrong, once `wait` returned.
 
@@ -33,6 +28,11 @@ class DigestsBehind:
         self._share = Together(rank, number)
         self._thread = threading.Thread(target=self._run, name="weft-digests", daemon=True)
         self._thread.start()
+
+    @staticmethod
+    def are_quick(path: Location, number: int) -> bool:
+        """Return whether a checkpoint is digested at once by so many ranks."""
+        return sum(load_checkpoint(path, lazily=True).files.values()) <= _AT_ONCE * number
 
     def _run(self) -> None:
         self.problems = verify_checkpoint(self.path, together=self._share)

@@ -1,8 +1,9 @@
 """What a checkpoint holds of model and optimizer: tensors by name, independent of the plan; each rank its part of them.
 
 Weights are the masters, in the format in which they are trained. Shared weights appear once, under their first name.
-An optimizer state of parameter `p` is named `p/state`. A third group, "wire", is there where gradients travel as a wire
-that carries something from step to step: it fits the plan that made it, and no other.
+An optimizer state of parameter `p` is named `p/state`. Of a model with an adapter the frozen base is left out. A third
+group, "wire", is there where gradients travel as a wire that carries something from step to step: it fits the plan that
+made it, and no other.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from weft.parallel.local_tensors import SavedTensor, Stretch
 from weft.parallel.placement import pieces_allowed
 from weft.parallel.zero import carried_here, load_carried
 from weft.spec.config import OptimizerSection
+from weft.train.state.adapter_base import check_base, names_left_out
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -52,7 +54,8 @@ def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.
         master: the format in which weights and states are kept.
     """
     freeze(model, optimizer)
-    num_values: float = sum(tensor.numel() for tensor in model_tensors(model).values())
+    left_out = names_left_out(model)
+    num_values: float = sum(one.numel() for name, one in model_tensors(model).items() if name not in left_out)
     for group in build_optimizer(model.named_parameters(), optimizer).param_groups:
         num_values += _states_each(group, optimizer) * sum(param.numel() for param in group["params"])
     return round(num_values * master.itemsize)
@@ -96,8 +99,8 @@ def copied(found: Sequence[SavedPiece], copies: HostCopies) -> list[SavedPiece]:
 
 
 def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedPiece]:
-    engine = data_parallel(model)
-    yield from written("model", engine.stretches(), engine)
+    engine, left_out = data_parallel(model), names_left_out(model)
+    yield from written("model", (one for one in engine.stretches() if one.name not in left_out), engine)
     yield from written("optimizer", engine.state_stretches(optimizer), engine)
     yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
 
@@ -157,11 +160,19 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Check
         CheckpointError: for a checkpoint of another model.
     """
     weights, engine = GroupSource(checkpoint, "model"), data_parallel(model)
-    own, axes, saved = model_tensors(model), engine.axes, weights.entries
+    check_base(model, checkpoint.state.get("adapter"), checkpoint.path)
+    own, axes, saved, left_out = model_tensors(model), engine.axes, weights.entries, names_left_out(model)
     shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
+    shapes = {name: shape for name, shape in shapes.items() if name not in left_out}
     # A stage of a pipeline takes its own tensors only.
     _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
-    engine.load_weights(weights)
+    if left_out:
+        for one in engine.stretches():
+            if one.name not in left_out:
+                one.fill(weights)
+        engine.publish()
+    else:
+        engine.load_weights(weights)
     engine.load_states(optimizer, GroupSource(checkpoint, "optimizer"))
     _match_formats(optimizer)
     return load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
@@ -181,13 +192,15 @@ def _match_formats(optimizer: torch.optim.Optimizer) -> None:
                 state[key] = exact_moment(value).to(param.dtype)
 
 
-def restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy weights and buffers into a plain model.
+def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy weights and buffers of a checkpoint into a plain model; those of an adapter alone where it has one.
 
     Raises:
-        CheckpointError: names what is missing, left over or misshapen.
+        CheckpointError: names what is missing, left over or misshapen, or what of an adapter's base differs.
     """
-    own = model_tensors(model)
+    check_base(model, checkpoint.state.get("adapter"), checkpoint.path)
+    left_out, tensors = names_left_out(model), checkpoint.tensors("model")
+    own = {name: tensor for name, tensor in model_tensors(model).items() if name not in left_out}
     _check_names({name: tensor.shape for name, tensor in own.items()}, tensors)
     with torch.no_grad():
         for name, tensor in own.items():
@@ -208,7 +221,7 @@ def _check_names(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Save
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, each storage once."""
+    """Return parameters and persistent buffers by name, each storage once."""
     with pieces_allowed(model):
         names = model.state_dict(keep_vars=True)
     first: dict[int, str] = {}

@@ -13,9 +13,11 @@ __all__ = [
     "Report",
     "Share",
     "Task",
+    "with_adapter",
 ]
 
 if TYPE_CHECKING:
+    from weft.train.task.run_adapter import with_adapter
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
 
@@ -28,5 +30,6 @@ __getattr__ = loads(
         "Report": ".task",
         "Share": ".share",
         "Task": ".task",
+        "with_adapter": ".run_adapter",
     },
 )

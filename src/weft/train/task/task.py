@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from weft.parallel.local_tensors import StateSource
     from weft.planner.search import PlannedModel
     from weft.spec.plan import Plan
     from weft.train.folder import RunFolder
@@ -144,6 +145,13 @@ class Task:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.seed)
             return self.build()
+
+    def initial_weights(self, model: nn.Module) -> StateSource | None:
+        """Return where a new run's weights are read from, each rank its slices; None: `initial_model` has them.
+
+        With it, `initial_model` returns shapes: all parameters on the meta device. model: that model, before it is cut.
+        """
+        return None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's output for a batch.

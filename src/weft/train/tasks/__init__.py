@@ -9,16 +9,22 @@ from weft.lazy import loads
 __all__ = [
     "DecoderTask",
     "IGNORE",
+    "exported_tensors",
     "find_task",
     "generate_text",
+    "is_exportable",
     "model_forward",
+    "pretrained_source",
     "token_cross_entropy",
+    "write_beside",
 ]
 
 if TYPE_CHECKING:
     from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
     from weft.train.tasks.decoder_sample import generate_text
     from weft.train.tasks.decoder_task import DecoderTask
+    from weft.train.tasks.exported import exported_tensors, is_exportable, write_beside
+    from weft.train.tasks.published_weights import pretrained_source
     from weft.train.tasks.task_choice import find_task
 
 __getattr__ = loads(
@@ -26,9 +32,13 @@ __getattr__ = loads(
     {
         "DecoderTask": ".decoder_task",
         "IGNORE": ".decoder_loss",
+        "exported_tensors": ".exported",
         "find_task": ".task_choice",
         "generate_text": ".decoder_sample",
+        "is_exportable": ".exported",
         "model_forward": ".decoder_loss",
+        "pretrained_source": ".published_weights",
         "token_cross_entropy": ".decoder_loss",
+        "write_beside": ".exported",
     },
 )

@@ -15,6 +15,9 @@ from weft.errors import DataError
 from weft.spec import DecoderSpec
 from weft.train.folder import RunFolder, free_name
 
+#: Files of a Hugging Face folder that are no weights.
+BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+
 
 def decoder_of(folder: RunFolder) -> DecoderSpec:
     """Shape of the run's model."""
@@ -24,6 +27,24 @@ def decoder_of(folder: RunFolder) -> DecoderSpec:
 def tokenizer_of(folder: RunFolder) -> Path:
     """The folder of the run's own tokenizer."""
     return folder.path / "tokenizer"
+
+
+def base_of(folder: RunFolder) -> Path:
+    """The run's own copy of what lies beside a pretrained model's weights: config, tokenizer, chat template."""
+    return folder.path / "base"
+
+
+def keep_base(folder: RunFolder, source: Path) -> None:
+    """Copy what lies beside the weights of a pretrained folder into the run's, which then can go anywhere."""
+    if base_of(folder).is_dir():
+        return
+    draft = folder.path / f".base.{os.getpid()}"
+    draft.mkdir(parents=True)
+    for pattern in BESIDE_WEIGHTS:
+        for file in source.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, draft / file.name)
+    os.rename(draft, base_of(folder))
 
 
 def data_of(folder: RunFolder) -> PreparedData:
@@ -37,12 +58,18 @@ def data_of(folder: RunFolder) -> PreparedData:
         ) from error
 
 
-def keep_files(folder: RunFolder, spec: DecoderSpec, data: PreparedData, notes: Sequence[str]) -> Mapping[str, str]:
-    """Copy the tokenizer, where the folder has none, and give the contents of the other files."""
+def keep_files(
+    folder: RunFolder, spec: DecoderSpec | None, data: PreparedData, notes: Sequence[str]
+) -> Mapping[str, str]:
+    """Copy the tokenizer, where the folder has none, and give the contents of the other files.
+
+    spec: None where a config of transformers says it.
+    """
     if not tokenizer_of(folder).exists():
         _copy_tree(data.tokenizer_dir, tokenizer_of(folder))
     data = dataclasses.replace(data, summary=[*data.summary, *notes])
-    return {"model.json": json.dumps(dataclasses.asdict(spec), indent=2) + "\n", "data.json": data.to_json()}
+    shape = {} if spec is None else {"model.json": json.dumps(dataclasses.asdict(spec), indent=2) + "\n"}
+    return {**shape, "data.json": data.to_json()}
 
 
 def refuse_other_data(folder: RunFolder, data: PreparedData) -> None:

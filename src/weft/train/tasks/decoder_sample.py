@@ -15,7 +15,8 @@ from weft.models import Decoder, build_decoder, generate
 from weft.spec.config import SampleSection
 from weft.train.folder import RunFolder
 from weft.train.state import restore_model
-from weft.train.tasks.decoder_files import decoder_of, tokenizer_of
+from weft.train.task import with_adapter
+from weft.train.tasks.decoder_files import base_of, decoder_of, tokenizer_of
 
 
 def generate_text(
@@ -43,20 +44,24 @@ def generate_text(
         ConfigError: for a run whose task is no decoder on text.
     """
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
-    task = folder.config().task.name
+    config = folder.config()
+    task = config.task.name
     if task is not None and not (folder.path / "model.json").exists():
         raise ConfigError(
             f"RUN={folder.path}: task.name={task} does not train a text decoder, so it cannot "
             "generate. Give a run that trains one."
         )
+    section = SampleSection(max_tokens=max_tokens, temperature=temperature, top_k=top_k)
+    if base_of(folder).is_dir():
+        from weft.train.tasks.continuation import pretrained_text
+
+        return pretrained_text(folder, _find(folder, step), prompt, section, seed)
     spec = decoder_of(folder)
     tokenizer = Tokenizer.load(tokenizer_of(folder))
-    model = build_decoder(spec)
-    restore_model(model, load_checkpoint(_find(folder, step)).tensors("model"))
+    model = with_adapter(build_decoder(spec, seed=config.seed), config)  # an adapter's checkpoint has no base
+    restore_model(model, load_checkpoint(_find(folder, step)))
     model.to(pick_device("auto", 0))
-    return continue_text(
-        model, tokenizer, prompt, SampleSection(max_tokens=max_tokens, temperature=temperature, top_k=top_k), seed
-    )
+    return continue_text(model, tokenizer, prompt, section, seed)
 
 
 def continue_text(model: Decoder, tokenizer: Tokenizer, prompt: str, section: SampleSection, seed: int = 0) -> str:
@@ -82,7 +87,7 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
 
     It is read from disk, not from the running model: under a plan that shards weights one rank alone has only a part.
     """
-    room = decoder_of(folder).max_seq_len - len(Tokenizer.load(tokenizer_of(folder)).encode(section.prompt))
+    room = _room(folder, section.prompt)
     if not section.prompt or room < 1:
         return ""
     text = generate_text(
@@ -92,6 +97,15 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
     samples.mkdir(exist_ok=True)
     (samples / f"step_{step:08d}.txt").write_text(text + "\n")
     return text
+
+
+def _room(folder: RunFolder, prompt: str) -> int:
+    """Tokens that fit behind a prompt."""
+    if base_of(folder).is_dir():
+        from weft.train.tasks.continuation import pretrained_room
+
+        return pretrained_room(folder, prompt)
+    return decoder_of(folder).max_seq_len - len(Tokenizer.load(tokenizer_of(folder)).encode(prompt))
 
 
 def _find(folder: RunFolder, step: int | None) -> Location:

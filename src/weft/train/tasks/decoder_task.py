@@ -68,10 +68,14 @@ class DecoderTask(Task):
         Raises:
             DataError: when the tokens are not those that the folder's run was started with.
         """
-        data = prepare_data(self.config, report)
+        data = prepare_data(self._data_config(), report)
         if (folder.path / "data.json").exists():
             refuse_other_data(folder, data)
         self._data = data
+
+    def _data_config(self) -> RunConfig:
+        """The config as preparing data reads it."""
+        return self.config
 
     def samples_per_epoch(self) -> int:
         return self._stream(self.data.train, shuffle=True).num_sequences

@@ -22,10 +22,14 @@ def find_task(config: RunConfig) -> Task:
     Raises:
         ConfigError: where its class cannot be had, or refuses its options.
     """
-    if config.task.name is None:
+    if config.task.name is None and config.model.path:
+        from weft.train.tasks.pretrained_task import PretrainedTask
+
+        task: Task = PretrainedTask()
+    elif config.task.name is None:
         from weft.train.tasks.decoder_task import DecoderTask
 
-        task: Task = DecoderTask()
+        task = DecoderTask()
     else:
         task = _made(_found(config.task.name), config.task.name, config.task.options)
         _refuse_unread(task, config)

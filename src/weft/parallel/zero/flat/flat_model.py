@@ -48,7 +48,7 @@ class FlatModel:
     """The engine of zero=0, 1 and 2; see `weft.parallel.placement.gradients.DataParallel`.
 
     Args:
-        model, mesh, placements, host, seed: as `build_engine` takes them, with the same errors.
+        model, mesh, placements, host, seed, filled_later: as `build_engine` takes them, with the same errors.
         each_microbatch: stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs
             traffic.
         bucket_bytes: of masters in a bucket; None: `usual_bucket_bytes`.
@@ -67,6 +67,7 @@ class FlatModel:
         *,
         host: Host | None = None,
         seed: int | None = None,
+        filled_later: bool = False,
         each_microbatch: bool = False,
         bucket_bytes: int | None = None,
     ):
@@ -79,7 +80,7 @@ class FlatModel:
         self._steps: dict[SlotAdoption, FlatStep] = {}
         self._shows_late = False
         self._bucket_bytes = bucket_bytes or self.usual_bucket_bytes(mesh.device.type)
-        materialise = Materialise(model, self.axes, seed, mesh.device)
+        materialise = Materialise(model, self.axes, seed, mesh.device, filled_later)
         check_same_model(model, self.axes, mesh.device)
         materialise.make(model.parameters())
         cast_inputs(model, self.precision)

@@ -55,7 +55,7 @@ class FullyShardedModel:
     """The engine of zero=3 for one module, sharded in place; its methods are those of `gradients.DataParallel`.
 
     Args:
-        model, mesh, placements, seed, host: as `build_engine` takes them, with the same errors.
+        model, mesh, placements, seed, filled_later, host: as `build_engine` takes them, with the same errors.
     """
 
     def __init__(
@@ -64,13 +64,14 @@ class FullyShardedModel:
         mesh: Mesh,
         placements: Mapping[str, Placement] | None = None,
         seed: int | None = None,
+        filled_later: bool = False,
         *,
         host: Host | None = None,
     ):
         check_torch(mesh)
         axes = self.axes = AxisMap(mesh, placements or {}, sharded=True)
         axes.check_names(model)
-        materialise = Materialise(model, axes, seed, mesh.device)
+        materialise = Materialise(model, axes, seed, mesh.device, filled_later)
         check_same_model(model, axes, mesh.device)
         plan, self.precision, self._device = mesh.plan, Precision.of(mesh.plan), mesh.device
         self._data, self._axis, self._replicas = axes.batch, axes.plain.shard, axes.plain.replicate

@@ -1,0 +1,23 @@
+"""Folders of pretrained weights as Hugging Face writes them, read slice by slice."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = ["Joined", "JoinedTensors", "StoredWeights", "stored_weights"]
+
+if TYPE_CHECKING:
+    from weft.checkpoint.pretrained.joined_tensors import Joined, JoinedTensors
+    from weft.checkpoint.pretrained.weights_folder import StoredWeights, stored_weights
+
+__getattr__ = loads(
+    __name__,
+    {
+        "Joined": ".joined_tensors",
+        "JoinedTensors": ".joined_tensors",
+        "StoredWeights": ".weights_folder",
+        "stored_weights": ".weights_folder",
+    },
+)

@@ -1,0 +1,95 @@
+"""Which tensors a folder of safetensors files has: from the headers alone, with every file checked for its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint.arrays import RangedTensors
+from weft.checkpoint.manifest import FileEntry, TensorEntry
+from weft.errors import CheckpointError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What lies in a folder: tensors by their names in the files, and the files with their sizes."""
+
+    folder: Path
+    entries: Mapping[str, TensorEntry]
+    files: Mapping[str, FileEntry]
+
+
+def stored_weights(folder: Path) -> StoredWeights:
+    """Read the headers of a folder's weights: one safetensors file, or several with an index.
+
+    Args:
+        folder: of a Hugging Face model.
+
+    Raises:
+        CheckpointError: names the file or the tensor that is missing, cut off or not what the index says, and what to
+            do about weights in pickles.
+    """
+    if (folder / _INDEX).is_file():
+        place = _index(folder / _INDEX)
+    elif (folder / _SINGLE).is_file():
+        place = None
+    else:
+        raise CheckpointError(_no_weights(folder))
+    found: dict[str, TensorEntry] = {}
+    sizes: dict[str, FileEntry] = {}
+    for name in sorted(set(place.values())) if place is not None else [_SINGLE]:
+        try:
+            size = (folder / name).stat().st_size
+            tensors = RangedTensors(folder / name, size).tensors
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"model.path={folder}: {_INDEX} names {name}, which is missing. Download the folder again."
+            ) from None
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"model.path={folder}: {error}. Download {name} again.") from error
+        sizes[name] = FileEntry(size, "")
+        for key, one in tensors.items():
+            if place is None or place.get(key) == name:
+                found[key] = TensorEntry(name, one.dtype, one.shape)
+    for key, name in (place or {}).items():
+        if key not in found:
+            raise CheckpointError(
+                f"model.path={folder}: {_INDEX} says that {name} has tensor {key[:200]!r}, and it does not. "
+                "Download the folder again."
+            )
+    return StoredWeights(folder, found, sizes)
+
+
+def _index(file: Path) -> dict[str, str]:
+    try:
+        read: Any = json.loads(file.read_text("utf-8"))
+        place = read["weight_map"]
+        if not isinstance(place, dict) or not all(_is_file_name(name) for name in place.values()):
+            raise ValueError("weight_map is not a table of file names")
+        return place
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"model.path={file.parent}: {file.name} cannot be read ({error}). Download it again."
+        ) from error
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name.endswith(".safetensors") and name == Path(name).name
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        convert = f'M.from_pretrained("{folder}").save_pretrained("{folder}-safetensors")'
+        return (
+            f"model.path={folder}: its weights are pickles ({pickles[0]}), which can run code when they are read. "
+            f"If you trust them, type python -c 'from transformers import AutoModelForCausalLM as M; {convert}', copy "
+            "the tokenizer's files there, and give that folder."
+        )
+    return f"model.path={folder}: it has neither {_SINGLE} nor {_INDEX}. Give a folder with safetensors weights."

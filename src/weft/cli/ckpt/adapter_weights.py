@@ -1,0 +1,47 @@
+"""`weft ckpt export` of an adapter: in peft's format, or merged into the Hugging Face model it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint import Checkpoint
+from weft.errors import CheckpointError
+from weft.models.adapters import Adapted, adapt_layers, merge_adapter, write_adapter
+from weft.train.state import model_tensors, restore_model
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def write_alone(checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None) -> None:
+    """Write adapter_config.json and adapter_model.safetensors. said: the checkpoint's state of its adapter."""
+    tensors, record = checkpoint.tensors("model"), Adapted.read(said)
+    own = {f"{path}.{name}" for path, name in record.params()}
+    if more := sorted(tensors.keys() - own):
+        raise CheckpointError(
+            f"tensor {more[0]!r}: it was trained beside the adapter, and files of an adapter cannot hold it. Use "
+            "--like with the folder of the base, to merge both."
+        )
+    if dtype is not None:
+        tensors = {name: tensor.to(FORMATS[dtype]) for name, tensor in tensors.items()}
+    write_adapter(record, out, tensors)
+
+
+def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter's base with the adapter merged, each once; `model` is that base, and is changed.
+
+    CheckpointError where the model is not the base that the adapter was trained on.
+    """
+    record = Adapted.read(said)
+    modules = dict(model.named_modules())
+    # What the model lacks `restore_model` names.
+    adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
+    for name, param in model.named_parameters():
+        if name in checkpoint.entries("model"):
+            param.requires_grad_(True)  # a norm, say, that was trained beside the adapter
+    restore_model(model, checkpoint)
+    return model_tensors(merge_adapter(model))

@@ -1,0 +1,84 @@
+"""Adapters merged into the weights beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+from weft.models.adapters.adapted_linear import AdaptedLinear
+from weft.models.adapters.adapter_kind import ADAPTER_PARAMS, Adapted, AdapterKind, adapted, note_adapted
+from weft.structure import layers, revert
+
+
+def merge_adapter(model: nn.Module) -> nn.Module:
+    """Add each adapter to the weight beside it, in place; the layers are then what they were before `add_adapter`.
+
+    Of a parallelized model merge the whole tensors with `merged_tensors`. All parameters stay frozen.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: where the model has no adapter, or is parallelized.
+    """
+    record, found = _expected(model), dict[str, AdaptedLinear]()
+    for path in record.layers:
+        layer = model.get_submodule(path)
+        # The new class stands on AdaptedLinear and the layer's own: whoever came later stands in front of both.
+        if type(layer).__bases__[0] is not AdaptedLinear:
+            raise ModelError(
+                f"model: {path} was changed after add_adapter, such as by parallelize. Merge the whole tensors: "
+                "merged_tensors(model, run.full_state_dict(model))."
+            )
+        assert isinstance(layer, AdaptedLinear)
+        found[path] = layer
+    for path, layer in found.items():
+        weight = layers.stored_weight(layer)
+        own = {name: getattr(layer, name) for name in ADAPTER_PARAMS if getattr(layer, name) is not None}
+        with torch.no_grad():
+            weight.copy_(_merged(record.kind, weight, own, is_transposed=record.layers[path]))
+        for name in (*ADAPTER_PARAMS, "lora_dropout", "_weft_adapter", "_weft_whole", "_weft_is_on"):
+            delattr(layer, name)
+        revert(layer, AdaptedLinear)
+    note_adapted(model, None)
+    return model
+
+
+def merged_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the whole tensors of a model with its adapters merged and left out.
+
+    Args:
+        model: which layers have adapters; parallelized or not, of any device.
+        tensors: of the whole model by name, such as `run.full_state_dict(model)` gives; they stay as they are.
+
+    Raises:
+        ModelError: where the model has no adapter.
+    """
+    record, merged = _expected(model), dict(tensors)
+    own: dict[str, dict[str, Tensor]] = {}
+    for path, name in record.params():
+        own.setdefault(path, {})[name] = merged.pop(f"{path}.{name}")
+    for path, parts in own.items():
+        stored = tensors[f"{path}.weight"]
+        merged[f"{path}.weight"] = _merged(record.kind, stored, parts, is_transposed=record.layers[path])
+    return merged
+
+
+def _expected(model: nn.Module) -> Adapted:
+    record = adapted(model)
+    if record is None:
+        raise ModelError(f"model of type {type(model).__name__}: it has no adapter to merge. Call add_adapter first.")
+    return record
+
+
+@torch.no_grad()
+def _merged(kind: AdapterKind, stored: Tensor, own: Mapping[str, Tensor], *, is_transposed: bool) -> Tensor:
+    """The weight as it is stored, with the adapter in it, in its own format; computed in the adapter's."""
+    weight = (stored.t() if is_transposed else stored).to(own["lora_A"].dtype)
+    weight = weight + kind.scale * (own["lora_B"] @ own["lora_A"])
+    if (magnitude := own.get("lora_magnitude")) is not None:
+        weight = weight * (magnitude / torch.linalg.vector_norm(weight, dim=1))[:, None]
+    return (weight.t() if is_transposed else weight).to(stored.dtype)

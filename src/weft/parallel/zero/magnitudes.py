@@ -1,0 +1,96 @@
+"""A base whose weights come after the adapter, such as slices read onto their ranks; first magnitudes of DoRA."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from weft.comm import all_reduce
+from weft.errors import ModelError
+from weft.models.adapters import adapted
+from weft.parallel.local_tensors import StateSource, Stretch
+from weft.parallel.placement import data_parallel
+
+
+@torch.no_grad()
+def load_base(model: nn.Module, source: StateSource) -> None:
+    """Read what this rank holds of a model's weights; an adapter starts beside them as `add_adapter` lets it.
+
+    All ranks call it, before the first step.
+
+    Args:
+        model: what `parallelize` returned, with an adapter or not.
+        source: weights of the model without its adapter.
+    """
+    record, engine = adapted(model), data_parallel(model)
+    if record is None:
+        engine.load_weights(source)
+        return
+    own = {f"{path}.{name}" for path, name in record.params()}
+    for one in engine.stretches():
+        if one.name not in own:
+            one.fill(source)
+    engine.publish()
+    start_magnitudes(model)
+
+
+@torch.no_grad()
+def start_magnitudes(model: nn.Module) -> None:
+    """Set each magnitude to the norms of its weight's rows, as it is on all ranks, so that DoRA begins as its base.
+
+    `add_adapter` does so where weights are there, and `parallelize` where it makes them: only who fills the frozen
+    weights of a parallelized model calls this. All ranks call it, before the first step. Other kinds have nothing to
+    set.
+
+    Args:
+        model: what `parallelize` returned.
+
+    Raises:
+        ModelError: for a model without an adapter.
+    """
+    record = adapted(model)
+    if record is None:
+        raise ModelError(
+            f"model of type {type(model).__name__}: it has no adapter. Call add_adapter before parallelize."
+        )
+    if record.kind.kind != "dora":
+        return
+    engine = data_parallel(model)
+    mesh, found = engine.axes.mesh, list(engine.stretches())
+    # Each layer's outputs have their place in one vector, the same on all ranks; a stage knows its own layers only.
+    sizes = torch.zeros(len(record.layers), dtype=torch.int64, device=mesh.device)
+    index = {path: place for place, path in enumerate(record.layers)}
+    for one in found:
+        path, _, name = one.name.rpartition(".")
+        if path in index and name == "lora_magnitude":
+            sizes[index[path]] = one.part.shape[0]
+    ends = all_reduce(sizes, engine.axes.world, op="max").cumsum(0).tolist()
+    first = dict(zip(record.layers, [0, *ends[:-1]], strict=True))
+    totals = torch.zeros(ends[-1], dtype=torch.float64, device=mesh.device)
+    for one in found:
+        path, _, name = one.name.rpartition(".")
+        if path in first and name == "weight":
+            _add_squares(totals[first[path] :], one, mesh.rank, outputs=1 if record.layers[path] else 0)
+    norms = all_reduce(totals, engine.axes.world).sqrt()
+    for one in found:
+        path, _, name = one.name.rpartition(".")
+        if path in first and name == "lora_magnitude":
+            for view in one.part.views(one.start, one.start + one.flat.numel()):
+                low, high = view.box[0]
+                own = norms[first[path] + low : first[path] + high]
+                one.flat[view.offset : view.offset + high - low].copy_(own)
+    engine.publish()
+
+
+def _add_squares(totals: torch.Tensor, one: Stretch, rank: int, outputs: int) -> None:
+    """Add squares of what this rank writes of a weight to its outputs' sums. outputs: the dim that they are."""
+    mine = one.mine(rank)
+    if mine is None:
+        return
+    start, data = mine
+    for view in one.part.views(start, start + data.numel()):
+        block = data.as_strided(
+            [high - low for low, high in view.box], view.strides, data.storage_offset() + view.offset
+        )
+        low, high = view.box[outputs]
+        totals[low:high] += torch.linalg.vector_norm(block, dim=1 - outputs, dtype=torch.float64).square()

@@ -1,0 +1,120 @@
+"""A run of `weft train` as a folder that transformers loads: what is written, tensor by tensor."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from weft.checkpoint import Checkpoint
+from weft.checkpoint.arrays import RawArray, block_of, tensor_of
+from weft.data import Tokenizer
+from weft.train.folder import RunFolder
+from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, data_of, decoder_of, tokenizer_of
+from weft.train.tasks.transformers_layout import layout_config, layout_tensors, write_tokenizer
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+def is_exportable(folder: RunFolder) -> bool:
+    """Return whether a folder is of a run whose model transformers knows."""
+    return base_of(folder).is_dir() or (folder.path / "model.json").is_file()
+
+
+def exported_tensors(folder: RunFolder, checkpoint: Checkpoint) -> Iterator[tuple[str, RawArray]]:
+    """Yield the weights under transformers' names, one tensor at a time in memory.
+
+    Args:
+        folder: of the run.
+        checkpoint: of any plan.
+    """
+
+    def read(name: str) -> RawArray:
+        return checkpoint.block(f"model/{name}")
+
+    if not base_of(folder).is_dir():
+        yield from layout_tensors(decoder_of(folder), read)
+        return
+    from weft.models import as_shapes
+    from weft.structure import hugging_face
+
+    with as_shapes(vectors=True):
+        model = hugging_face.causal_model(hugging_face.load_model_config(base_of(folder)))
+    for name, entry in checkpoint.entries("model").items():
+        if entry.same_as is None:
+            yield from _as_published(model, name, read(name))
+
+
+def _as_published(model: Any, name: str, block: RawArray) -> Iterator[tuple[str, RawArray]]:
+    """A tensor under the names of published files, as transformers would save it."""
+    try:
+        revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
+    except (ImportError, AttributeError):  # releases before 5 save names as they are
+        yield name, block
+        return
+    for target, tensor in revert(model, {name: tensor_of(block)}).items():
+        yield target, block_of(tensor)
+
+
+def write_beside(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype: str) -> None:
+    """Write config, generation config, tokenizer and model card.
+
+    Args:
+        folder: of the run.
+        checkpoint: whose weights stand beside them.
+        out: the folder of the export.
+        dtype: of the weights, as safetensors names it.
+    """
+    if base_of(folder).is_dir():
+        for pattern in BESIDE_WEIGHTS:
+            for file in base_of(folder).glob(pattern):
+                shutil.copyfile(file, out / file.name)
+        config = json.loads((out / "config.json").read_text("utf-8"))
+    else:
+        tokenizer = Tokenizer.load(tokenizer_of(folder))
+        config = layout_config(decoder_of(folder), tokenizer.end_id, tokenizer.pad_id)
+        write_tokenizer(tokenizer_of(folder), out)
+        said = {"eos_token_id": tokenizer.end_id, "pad_token_id": tokenizer.pad_id}
+        (out / "generation_config.json").write_text(json.dumps(said, indent=1) + "\n")
+    config.pop("torch_dtype", None)
+    config["dtype"] = _DTYPES.get(dtype, "float32")
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (out / "README.md").write_text(_card(folder, checkpoint))
+
+
+def _card(folder: RunFolder, checkpoint: Checkpoint) -> str:
+    config = folder.config()
+    source = config.model.path or config.model.name
+    figures = _last_figures(folder, checkpoint.step)
+    lines = [
+        f"# {config.run.name}", "",
+        f"`{Path(source).name if config.model.path else source}`, "
+        f"{'fine-tuned' if config.model.path else 'trained'} with Weft.", "",
+        "| | |", "|---|---|",
+        f"| step | {checkpoint.step} of {config.train.steps} |",
+        f"| plan | `{checkpoint.state.get('plan', '')}` |",
+        f"| batch | {config.train.global_batch} sequences of {config.train.seq_len} tokens |",
+        f"| optimizer | {config.optimizer.name}, lr {config.optimizer.lr:g} |",
+        *(f"| {name} | {value} |" for name, value in figures.items()), "",
+        "## Data", "", *(f"- {line}" for line in data_of(folder).summary), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _last_figures(folder: RunFolder, step: int) -> dict[str, str]:
+    """The newest losses that the events tell of up to a step."""
+    found: dict[str, str] = {}
+    if not folder.events.is_file():
+        return found
+    for line in folder.events.read_text("utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        is_new = isinstance(event, dict) and isinstance(event.get("loss"), int | float) and event.get("step", 0) <= step
+        if is_new and event.get("event") in ("step", "eval"):
+            found["training loss" if event["event"] == "step" else "evaluation loss"] = f"{event['loss']:.4f}"
+    return found

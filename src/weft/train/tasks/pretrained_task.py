@@ -1,0 +1,175 @@
+"""A causal language model of a Hugging Face folder, trained on: `weft train model.path=FOLDER`.
+
+Data, batches and loss are the decoder's. The model is built as shapes, and each rank reads from the folder's files the
+slices that its plan gives it: no rank ever holds the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.errors import ConfigError, Problem
+from weft.spec import RunConfig
+from weft.spec.rules import Facts
+from weft.train.task import Report, with_adapter
+from weft.train.tasks.decoder_files import base_of, keep_base, keep_files
+from weft.train.tasks.decoder_task import DecoderTask
+from weft.units import format_count
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from weft.parallel.local_tensors import StateSource
+    from weft.planner.search import PlannedModel
+    from weft.planner.space import AdapterSize
+    from weft.spec.plan import Plan
+    from weft.train.folder import RunFolder
+
+
+class PretrainedTask(DecoderTask):
+    """Next-token prediction with a pretrained model on tokenised documents and chats."""
+
+    _unexpected: Sequence[str] = ()
+
+    # --- preparing ---
+
+    def facts(self, world_size: int) -> Facts:
+        train = self.config.train
+        return Facts(world_size=world_size, global_batch=train.global_batch, seq_len=train.seq_len)
+
+    def prepare(self, folder: RunFolder, report: Report | None) -> None:
+        """Check the weights' names and shapes, and tokenise the data with the folder's tokenizer.
+
+        Raises:
+            CheckpointError: for weights that are not those of the config, or cannot be read.
+            ConfigError: for longer sequences than the model reads, and more tokens than it knows.
+        """
+        from weft.structure import hugging_face
+        from weft.train.tasks.published_weights import pretrained_source, told_unexpected
+
+        model: Any = self.shapes()  # whose methods transformers types loosely
+        length = self.config.train.seq_len
+        if self._needs_folder or not base_of(folder).is_dir():
+            _, names = pretrained_source(model, self._path)
+            self._unexpected = told_unexpected(names)
+        longest = hugging_face.longest_sequence(model)
+        if longest is not None and length > longest:
+            raise _wrong("train.seq_len", length, f"the model reads at most {longest} tokens. Use {longest} or less.")
+        super().prepare(folder, report)
+        rows = model.get_input_embeddings().weight.shape[0]
+        if self.data.vocab_size > rows:
+            rule = f"its tokenizer has {self.data.vocab_size} entries, and its embedding {rows} rows"
+            raise _wrong(
+                "model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights that belong together."
+            )
+
+    def _data_config(self) -> RunConfig:
+        words = {"kind": "file", "path": str(self._base), "template": True}
+        return self.config.model_copy(update={"tokenizer": self.config.tokenizer.model_copy(update=words)})
+
+    def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
+        keep_base(folder, self._path)
+        return keep_files(folder, None, self.data, [*notes, *self._unexpected])
+
+    @property
+    def _needs_folder(self) -> bool:
+        """Whether the run always reads the folder's weights: checkpoints of an adapter hold no base."""
+        return bool(self.config.adapter.rank)
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.config.model.path).expanduser()
+
+    @property
+    def _base(self) -> Path:
+        """Config and tokenizer: the run's own copy, or the folder's while there is none."""
+        own = base_of(self._folder) if self._folder is not None else None
+        return own if own is not None and own.is_dir() else self._path
+
+    # --- model and step ---
+
+    def build(self) -> nn.Module:
+        from weft.structure import hugging_face
+
+        return hugging_face.causal_model(hugging_face.load_model_config(self._base))
+
+    def shapes(self) -> nn.Module:
+        from weft.models import as_shapes
+
+        with as_shapes(vectors=True):
+            return self.build()
+
+    def initial_model(self, plan: Plan) -> nn.Module:
+        return self.shapes()
+
+    def initial_weights(self, model: nn.Module) -> StateSource | None:
+        from weft.train.tasks.published_weights import pretrained_source
+
+        is_read = self._needs_folder or self._path.is_dir()
+        return pretrained_source(model, self._path)[0] if is_read else None
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        # Positions that begin anew tell transformers where a document begins.
+        found = model(input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False)
+        return found.logits
+
+    def flops_per_count(self) -> float:
+        from weft.monitor import flops_per_token
+        from weft.structure import hugging_face
+
+        model: Any = self.shapes()
+        config: Any = hugging_face.load_model_config(self._base).get_text_config(decoder=True)
+        head = model.get_output_embeddings()
+        own = sum(param.numel() for param in model.parameters())
+        tied = head is None or head.weight is model.get_input_embeddings().weight
+        table = 0 if tied or head is None else head.weight.numel()
+        return flops_per_token(own - table, config.num_hidden_layers, config.hidden_size, self.config.train.seq_len)
+
+    # --- planner ---
+
+    def describe(self) -> PlannedModel:
+        """Describe the model from its config.json where the planner knows the family, else from a trace of it."""
+        from weft.errors import ModelError
+        from weft.planner.search import read_model
+        from weft.train.planned import describe_by_tracing
+
+        try:
+            found = read_model(str(self._base / "config.json"))
+        except ModelError:
+            found = read_model(replace(describe_by_tracing(self.build_for_trace()), name=self.name()))
+        beside = {"config": self.config, "sample_unit": self.sample_unit, "counted_adapter": self._adapter_size()}
+        return replace(found, name=self.name(), **beside)
+
+    def _adapter_size(self) -> AdapterSize | None:
+        """The adapter's size by the names that transformers gives the layers, which the planner does not know."""
+        from weft.models.adapters import adapted
+        from weft.planner.space import AdapterSize
+        from weft.structure import hugging_face
+
+        record = adapted(model := with_adapter(self.shapes(), self.config))
+        if record is None:
+            return None
+        layers: Any = [model.get_submodule(path) for path in record.layers]
+        config: Any = hugging_face.load_model_config(self._base).get_text_config(decoder=True)
+        number = config.num_hidden_layers
+        width = sum(layer.lora_A.shape[1] + layer.lora_B.shape[0] for layer in layers)
+        return AdapterSize(rank=record.kind.rank, width=width / number, products=len(layers) / number)
+
+    def build_for_trace(self) -> nn.Module:
+        """Return the model as shapes, of its own: tracing changes it."""
+        return self.shapes()
+
+    # --- what people see ---
+
+    def name(self) -> str:
+        return self._path.resolve().name
+
+    def model_line(self) -> str:
+        return f"{self.name()}: {format_count(sum(param.numel() for param in self.shapes().parameters()))} parameters"
+
+
+def _wrong(key: str, value: object, rule: str) -> ConfigError:
+    return ConfigError([Problem(key, f"{key}={value}: {rule}")])

@@ -1,0 +1,41 @@
+"""A tokenizer's own chat template: the text is transformers', and the answers with their end are trained."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.data.tokens.chat_template import ChatTemplate
+from weft.errors import DataError
+
+pytest.importorskip("transformers")
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}<|user|>{{ m['content'] | trim }}\n"
+    "{% else %}{{ m['content'] }}{{ eos_token }}\n{% endif %}{% endfor %}"
+)
+NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+TURNS = [("user", " hi "), ("assistant", "one"), ("user", "more"), ("assistant", "two")]
+
+
+def template(text: str = TEMPLATE) -> ChatTemplate:
+    return ChatTemplate({"chat_template": text, **NAMES}, ["<s>", "</s>", "<|user|>"])
+
+
+def test_answers_and_their_ends_are_trained():
+    text, spans = template().render(TURNS)
+    assert text == "<s><|user|>hi\none</s>\n<|user|>more\ntwo</s>\n"
+    assert [text[low:high] for low, high in spans] == ["one</s>", "two</s>"]
+
+
+def test_a_content_that_looks_like_a_special_token_is_told_apart():
+    turns = [("user", "a</s>"), ("assistant", "b")]
+    assert template().has_special(turns)
+    assert not template().has_special(TURNS)
+    assert ("a</s>", True) in template().apart(turns)
+
+
+def test_templates_that_refuse_or_leave_out_answers_are_named():
+    with pytest.raises(DataError, match="refuses a conversation of user, assistant"):
+        template("{{ raise_exception('no') }}").render(TURNS[:2])
+    with pytest.raises(DataError, match="leaves out or repeats answers"):
+        template("{% for m in messages %}{{ m['role'] }}{% endfor %}").render(TURNS)

@@ -1,0 +1,287 @@
+"""Adapters on one process: the numbers of peft, its files, merging, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from weft.errors import CheckpointError, ModelError
+from weft.models import build_decoder, initialise
+from weft.models.adapters import (
+    adapted,
+    add_adapter,
+    load_adapter,
+    merge_adapter,
+    merged_tensors,
+    save_adapter,
+    without_adapter,
+)
+from weft.spec import DecoderSpec
+from weft.structure import find_layout, layers
+
+#: peft asks transformers what that calls otherwise now.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+
+KINDS = ("lora", "rslora", "dora")
+TINY = DecoderSpec(vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 7), nn.Linear(7, 3, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def net():
+    torch.manual_seed(3)
+    return Net().double()
+
+
+def gpt2():
+    """Conv1D layers, whose weights are transposed; the head shares the embedding's weight."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    torch.manual_seed(4)
+    config = transformers.GPT2Config(
+        vocab_size=31, n_embd=8, n_layer=1, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def loss_of(model, kind):
+    torch.manual_seed(5)
+    if kind == "net":
+        return model(torch.randn(6, 5, dtype=torch.float64)).square().sum()
+    ids = torch.randint(31, (2, 8))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def noised(model):
+    """A and B both away from their first values, so that every term counts."""
+    torch.manual_seed(9)
+    for _, param in sorted(model.named_parameters()):
+        if param.requires_grad:
+            param.data += 0.1 * torch.randn(param.shape, dtype=param.dtype)
+    return model
+
+
+def in_peft(build, kind, **more):
+    import peft
+
+    settings = {"use_rslora": kind == "rslora", "use_dora": kind == "dora", "r": 3, "lora_alpha": 5, **more}
+    return peft.get_peft_model(build(), peft.LoraConfig(**settings))
+
+
+def our_name(theirs):
+    """peft's name of a parameter as ours."""
+    path = theirs.removeprefix("base_model.model.")
+    path = path.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude")
+    return path.replace(".default.weight", "").replace(".base_layer.", ".")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["net", "gpt2"])
+def test_the_numbers_are_those_of_peft(name, kind):
+    build = {"net": net, "gpt2": gpt2}[name]
+    targets = {"net": ["up", "down"], "gpt2": ["c_attn", "c_proj", "c_fc"]}[name]
+    theirs = noised(in_peft(build, kind, target_modules=targets, fan_in_fan_out=name == "gpt2"))
+    ours = add_adapter(build(), rank=3, alpha=5, kind=kind, targets=targets)
+    source = {our_name(key): value for key, value in theirs.state_dict().items()}
+    assert ours.load_state_dict(source, strict=False).unexpected_keys == []
+    pairs = {our_name(key): value for key, value in theirs.named_parameters() if value.requires_grad}
+    own = {key: value for key, value in ours.named_parameters() if value.requires_grad}
+    assert own.keys() == pairs.keys()
+    steps = [torch.optim.AdamW(group.values(), lr=0.01, weight_decay=0.1) for group in (own, pairs)]
+    for _ in range(3):
+        losses = [loss_of(model, name) for model in (ours, theirs)]
+        torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+        for loss, optimizer in zip(losses, steps, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        for key, param in own.items():
+            scale = float(pairs[key].grad.abs().max())
+            torch.testing.assert_close(param.grad, pairs[key].grad, rtol=1e-10, atol=1e-12 * scale, msg=key)
+        for optimizer in steps:
+            optimizer.step()
+    for key, param in own.items():
+        torch.testing.assert_close(param, pairs[key], rtol=1e-10, atol=1e-12, msg=key)
+
+
+def test_dora_with_dropout_is_that_of_peft():
+    """Of what is dropped everything but which elements: the same mask is put into both."""
+    theirs = noised(in_peft(net, "dora", target_modules=["up"], lora_dropout=0.5)).train()
+    ours = add_adapter(net(), rank=3, alpha=5, kind="dora", targets=["up"], dropout=0.5).train()
+    ours.load_state_dict({our_name(key): value for key, value in theirs.state_dict().items()}, strict=False)
+    torch.manual_seed(1)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    torch.manual_seed(2)
+    wanted = theirs(x)
+    torch.manual_seed(2)
+    torch.testing.assert_close(ours(x), wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_starts_as_nothing_and_everything_else_is_frozen(kind):
+    plain, model = net(), add_adapter(net(), rank=2, kind=kind)
+    x = torch.randn(3, 5, dtype=torch.float64)
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-13, atol=1e-14)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert {name.rpartition(".")[2] for name in trained} <= {"lora_A", "lora_B", "lora_magnitude"}
+    assert {name.rpartition(".")[0] for name in trained} == {"up", "down"}
+    assert model.state_dict().keys() >= plain.state_dict().keys()
+    assert type(model.up).__name__ == "Linear"
+    assert layers.is_linear(model.up)
+
+
+def test_first_values_depend_on_seed_and_name_alone():
+    first, again = (add_adapter(build_decoder(TINY), rank=2, kind="dora", seed=1) for _ in range(2))
+    other = add_adapter(build_decoder(TINY), rank=2, kind="dora", seed=2)
+    few = add_adapter(build_decoder(TINY), rank=2, targets=["attn.q"], seed=1)
+    name = "blocks.1.attn.q.lora_A"
+    values = [dict(model.named_parameters())[name] for model in (first, again, other, few)]
+    assert torch.equal(values[0], values[1])
+    assert torch.equal(values[0], values[3])
+    assert not torch.equal(values[0], values[2])
+    assert 0.2 < values[0].abs().max() <= 16**-0.5
+    # As shapes the parameters are made later, and the same.
+    meta = add_adapter(build_decoder(TINY, device="meta"), rank=2, kind="dora", seed=1)
+    meta.to_empty(device="cpu")
+    initialise(meta, 1)
+    wanted = add_adapter(build_decoder(TINY, seed=1), rank=2, kind="dora", seed=1)
+    assert all(torch.equal(one, two) for one, two in zip(meta.parameters(), wanted.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["net", "gpt2"])
+def test_merged_weights_give_equal_logits(name, kind):
+    build = {"net": net, "gpt2": gpt2}[name]
+    model = noised(add_adapter(build(), rank=3, kind=kind)).eval()
+    plain = build().eval()
+    x = torch.randn(6, 5, dtype=torch.float64) if name == "net" else torch.randint(31, (2, 8))
+    wanted = model(x) if name == "net" else model(x).logits
+    plain.load_state_dict(merged_tensors(model, model.state_dict()))
+    merged = merge_adapter(model)
+    assert adapted(merged) is None
+    assert type(merged) is type(plain)
+    assert merged.state_dict().keys() == plain.state_dict().keys()
+    for one in (merged, plain):
+        found = one(x) if name == "net" else one(x).logits
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_go_to_peft_and_back(kind, tmp_path):
+    import peft
+
+    model = noised(add_adapter(gpt2(), rank=3, alpha=7, kind=kind, targets=["c_attn", "mlp.c_proj"])).eval()
+    save_adapter(model, tmp_path / "ours")
+    ids = torch.randint(31, (2, 8))
+    theirs = peft.PeftModel.from_pretrained(gpt2(), str(tmp_path / "ours")).double().eval()
+    torch.testing.assert_close(theirs(input_ids=ids).logits, model(ids).logits, rtol=0, atol=1e-12)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    back = load_adapter(gpt2(), tmp_path / "theirs").eval()
+    assert adapted(back) == adapted(model)
+    torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=0, atol=1e-12)
+
+
+def test_a_model_can_leave_its_adapter_out():
+    model, x = noised(add_adapter(net(), rank=2)), torch.randn(3, 5, dtype=torch.float64)
+    with without_adapter(model):
+        torch.testing.assert_close(model(x), net()(x))
+    assert not torch.allclose(model(x), net()(x))
+
+
+def test_the_layout_is_that_of_the_model_without_adapter():
+    assert find_layout(add_adapter(gpt2(), rank=2)) == find_layout(gpt2())
+
+
+def test_a_copy_is_adapted_too():
+    model = noised(add_adapter(net(), rank=2))
+    x = torch.randn(3, 5, dtype=torch.float64)
+    torch.testing.assert_close(copy.deepcopy(model)(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rank": 0}, "rank=0: an adapter has a rank of at least 1. Use rank=16."),
+        ({"rank": 2, "kind": "lra"}, "kind='lra': an adapter is one of lora, rslora, dora. Use kind='lora'."),
+        ({"rank": 2, "alpha": 0}, "alpha=0: it must be above 0. Use alpha=4."),
+        ({"rank": 2, "dropout": 1.0}, "dropout=1.0: the share dropped is at least 0 and below 1. Use dropout=0.05."),
+        ({"rank": 2, "targets": ["norm1"]}, "targets=norm1: blocks.0.norm1 is a RMSNorm, and adapters fit linear"),
+        (
+            {"rank": 2, "targets": ["wq"]},
+            "targets=wq: no module has such a path or ending. Use some of q, k, v, o, gate",
+        ),
+        ({"rank": 2, "targets": ["head"]}, "targets=head: head makes the logits, which Weft computes inside of the"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(settings, said):
+    with pytest.raises(ModelError) as error:
+        add_adapter(build_decoder(TINY), **settings)
+    assert str(error.value).startswith(said)
+
+
+def test_an_adapter_is_added_once():
+    with pytest.raises(ModelError, match="it has an adapter already"):
+        add_adapter(add_adapter(net(), rank=2), rank=2)
+    for refused in (
+        merge_adapter,
+        lambda model: save_adapter(model, "x"),
+        lambda model: without_adapter(model).__enter__(),
+    ):
+        with pytest.raises(ModelError, match="it has no adapter"):
+            refused(net())
+
+
+def test_stacked_experts_are_no_linear_layers():
+    spec = DecoderSpec(
+        vocab_size=61,
+        dim=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=2,
+        ffn_dim=24,
+        max_seq_len=32,
+        num_experts=4,
+        top_k=2,
+    )
+    with pytest.raises(ModelError, match="experts is a Experts, and adapters fit linear layers alone"):
+        add_adapter(build_decoder(spec), rank=2, targets=["experts"])
+    assert set(adapted(add_adapter(build_decoder(spec), rank=2)).layers) == {f"blocks.0.attn.{name}" for name in "qkvo"}
+
+
+def test_files_of_another_model_or_kind_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="it holds no adapter_config"):
+        load_adapter(net(), tmp_path)
+    save_adapter(add_adapter(net(), rank=2), tmp_path)
+    with pytest.raises(CheckpointError, match="an adapter of another model: it adapts 'down'"):
+        load_adapter(build_decoder(TINY), tmp_path)
+    wider = net()
+    wider.up = nn.Linear(5, 8).double()
+    with pytest.raises(CheckpointError, match=r"up.lora_B.weight' has shape \(7, 2\), not \(8, 2\)"):
+        load_adapter(wider, tmp_path)
+    config = tmp_path / "adapter_config.json"
+    for change, said in (
+        ({"peft_type": "IA3"}, "an adapter of type IA3"),
+        ({"rank_pattern": {"up": 4}}, "rank_pattern is set"),
+        ({"bias": "all"}, "it trains biases"),
+    ):
+        before = config.read_text()
+        config.write_text(json.dumps({**json.loads(before), **change}))
+        with pytest.raises(CheckpointError, match=said):
+            load_adapter(net(), tmp_path)
+        config.write_text(before)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x" * 40)
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_adapter(net(), tmp_path)

@@ -1,0 +1,67 @@
+"""Models with adapters whose base is frozen: every kind, with and without dropout, on models of several makes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from tests.parity.cases import GPT2, LLAMA, cases
+from tests.parity.moe_cases import MOE, MoECase
+from tests.parity.plans import Subject
+from weft.models.adapters import add_adapter
+from weft.testing import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterCase:
+    """Another case, trained by an adapter alone. B starts away from zero, so that A has a gradient at once."""
+
+    of: Case
+    kind: str = "lora"
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ()
+    start_noise: float = 0.05
+
+    def model(self) -> nn.Module:
+        model = self.of.model()
+        settings = {"targets": self.targets, "kind": self.kind, "dropout": self.dropout}
+        add_adapter(model, rank=2, alpha=3, seed=5, **settings)
+        generator = torch.Generator().manual_seed(11)
+        for _, param in model.named_parameters():
+            if param.requires_grad:
+                param.data += self.start_noise * torch.randn(param.shape, dtype=param.dtype, generator=generator)
+        return model
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.of, name)
+
+    @property
+    def num_steps(self) -> int:
+        return 3
+
+
+def adapter_subjects() -> dict[str, Subject]:
+    """By name: what differs in how layers are cut (heads, shared keys, transposed and fused weights, experts)."""
+    chosen = cases()
+    experts = MoECase(MOE, num_steps=3)
+    return {
+        "decoder-lora": Subject(AdapterCase(chosen["decoder"]), LLAMA),
+        "decoder-dora": Subject(AdapterCase(chosen["decoder"], kind="dora"), LLAMA),
+        "hf-qwen2-dora": Subject(AdapterCase(chosen["hf-qwen2"], kind="dora"), LLAMA),
+        "hf-gpt2-dora": Subject(AdapterCase(chosen["hf-gpt2"], kind="dora"), GPT2),
+        "hf-gpt2-some": Subject(AdapterCase(chosen["hf-gpt2"], kind="rslora", targets=("c_attn", "h.1.mlp.*")), GPT2),
+        "experts": Subject(AdapterCase(experts, kind="rslora"), MOE),
+    }
+
+
+def dropping_subjects() -> dict[str, Subject]:
+    """Those whose adapters drop: compared with one process of Weft, which drops by position too."""
+    chosen = cases()
+    return {
+        "drop-lora": Subject(AdapterCase(chosen["decoder"], dropout=0.3), LLAMA),
+        "drop-dora": Subject(AdapterCase(chosen["hf-gpt2"], kind="dora", dropout=0.3), GPT2),
+    }

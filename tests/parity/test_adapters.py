@@ -1,0 +1,164 @@
+"""Adapters under every layout equal one process; a frozen base has no gradients, masters or states and sends none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parity.adapter_cases import AdapterCase, adapter_subjects, dropping_subjects
+from tests.parity.cases import cases
+from tests.parity.plans import BROAD_GROUPS, RTOL, Cell, chosen_cells, differing
+from weft.comm import Ledger
+from weft.mesh import Axis, build_mesh
+from weft.models.adapters import adapted
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.local_tensors import Precision
+from weft.parallel.tensor.cut_linear import Column, SharedLayer, columns
+from weft.spec.plan import Plan
+from weft.testing import train_case, train_plain
+from weft.testing.parity import microbatches_of_case
+from weft.train import TrainStep
+
+ONLY = {"recompute": ("none",), "offload": ((),), "order": ((),)}
+#: Plans that a choice by pairs may miss: replays and host memory with frozen weights, weights' gradients that wait.
+MORE = (
+    "dp_shard=2 zero=3 recompute=full offload=params",
+    "dp_shard=2 zero=1 recompute=selective offload=optimizer",
+    "tp=2 sp=on recompute=full",
+    "pp=2 accumulation=2 schedule=zb_h1",
+)
+
+
+def subjects():
+    return {**adapter_subjects(), **dropping_subjects()}
+
+
+def references():
+    """PyTorch alone; one process of Weft for what drops by position and what balances experts."""
+    alone = {one.case: train_plain(one.case) for name, one in adapter_subjects().items() if name != "experts"}
+    ours = [adapter_subjects()["experts"], *dropping_subjects().values()]
+    return alone | {one.case: train_case("precision=fp64", one.case) for one in ours}
+
+
+def cells(num_ranks):
+    return [Cell(name, plan) for name, one in subjects().items() for plan in one.plans(num_ranks, **ONLY)]
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return references()
+
+
+def test_a_layout_equals_one_process(ranks2, wanted):
+    axes = ("zero", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule", "accumulation")
+    chosen = chosen_cells(cells(2), groups=[(axis, "subject") for axis in axes])
+    more = [Plan.parse(f"{text} precision=fp64") for text in MORE]
+    chosen += [Cell(name, plan) for plan in more for name in ("decoder-dora", "drop-dora")]
+    found = differing(chosen, subjects(), wanted, ranks2)
+    assert not found, "\n".join(found)
+    assert {cell.subject for cell in chosen} == subjects().keys()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_layout_equals_one_process(num_ranks, wanted, request):
+    chosen = cells(2) if num_ranks == 2 else chosen_cells(cells(4), groups=BROAD_GROUPS[4])
+    found = differing(chosen, subjects(), wanted, request.getfixturevalue(f"ranks{num_ranks}"))
+    assert not found, "\n".join(found)
+
+
+FEW = AdapterCase(cases()["decoder"], targets=("blocks.1.attn.q",))
+
+
+@pytest.mark.parametrize("plan", ["pp=2", "pp=2 accumulation=2 schedule=zb_h1", "dp_shard=2 zero=3", "tp=2 sp=on"])
+def test_stages_and_units_may_have_nothing_to_train(plan, ranks2):
+    alone = train_plain(FEW)
+    for result in ranks2.run(train_case, f"{plan} precision=fp64", FEW):
+        assert result.largest_difference(alone) < RTOL
+
+
+def measure(plan_text, case):
+    """On a rank, after two steps: bytes of states, masters, gradients and frozen weights here, and what travelled."""
+    ledger = Ledger()
+    plan = Plan.parse(plan_text)
+    mesh = build_mesh(plan, record=ledger.record)
+    model = case.model()
+    names = {name for name, param in model.named_parameters() if param.requires_grad}
+    numels = {name: param.numel() for name, param in model.named_parameters()}
+    parallelize(model, mesh)
+    optimizer = case.optimizer_of(model)
+    step = TrainStep(model, optimizer, case.loss, mesh, forward=case.forward, max_grad_norm=1.0)
+    step(microbatches_of_case(case, 0, plan, mesh.data.rank))
+    before = {row[:2]: row[2].num_bytes for row in ledger.rows()}
+    step(microbatches_of_case(case, 1, plan, mesh.data.rank))
+    sent = {row[:2]: row[2].num_bytes - before.get(row[:2], 0) for row in ledger.rows()}
+    engine = data_parallel(model)
+    states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    frozen = [one for one in engine.stretches() if one.name not in names]
+    return {
+        "states": sum(value.nbytes for value in states),
+        "masters": sum(value.nbytes for value in engine.held_weights().values()),
+        "grads": sum(value.nbytes for value in engine.held_gradients()),
+        "names": sorted(engine.held_weights().keys() - names),
+        "frozen": sum(one.flat.nbytes for one in frozen),
+        "format": {str(one.flat.dtype) for one in frozen if one.flat.numel()},
+        "sent": {f"{axis} {operation}": number for (axis, operation), number in sent.items()},
+        "trained": sum(numels[name] for name in names),
+        "whole": sum(numels.values()) - sum(numels[name] for name in names),
+        "master": Precision.of(plan).master.itemsize,
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "shards", "frozen_shards"),
+    [
+        ("dp_replicate=2 precision=bf16", 1, 1),
+        ("dp_shard=2 zero=1 precision=bf16", 2, 1),
+        ("dp_shard=2 zero=2 precision=bf16", 2, 1),
+        ("dp_shard=2 zero=3 precision=bf16", 2, 2),
+        ("dp_shard=2 zero=3 precision=fp64", 2, 2),
+    ],
+)
+def test_a_frozen_base_costs_its_weights_and_nothing_else(plan, shards, frozen_shards, ranks2):
+    found = ranks2.run(measure, plan, AdapterCase(cases()["decoder"]))
+    for one in found:
+        trained, master = one["trained"] * one["master"], one["master"]
+        slack = 64 * master * 20  # rows that do not divide evenly
+        assert abs(one["states"] - 2 * trained // shards) <= slack, one
+        assert abs(one["masters"] - trained // shards) <= slack, one
+        assert one["grads"] <= trained + slack, one
+        assert not one["names"], one
+        held = 8 if "fp64" in plan else 2
+        assert abs(one["frozen"] - one["whole"] * held // frozen_shards) <= slack, one
+        assert one["format"] == {"torch.float64" if held == 8 else "torch.bfloat16"}
+        # Of gradients those of the adapter travel, once; what else is summed are a few numbers of the step.
+        reduced = sum(number for name, number in one["sent"].items() if "reduce" in name)
+        assert trained <= reduced <= trained + 1024, one
+
+
+def test_the_record_is_on_the_laid_out_model(ranks2):
+    assert ranks2.run(_layers, "pp=2", AdapterCase(cases()["decoder"])) == [14, 14]
+
+
+def _layers(plan, case):
+    model = parallelize(case.model(), build_mesh(Plan.parse(plan)))
+    assert torch.is_grad_enabled()
+    record = adapted(model)
+    return len(record.layers) if record else 0
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_frozen_cut_layer_keeps_no_input(trained):
+    alone, kept = SharedLayer(Axis("tp", 1, 0, (0,))), []
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        kept.append(tuple(saved.shape))
+        return saved
+
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(5, 4), requires_grad=trained)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        (product,) = columns(x, x, alone, [Column(weight, None, False)], None)
+    assert ((2, 3, 4) in kept) == trained
+    (grad,) = torch.autograd.grad(product.sum(), x)
+    torch.testing.assert_close(grad, weight.detach().sum(0).expand(2, 3, 4))

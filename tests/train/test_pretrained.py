@@ -1,0 +1,218 @@
+"""Pretrained folders: what each rank reads is what transformers loads, bit for bit, under every plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.checkpoint.pretrained import stored_weights
+from weft.cli.app import run as weft_run
+from weft.errors import CheckpointError
+from weft.mesh import build_mesh
+from weft.models import as_shapes
+from weft.models.adapters import add_adapter, merged_tensors
+from weft.optim import build_optimizer
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.zero import load_base
+from weft.spec.config import OptimizerSection
+from weft.spec.plan import Plan
+from weft.structure import hugging_face
+from weft.testing.parity import local_microbatches
+from weft.train import TrainStep
+from weft.train.state import capture_model
+from weft.train.tasks import pretrained_source, token_cross_entropy
+
+transformers = pytest.importorskip("transformers")
+
+SHAPE = {
+    "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+PLANS = {
+    "dense": ["tp=2", "pp=2 microbatches=2", "dp_shard=2 zero=3", "dp_shard=2 zero=1", "dp_replicate=2"],
+    "mixtral": ["dp_shard=2 ep=2", "tp=2", "dp_shard=2 zero=3"],
+}
+FAMILIES = ("llama", "qwen3", "gpt2", "mistral", "gemma", "mixtral")
+
+
+def config_of(family: str):
+    if family == "gpt2":
+        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return transformers.GPT2Config(
+            vocab_size=264, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=0, **off
+        )
+    kinds = {
+        "llama": transformers.LlamaConfig, "mistral": transformers.MistralConfig,
+        "qwen3": lambda **shape: transformers.Qwen3Config(**shape, head_dim=8, tie_word_embeddings=True),
+        "gemma": lambda **shape: transformers.GemmaConfig(**shape, head_dim=8),
+        "mixtral": lambda **shape: transformers.MixtralConfig(**shape, num_local_experts=4),
+    }  # fmt: skip
+    return kinds[family](**SHAPE)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Small random models as transformers saves them, in several files."""
+    found = {}
+    for family in FAMILIES:
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_config(config_of(family))
+        found[family] = tmp_path_factory.mktemp(family)
+        model.save_pretrained(found[family], max_shard_size="40KB")
+    return found
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(step)
+    ids = torch.randint(256, (4, 17), generator=rng)
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+def forward(model, batch):
+    return model(input_ids=batch["input_ids"], use_cache=False).logits
+
+
+def loaded(plan_text: str, folders: dict[str, Path]) -> dict[str, tuple[dict[str, torch.Tensor], list[float], int]]:
+    """Weights as they were read, losses of three steps and bytes that were read, of each family."""
+    torch.set_num_threads(1)
+    plan, found = Plan.parse(plan_text), {}
+    mesh = build_mesh(plan)
+    for family, folder in folders.items():
+        with as_shapes(vectors=True):
+            model = hugging_face.causal_model(hugging_face.load_model_config(folder))
+        source, unexpected = pretrained_source(model, folder)
+        assert not unexpected
+        parallelize(model, mesh, filled_later=True)
+        data_parallel(model).load_weights(source)
+        weights = {name: tensor.clone() for name, tensor in capture_model(model).items()}
+        optimizer = build_optimizer(model.named_parameters(), OptimizerSection(lr=1e-2), 0)
+        step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=forward)
+        losses = [step(local_microbatches(batch(index), plan, mesh.data.rank)).loss for index in range(3)]
+        found[family] = (weights, losses, source.num_bytes_read)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_process(folders):
+    return loaded("dp_replicate=1", folders)
+
+
+def assert_as_published(weights: dict[str, torch.Tensor], folder: Path, *, exactly: bool = True) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert weights.keys() <= theirs.keys()
+    for name in theirs.keys() - weights.keys():  # tied
+        assert any(theirs[name].data_ptr() == theirs[other].data_ptr() for other in weights), name
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0 if exactly else 1e-6, msg=name)
+
+
+def test_one_process_reads_what_transformers_does(folders, one_process):
+    for family, (weights, _, num_bytes) in one_process.items():
+        assert_as_published(weights, folders[family])
+        assert num_bytes == sum(4 * tensor.numel() for tensor in weights.values())
+
+
+@pytest.mark.parametrize("plan", sorted({*PLANS["dense"], *PLANS["mixtral"]}))
+def test_ranks_read_and_train_what_one_process_does(plan, folders, one_process, ranks2):
+    tried = {
+        family: folder
+        for family, folder in folders.items()
+        if plan in PLANS["mixtral" if family == "mixtral" else "dense"]
+    }
+    results = ranks2.run(loaded, plan, tried)
+    for family in tried:
+        weights, losses, num_bytes = one_process[family]
+        for result in results:
+            got, got_losses, got_bytes = result[family]
+            assert got.keys() == weights.keys()
+            for name, tensor in weights.items():
+                assert torch.equal(got[name], tensor), (family, name)
+            assert got_losses == pytest.approx(losses, rel=2e-5), family
+            if "tp" not in plan:  # of short rows what lies between them is read too
+                assert got_bytes <= num_bytes
+        if "tp" not in plan and plan != "dp_replicate=2":
+            together = sum(result[family][2] for result in results)
+            assert together < 1.7 * num_bytes, family  # norms and what is not cut are read by both
+
+
+def tuned(plan_text: str, folders: dict[str, Path], *, late: bool = True) -> dict[str, list[float]]:
+    """Losses of three steps of an adapter. late: the base is read onto the ranks; else it is there from the start."""
+    torch.set_num_threads(1)
+    plan, found = Plan.parse(plan_text), {}
+    mesh = build_mesh(plan)
+    for family, folder in folders.items():
+        if late:
+            with as_shapes(vectors=True):
+                model = hugging_face.causal_model(hugging_face.load_model_config(folder))
+            source, _ = pretrained_source(model, folder)
+        else:
+            model, source = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), None
+        add_adapter(model, rank=4, kind="dora", seed=5)
+        parallelize(model, mesh, seed=5, filled_later=late)
+        if source is not None:
+            load_base(model, source)
+        merged = merged_tensors(model, capture_model(model))  # B is zero: what is merged is the base
+        assert_as_published(merged, folder, exactly=False)
+        optimizer = build_optimizer(model.named_parameters(), OptimizerSection(lr=1e-2), 0)
+        step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=forward)
+        found[family] = [step(local_microbatches(batch(index), plan, mesh.data.rank)).loss for index in range(3)]
+    return found
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 microbatches=2", "dp_shard=2 zero=3", "dp_shard=2 zero=1"])
+def test_an_adapter_starts_beside_a_base_that_each_rank_reads(plan, folders, ranks2):
+    tried = {family: folders[family] for family in ("llama", "gpt2")}
+    wanted = tuned("dp_replicate=1", tried, late=False)
+    assert tuned("dp_replicate=1", tried) == wanted
+    for result in ranks2.run(tuned, plan, tried):
+        for family, losses in wanted.items():
+            assert result[family] == pytest.approx(losses, rel=2e-5), family
+
+
+def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
+    def copied(name: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in folders["llama"].iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        return folder
+
+    def said(folder: Path) -> str:
+        with as_shapes(vectors=True):
+            model = hugging_face.causal_model(hugging_face.load_model_config(folder))
+        with pytest.raises(CheckpointError) as caught:
+            pretrained_source(model, folder)
+        return str(caught.value)
+
+    cut = copied("cut")
+    shard = sorted(cut.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-64])
+    assert f"Download {shard.name} again" in said(cut)
+    gone = copied("gone")
+    (gone / shard.name).unlink()
+    assert f"names {shard.name}, which is missing" in said(gone)
+    lies = copied("lies")
+    config = json.loads((lies / "config.json").read_text())
+    (lies / "config.json").write_text(json.dumps({**config, "intermediate_size": 56}))
+    assert "config.json makes it (56, 32)" in said(lies)
+    deeper = copied("deeper")
+    (deeper / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    assert "the files lack 'model.layers.2" in said(deeper)
+    index = copied("index")
+    table = json.loads((index / "model.safetensors.index.json").read_text())
+    table["weight_map"]["model.norm.extra"] = shard.name
+    (index / "model.safetensors.index.json").write_text(json.dumps(table))
+    assert "has tensor 'model.norm.extra', and it does not" in said(index)
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="its weights are pickles"):
+        stored_weights(pickled)
+
+
+def test_settings_of_the_model_beside_its_folder_are_refused(folders, capsys):
+    assert weft_run(["train", f"model.path={folders['llama']}", "model.dim=64", "tokenizer.kind=bytes"]) == 2
+    assert "the folder decides model.dim, tokenizer.kind. Leave them out" in capsys.readouterr().err
