@@ -75,8 +75,8 @@ class Copies:
         answers = [json.loads(one) for one in together.gather(json.dumps(home and asdict(home)).encode())]
         if home is None or None in answers:
             return None, [
-                f"checkpoint.peer_every={every} has no effect: nothing starts these ranks again. Set launch.restarts, or "
-                "start them with torchrun --max-restarts."
+                f"checkpoint.peer_every={every} has no effect: nothing starts these ranks again. Set launch.restarts, "
+                "or start them with torchrun --max-restarts."
             ]
         homes = [*dict.fromkeys(CopyHome(**one) for one in answers)]
         root = copies_at(homes, homes.index(home))
@@ -87,8 +87,9 @@ class Copies:
         for here, free in short:
             if here > free:
                 raise ConfigError(
-                    f"checkpoint.peer_every={every}: the copies take {format_bytes(here)} of each machine's memory, and "
-                    f"one has {format_bytes(free)} free. Use checkpoint.peer_every=0 and a smaller checkpoint.every."
+                    f"checkpoint.peer_every={every}: the copies take {format_bytes(here)} of each machine's memory, "
+                    f"and one has {format_bytes(free)} free. Use checkpoint.peer_every=0 and a smaller "
+                    "checkpoint.every."
                 )
         return Copies(root, together), []
 

@@ -49,8 +49,7 @@ class FlatModel:
 
     Args:
         model, mesh, placements, host, seed, filled_later: as `build_engine` takes them, with the same errors.
-        each_microbatch: stage 2 reduces after each microbatch, which saves the memory of whole gradients and costs
-            traffic.
+        each_microbatch: stage 2 reduces after each microbatch: no whole gradients, and more traffic.
         bucket_bytes: of masters in a bucket; None: `usual_bucket_bytes`.
     """
 
