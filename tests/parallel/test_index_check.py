@@ -108,5 +108,5 @@ def test_a_scripts_step_on_a_gpu(tmp_path):
     done = script_on_paper(script)
     assert done.returncode == 0, done.stderr
     waits, said = done.stdout.splitlines()
-    assert waits == "waits 1"  # the step's own
+    assert waits == "waits 0"
     assert said.startswith("id 16: table (Embedding) has 16 entries. Use ids from 0 to 15")

@@ -19,9 +19,12 @@ from weft.private_torch import without_modes
 
 
 def watch_indices(model: nn.Module) -> None:
-    """Check what each embedding of a model is given, in front of its forward. Call it before tables are cut."""
+    """Check what each embedding of a model is given, in front of its forward. Call it before tables are cut.
+
+    Left out are embeddings with a forward of their own: OPT's positions are shifted there before they are looked up.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
             module.register_forward_pre_hook(_Watch(name, module.num_embeddings))
 
 
