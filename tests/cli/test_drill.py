@@ -69,10 +69,13 @@ def test_a_loss_is_spoilt_at_its_step_alone(tmp_path):
         def loss(self, output: float, batch: int) -> tuple[float, int]:
             return output, batch
 
+        loss.takes_head_loss = True  # pyright: ignore[reportFunctionMemberAccess] - a mark
+
     task = Losing()
     hook = FaultHook(fault(tmp_path, "nan_gradient"), task, RunFolder(tmp_path))  # type: ignore[arg-type]
     hook.on_start(3)
     assert task.loss(2.0, 8) == (2.0, 8)
+    assert getattr(task.loss, "takes_head_loss", False)
     hook.on_step(record(4))
     loss, count = task.loss(2.0, 8)
     assert (math.isnan(loss), count) == (True, 8)

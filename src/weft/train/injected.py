@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -71,8 +72,7 @@ class FaultHook(Hook):
         self.fault, self.folder, self.engine = fault, folder, None
         self._next = 0
         if fault.kind == "nan_gradient":
-            loss = task.loss
-            setattr(task, "loss", lambda *args, **kwargs: self._spoilt(loss(*args, **kwargs)))  # noqa: B010
+            setattr(task, "loss", self._spoiling(task.loss))  # noqa: B010
 
     def watch(self, engine: Engine) -> FaultHook:
         """Take the engine, once it is built."""
@@ -107,6 +107,13 @@ class FaultHook(Hook):
 
     def _is_whole(self) -> bool:
         return self.engine is not None and self.engine.plan.world_size == self.fault.world_size
+
+    def _spoiling(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(loss)  # and its mark: whether it takes the loss that a cut head has found
+        def spoilt(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            return self._spoilt(loss(*args, **kwargs))
+
+        return spoilt
 
     def _spoilt(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
         if not self._due(self._next):
