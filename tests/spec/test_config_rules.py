@@ -12,6 +12,8 @@ from weft.spec.files.expect import node_at
 from weft.spec.rules.config_rules import CONFIG_RULES, config_problems
 
 CASES = [
+    ("model-path-decides", ["model.path=base", "model.dim=64"],
+     "model.path=base: the folder decides model.dim. Leave it out, or leave model.path out."),
     ("adapter-has-a-rank", ["adapter.kind=dora"],
      "adapter.rank=0: there is no adapter, and other settings of [adapter] are given. Use adapter.rank=16, or leave "
      "them out."),
