@@ -134,7 +134,7 @@ def check_verbs(root, tmp_path, capsys) -> None:
     assert said(capsys, "export", str(root), str(tmp_path / "out"), "--dtype", "bf16")[0] == 0
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")["w"], content(6)[0]["model"]["w"].bfloat16())
     code, told = said(capsys, "export", str(root), f"{root}/out")
-    assert (code, "OUT=" in told, "Give a path" in told) == (2, True, True)
+    assert (code, "FOLDER=" in told, "Give a path" in told) == (2, True, True)
     code, told = said(capsys, "show", f"{root}@5")
     assert (code, told) == (
         2,
