@@ -42,8 +42,6 @@ from weft.units import counted
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
 _LARGEST_WEIGHT = 1e18
-#: How long (s) a rank that fails waits for the save under way: it may be the last one.
-_LAST_WAIT_S = 30.0
 
 
 class Keeper:
@@ -187,12 +185,10 @@ class Keeper:
             self._finish()
         return [self._ends.popleft() for _ in range(len(self._ends))]
 
-    def leave(self, failed: bool) -> None:
-        """Part from the save under way. failed: after an error, when there is little time for it."""
+    def leave(self, error: Exception) -> None:
+        """Part from the save under way after an error: it may be the last one, but needs all ranks to end."""
         if self._save is not None:
-            self._save.give_up()
-            if failed:
-                self._save.wait(_LAST_WAIT_S)
+            self._save.leave(error)
 
     def _stop(self, step: int, problems: list[str]) -> None:
         """In a thread of one rank: what the run went on from is damaged, so that nothing of it may be saved."""
