@@ -141,11 +141,13 @@ class Keeper:
         self._begin(Save(step, write, settings.retries, settings.on_failure == "hold"), began)
         return None
 
-    def copy(self, progress: Progress) -> None:
-        """Begin to copy the state into memory, where no save is under way; `ended` tells what becomes of it."""
+    def copy(self, progress: Progress) -> bool:
+        """Begin to copy the state into memory; `ended` tells what becomes of it. False where a save is under way."""
         copies = self._copies
-        if copies is None or self._engine.on_first(self._is_busy):
-            return
+        if copies is None:
+            return True
+        if self._engine.on_first(self._is_busy):
+            return False
         self._finish()
         self._prove_start()
         began = time.perf_counter()
@@ -158,6 +160,7 @@ class Keeper:
             return path
 
         self._begin(Save(step, write, is_copy=True), began)
+        return True
 
     def _begin(self, save: Save, began: float) -> None:
         self._save, self._num_told = save, 0
