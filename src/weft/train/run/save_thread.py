@@ -74,7 +74,7 @@ class Save:
         self.stall_s += time.perf_counter() - began
 
     def leave(self, error: BaseException) -> None:
-        """Part from it after an error that ends this rank: it may be the last one, but it needs all ranks to end.
+        """Wait for it once more after an error that ends this rank: it may be the last one, but needs all ranks to end.
 
         It gets little time where another rank is gone or silent.
         """
