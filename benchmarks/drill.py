@@ -103,7 +103,7 @@ def table(folder: Path) -> list[str]:
         times = [median([row[name] for row in rows]) for name in ("detected_s", "back_s")]
         lost = [row["steps_lost"] for row in rows]
         span = "-" if not lost else str(lost[0]) if min(lost) == max(lost) else f"{min(lost)} to {max(lost)}"
-        lines.append(f"| `{kind}` | " + " | ".join([*cells, *times, span]) + " |")
+        lines.append(f"| `{kind}`: {KINDS[kind]} | " + " | ".join([*cells, *times, span]) + " |")
     total = [counted([row for (of, _, _), row in found.items() if of == plan]) for plan in range(1, len(PLANS) + 1)]
     lines.append("| all | " + " | ".join(total) + " | | | |")
     bad = [(key, row) for key, row in found.items() if not row["survived"]]

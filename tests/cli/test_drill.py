@@ -130,8 +130,8 @@ def test_a_campaign_counts_what_its_folder_holds(tmp_path):
         (place / "drill.jsonl").write_text(json.dumps({**row.as_json(), "seed": turn}) + '\n{"kind": "ab')
         os.utime(place / "drill.jsonl", (number, number))
     lines = campaign["table"](tmp_path)
-    assert "| `hang` | 2 of 2 | - | - | 5.5 s | 9.5 s | 1 to 2 |" in lines
-    assert "| `abort` | - | - | 0 of 1 | - | - | 0 |" in lines
+    assert f"| `hang`: {KINDS['hang']} | 2 of 2 | - | - | 5.5 s | 9.5 s | 1 to 2 |" in lines
+    assert f"| `abort`: {KINDS['abort']} | - | - | 0 of 1 | - | - | 0 |" in lines
     assert lines[-1] == "plan pp=2 dp_replicate=2, round 1, abort: not over after 120 s, 0 left"
 
 
