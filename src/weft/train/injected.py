@@ -157,7 +157,7 @@ def _spoil_weight(hook: FaultHook) -> None:
     for parameter in getattr(hook.engine, "model").parameters():  # noqa: B009 - an engine of torch has one
         held = getattr(parameter, "to_local", lambda own=parameter: own)().detach()
         if held.numel():
-            held.view(-1)[0] = math.nan
+            held.fill_(math.nan)  # one element may be of a row that no token uses
             return
 
 
