@@ -88,9 +88,13 @@ class UnfitError(CheckpointError):
 
 
 class CommError(WeftError):
-    """Ranks cannot meet, or do not agree with each other."""
+    """Ranks cannot meet, or do not agree with each other. peer_ends: the other rank is known to run still, and to end.
+
+    It may then finish what both had begun beside training.
+    """
 
     exit_code = 1
+    peer_ends = False
 
 
 class LaunchError(WeftError):

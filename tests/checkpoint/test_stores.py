@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from weft import env
 from weft.checkpoint import (
     SavedPiece,
     Together,
@@ -332,3 +333,44 @@ def test_a_writer_killed_in_its_upload_leaves_nothing_that_counts(s3, tmp_path):
     assert newest_checkpoint(root).step == 1
     save(root, 2)
     assert steps(root) == [1, 2]
+
+
+def trained(folder, *settings: str) -> subprocess.CompletedProcess[str]:
+    """`weft train` with two rank processes, a tiny decoder and a checkpoint every 3 steps."""
+    (folder / "text.jsonl").write_text("".join(f'{{"text": "warp {i}, weft {i * i}"}}\n' for i in range(200)))
+    words = ["model.name=tiny", "model.dim=32", "model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2",
+             "model.ffn_dim=64", "tokenizer.kind=bytes", "train.seq_len=32", "train.global_batch=8", "eval.every=0",
+             "eval.batches=1", "sample.prompt=", "launch.device=cpu", "plan=dp_shard=2 zero=3", "checkpoint.every=3",
+             f"data.train={folder / 'text.jsonl'}", f"data.cache_dir={folder / 'cache'}", f"run.dir={folder}",
+             *settings]  # fmt: skip
+    command = [sys.executable, "-m", "weft", "train", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env.child_env(OMP_NUM_THREADS="1"))
+
+
+@pytest.mark.full
+def test_rank_processes_save_to_an_s3_server_and_go_on_from_it(s3, tmp_path):
+    kept, root = f"checkpoint.dir={s3 / 'ranks'}", s3 / "ranks" / "away"
+    fixed = ("schedule.kind=constant", "run.name=away")
+    assert trained(tmp_path, *fixed, kept, "train.steps=6").returncode == 0
+    assert steps(root) == [3, 6]
+    assert not [*tmp_path.glob("away/checkpoints/step_*")]
+    done = trained(tmp_path, *fixed, kept, "train.steps=9")
+    assert (done.returncode, "resumed from step 6" in done.stdout) == (0, True), done.stderr
+    assert trained(tmp_path, "schedule.kind=constant", "run.name=here", "train.steps=9").returncode == 0
+    ours, theirs = newest_checkpoint(root), newest_checkpoint(tmp_path / "here" / "checkpoints")
+    assert (ours.step, theirs.step) == (9, 9)
+    for group in ("model", "optimizer"):
+        found, wanted = (load_checkpoint(one.path, verify=True).tensors(group) for one in (ours, theirs))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.full
+def test_a_run_that_a_store_refuses_ends_with_one_sentence(refusing, tmp_path):
+    done = trained(tmp_path, f"checkpoint.dir={refusing}", "train.steps=6")
+    assert done.returncode == 2
+    told = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1, done.stderr
+    assert "the store refused access: check the credentials of this machine" in told[0]
+    assert "Traceback" not in done.stderr
+    assert "KEYWORD" not in done.stderr + done.stdout

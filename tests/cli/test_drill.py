@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -112,6 +114,25 @@ def test_the_report_says_what_was_survived(tmp_path):
     assert lines[2].endswith("NOT SURVIVED not over after 600 s")
     assert lines[-1] == "1 of 2 faults survived"
     assert good.as_json()["survived"] is True
+
+
+def test_a_campaign_counts_what_its_folder_holds(tmp_path):
+    campaign = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "drill.py"))
+    rows = [
+        (1, 1, DrillRow("hang", state="the last loss differs by 1e-02")),
+        (1, 2, DrillRow("hang", detected_s=5.0, back_s=9.0, steps_lost=1, state="equal")),
+        (1, 1, DrillRow("hang", detected_s=6.0, back_s=10.0, steps_lost=2, state="equal")),  # tried again
+        (3, 1, DrillRow("abort", error="not over after 120 s")),
+    ]
+    for number, (plan, turn, row) in enumerate(rows):
+        place = tmp_path / f"plan{plan}" / f"round{turn}" / str(number)
+        place.mkdir(parents=True)
+        (place / "drill.jsonl").write_text(json.dumps({**row.as_json(), "seed": turn}) + '\n{"kind": "ab')
+        os.utime(place / "drill.jsonl", (number, number))
+    lines = campaign["table"](tmp_path)
+    assert f"| `hang`: {KINDS['hang']} | 2 of 2 | - | - | 5.5 s | 9.5 s | 1 to 2 |" in lines
+    assert f"| `abort`: {KINDS['abort']} | - | - | 0 of 1 | - | - | 0 |" in lines
+    assert lines[-1] == "plan pp=2 dp_replicate=2, round 1, abort: not over after 120 s, 0 left"
 
 
 def test_final_states_are_compared_by_the_digests_of_all_files(tmp_path):

@@ -244,6 +244,25 @@ def test_a_killed_rank_is_named_with_its_signal(launch):
     assert not any(map(is_running, pids))
 
 
+def test_a_rank_that_cannot_end_is_not_waited_for_long_once_another_was_killed(launch):
+    launched = launch(
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready()
+        time.sleep(60)
+        """,
+        peer_grace_s=20,
+    )
+    pids = launched.wait_ready()
+    began = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 1
+    assert "error: rank 1 was killed by signal 9 (SIGKILL)" in err
+    assert time.monotonic() - began < 10
+    assert not any(map(is_running, pids))
+
+
 def test_a_fault_in_compiled_code_leaves_the_python_stack_in_the_log(launch):
     launched = launch("""
         if place.rank == 1:

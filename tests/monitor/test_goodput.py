@@ -36,6 +36,12 @@ def test_a_run_that_nothing_disturbed_has_nothing_to_tell():
     assert goodput([]).share == 0.0
 
 
+def test_what_copies_in_memory_cost_counts_but_is_no_save():
+    copied = {"event": "copy", "time": 3.5, "stall_s": 0.25, "step": 3}
+    found = goodput([start(0.0), *steps(0.0, 1, 3), copied, save(4.0), {**END, "time": 5.0}])
+    assert (found.stalls_s, found.stall_s) == (0.75, 0.5)
+
+
 def test_a_failure_costs_the_steps_done_again_and_the_time_away():
     events = [
         start(0.0), *steps(0.0, 1, 4), save(4.5), *steps(4.5, 5, 7),

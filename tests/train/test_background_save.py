@@ -15,7 +15,7 @@ from tests.whole_state import capture
 from weft.checkpoint import Together, load_checkpoint, save_pieces, verify_checkpoint
 from weft.checkpoint.arrays import RawArray
 from weft.comm import StoreTalk
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import CheckpointError, CommError, ConfigError
 from weft.memory import HostCopies
 from weft.mesh import build_mesh
 from weft.monitor import read_events
@@ -115,6 +115,32 @@ def test_a_held_run_goes_on_when_the_save_works(start, monkeypatch):
     folder, result, shown = start(*ALL, "checkpoint.retries=0", "checkpoint.on_failure=hold")
     assert (result.reason, saved_steps(folder)) == ("finished", [3, 6, 9])
     assert "the disk is full. Weft tries again." in shown
+
+
+def test_who_lost_the_others_does_not_wait_for_a_save_that_needs_them(monkeypatch):
+    monkeypatch.setattr(save_thread, "_LAST_WAIT_S", 1.0)
+    monkeypatch.setattr(save_thread, "_LAST_WAIT_ALONE_S", 0.01)
+    peer_fails = CommError("rank 1 has failed on this axis")
+    peer_fails.peer_ends = True
+    ends = threading.Event()
+
+    def write():
+        assert ends.wait(20.0)
+        return Path("there")
+
+    for error, least, most in (
+        (CommError("rank 1 has ended"), 0.0, 0.9),
+        (peer_fails, 1.0, 20.0),
+        (OSError(), 1.0, 20.0),
+    ):
+        save = save_thread.Save(3, write)
+        save.start()
+        save.leave(error)
+        assert least <= save.stall_s < most
+        assert not save.is_over
+    ends.set()
+    save.leave(OSError())
+    assert save.end().path == Path("there")
 
 
 def test_where_the_host_has_no_room_for_a_copy_the_step_waits_and_says_so(start, monkeypatch):

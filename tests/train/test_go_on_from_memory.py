@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from weft.checkpoint import save_pieces
 from weft.checkpoint.targets import CopyServer
 from weft.errors import CheckpointError, ConfigError
 from weft.monitor import read_events
 from weft.train import RunFolder
-from weft.train.run import rank_run
+from weft.train.run import keeping, rank_run
 from weft.train.state import copies as copies_module
 
 COPIED = ("checkpoint.peer_every=2", "checkpoint.every=5", "checkpoint.background=false", "eval.every=0")
@@ -56,6 +60,27 @@ def test_a_run_goes_on_from_memory_with_equal_weights(start, server, fails_once)
     assert copied_steps(folder) == [2, 4, 6]
     plain, _, _ = start("checkpoint.every=5", "eval.every=0", "run.name=plain")
     assert all(torch.equal(one, weights(plain)[name]) for name, one in weights(folder).items())
+
+
+def test_a_copy_that_is_due_during_a_save_is_made_at_the_first_step_after_it(start, server, monkeypatch):
+    release, observe = threading.Event(), rank_run.RunRecorder.on_step
+
+    def save(root, step, *args, **options):
+        assert step != 3 or release.wait(20.0)
+        return save_pieces(root, step, *args, **options)
+
+    def on_step(self, record):
+        if record.step != 4:
+            release.set() if record.step > 4 else None
+            while any(thread.name == "weft-save" for thread in threading.enumerate()):
+                time.sleep(0.001)
+        return observe(self, record)
+
+    monkeypatch.setattr(keeping, "save_pieces", save)
+    monkeypatch.setattr(rank_run.RunRecorder, "on_step", on_step)
+    settings = ("checkpoint.peer_every=4", "checkpoint.every=3", "eval.every=0")
+    folder, _, _ = start(*settings, copies=server.home)
+    assert copied_steps(folder) == [5, 8]
 
 
 def test_a_damaged_copy_and_resume_step_go_back_to_the_disk(start, server, fails_once):

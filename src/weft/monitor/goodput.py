@@ -17,8 +17,9 @@ class Goodput:
     """Seconds of a run, over all its starts.
 
     wall_s: from the first start to the end, without the time between an orderly stop and the next start. steps_s: of
-    steps that count. redone_s: of steps that a later start did again. stalls_s: training waited for saves. away_s: from
-    the last sign of a start that failed to the next one. stall_s, step_s: of one save and one step, medians.
+    steps that count. redone_s: of steps that a later start did again. stalls_s: training waited for saves, and for
+    copies in memory. away_s: from the last sign of a start that failed to the next one. stall_s, step_s: of one save
+    and one step, medians.
     """
 
     wall_s: float = 0.0
@@ -83,7 +84,7 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
     """
     kept: dict[int, float] = {}
     all_steps, stalls = [0.0], [0.0]
-    wall = away = last = 0.0
+    wall = away = last = copies = 0.0
     failures, in_order, begun = 0, True, False
     for event in events:
         kind, when = event.get("event"), number(event.get("time"))
@@ -105,13 +106,15 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
             all_steps.append(seconds)
         elif kind == "checkpoint":
             stalls.append(number(event.get("stall_s", 0.0)))
+        elif kind == "copy":
+            copies += number(event.get("stall_s", 0.0))
         last = when
     saves, steps = stalls[1:] or [0.0], all_steps[1:] or [0.0]
     return Goodput(
         wall_s=wall,
         steps_s=sum(kept.values()),
         redone_s=sum(all_steps) - sum(kept.values()),
-        stalls_s=sum(stalls),
+        stalls_s=sum(stalls) + copies,
         away_s=away,
         failures=failures,
         stall_s=statistics.median(saves),

@@ -27,6 +27,7 @@ from weft.train.engine import Engine
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook
 from weft.train.task import Task
+from weft.units import parse_seconds
 
 _SLOW_STEPS, _SLOW_S = 3, 0.7
 _JUMP_S = 3600.0
@@ -156,7 +157,7 @@ def _spoil_weight(hook: FaultHook) -> None:
     for parameter in getattr(hook.engine, "model").parameters():  # noqa: B009 - an engine of torch has one
         held = getattr(parameter, "to_local", lambda own=parameter: own)().detach()
         if held.numel():
-            held.view(-1)[0] = math.nan
+            held.fill_(math.nan)  # one element may be of a row that no token uses
             return
 
 
@@ -188,6 +189,13 @@ def _cut(hook: FaultHook) -> None:
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6):
                 found.shutdown(socket.SHUT_RDWR)
+
+
+def _wait_for_second(hook: FaultHook) -> None:
+    """Until the drill says that the second command is over, but not as long as the other ranks wait for this one."""
+    end = time.monotonic() + 0.8 * parse_seconds(hook.folder.config().launch.timeout)
+    while not Path(f"{hook.fault.mark}.over").exists() and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 def _damage(hook: FaultHook, how: Callable[[Path], None]) -> None:
@@ -238,6 +246,6 @@ ACTS: dict[str, Callable[[FaultHook], None]] = {
     "stop_launcher": lambda hook: _to_launcher(hook, signal.SIGSTOP),
     "terminate": lambda hook: _to_launcher(hook, signal.SIGTERM),
     "lose_rank": _kill,
-    "two_runs": lambda hook: time.sleep(_SLOW_S * _SLOW_STEPS),
+    "two_runs": lambda hook: _wait_for_second(hook),
     **{name: (lambda hook, how=how: _damage(hook, how)) for name, how in DAMAGES.items()},
 }

@@ -41,15 +41,16 @@ class Trainer:
 
     save: begins to write a checkpoint of the progress given, or says why it does not; its other arguments: an
     evaluation of these weights gave a finite loss; no step follows. ended: what became of saves; where told to, it
-    waits for the one under way. copy: as save, into the memory of the hosts, where none is under way. confirm: the
-    weights after so many steps gave a finite loss. halted: where the same command resumes after a first bad step, in
-    words. All are called on every rank. left_out: steps, counted from 1, that are passed over with their data.
+    waits for the one under way. copy: as save, into the memory of the hosts; False where another is under way, and
+    after the next step it is asked again. confirm: the weights after so many steps gave a finite loss. halted: where
+    the same command resumes after a first bad step, in words. All are called on every rank. left_out: steps, counted
+    from 1, that are passed over with their data.
     """
 
     task: Task
     engine: Engine
     save: Callable[[Progress, bool, bool], str | None]
-    copy: Callable[[Progress], None] = lambda progress: None
+    copy: Callable[[Progress], bool] = lambda progress: True
     ended: Callable[[bool], Sequence[SaveEnd]] = lambda wait: ()
     confirm: Callable[[int], None] = lambda step: None
     halted: Callable[[int], str] = lambda first_bad: "it resumes from the last checkpoint"
@@ -64,6 +65,7 @@ class Trainer:
     _sound_step: int | None = None
     _data_s: float = 0.0
     _unread: _Launched | None = None
+    _copy_waits: bool = False
 
     def __post_init__(self) -> None:
         self.garbage = GarbageTurns(self.config.train.collect_every)
@@ -121,11 +123,13 @@ class Trainer:
             stop = self._see_last(guard) or stop
         self._tell_ended(self.ended(False))
         stop = stop or self._evaluate_if_due()
+        self._copy_waits = self._copy_waits or self._due(self.config.checkpoint.peer_every)
         if not stop and (self._due(self.config.checkpoint.every) or self._is_best_now()):
+            self._copy_waits = False
             self._save(guard)
-        elif not (stop or guard.num_bad or self._is_last()) and self._due(self.config.checkpoint.peer_every):
+        elif self._copy_waits and not (stop or guard.num_bad or self._is_last()):
             with self.engine.pulse.doing("copies its state"), self.book.spend("checkpoint"):
-                self.copy(self.progress)
+                self._copy_waits = not self.copy(self.progress)
         return stop
 
     def _see_last(self, guard: NonFiniteGuard) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import shutil
@@ -16,6 +17,10 @@ from weft.checkpoint.folders import StepFolder
 from weft.checkpoint.manifest import COMMIT_NAME
 from weft.checkpoint.targets.store_path import Location
 from weft.errors import CheckpointError
+
+_SYNC_FILE_RANGE_WRITE = 2
+#: The disk is told to begin with so many bytes at a time.
+_STRETCH_BYTES = 16 * 2**20
 
 
 class FolderTarget:
@@ -128,14 +133,34 @@ class FolderTarget:
         return found
 
 
+@functools.cache
+def _start_writing() -> Callable[[int, int, int], object]:
+    """Ask the kernel to begin with the disk's part of a stretch of a file (descriptor, from, bytes), without waiting.
+
+    The disk then works beside the digests, and little is left to the fsync at the end. Linux alone has it.
+    """
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):
+        return lambda handle, start, size: None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return lambda handle, start, size: call(handle, start, size, _SYNC_FILE_RANGE_WRITE)
+
+
 class _NewFile:
     """A file that is on the disk itself once it is finished."""
 
     def __init__(self, path: Path):
         self._file = path.open("xb")
+        self._num_bytes = self._started = 0
 
     def write(self, data: bytes | memoryview) -> object:
-        return self._file.write(data)
+        self._num_bytes += len(data)
+        written = self._file.write(data)
+        if self._num_bytes - self._started >= _STRETCH_BYTES:
+            _start_writing()(self._file.fileno(), self._started, self._num_bytes - self._started)
+            self._started = self._num_bytes
+        return written
 
     def finish(self) -> None:
         self._file.flush()

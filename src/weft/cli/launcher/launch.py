@@ -26,6 +26,10 @@ from weft.train.run import heeded_signals
 #: A wrapper (make, uv) may pass on the Ctrl-C that the terminal already sent us: within this time it is one.
 _SAME_KEYPRESS_S = 0.5
 _MONITOR_S = 0.05
+#: Once a signal has killed a rank, the cause is known and no save of all ranks can end: the others get so long (s).
+_AFTER_CRASH_S = 1.0
+#: Signals that end a rank because of what another one did, which may still be about to say so.
+_CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
 
 
 class RankFailed(WeftError):
@@ -81,7 +85,7 @@ def launch_ranks(
         lock: the descriptor of a lock that each rank holds, got over its line; None: there is none.
         notice: called with one line when a signal asks the ranks to stop.
         grace_s: seconds from the first signal to SIGKILL: a step and a large checkpoint fit.
-        peer_grace_s: the same once another rank has failed.
+        peer_grace_s: the same once another rank has failed; at most 1 s where a signal killed that one.
 
     Raises:
         RankFailed: where a rank failed.
@@ -245,17 +249,18 @@ class _Watch:
 
     def _await(self, rank: int) -> None:
         """Note when a rank's process ends, and leave its exit code for the agent to collect."""
-        failed = False
+        failed = crashed = False
         if hasattr(os, "waitid"):
             with suppress(ChildProcessError):  # the agent was faster, and has collected it
                 end = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOWAIT)
                 failed = end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0)
+                crashed = end is not None and end.si_code != os.CLD_EXITED and end.si_status not in _CONSEQUENCES
         else:  # macOS before Python 3.13
             while _is_running(self.pids[rank]):
                 time.sleep(_MONITOR_S)
         self.ended[rank] = time.time()
         if failed:
-            self._kill_after(self.peer_grace_s)
+            self._kill_after(min(self.peer_grace_s, _AFTER_CRASH_S) if crashed else self.peer_grace_s)
 
     def _kill_after(self, seconds: float) -> None:
         timer = threading.Timer(seconds, self._send, args=(signal.SIGKILL,))

@@ -151,7 +151,8 @@ class SharedLink:
         if (ended or failed) and not self.advance():
             # Those that gave up did so because of others: name them only where no other cause is seen.
             verb = "has ended" if ended else "has failed on this axis"
-            self._fail(f"{operation}: {self._names(ended or failed)} {verb}. Look at its log for the cause.")
+            text = f"{operation}: {self._names(ended or failed)} {verb}. Look at its log for the cause."
+            self._fail(text, peer_ends=not ended)
         if waited_s > self._timeout_s:
             names = self._names(late) or "the other ranks"
             self._fail(
@@ -172,10 +173,12 @@ class SharedLink:
             or count(rank, CONSUMED) <= self._published - NUM_SLOTS
         )
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str, peer_ends: bool = False) -> None:
         self._failure = text
         self._segment.tell(FAILED, 1)
-        raise CommError(text)
+        error = CommError(text)
+        error.peer_ends = peer_ends
+        raise error
 
     def _refuse_if_broken(self, operation: Operation) -> None:
         if self._failure:

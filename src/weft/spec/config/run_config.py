@@ -299,7 +299,8 @@ class CheckpointSection(Section):
     """How many times Weft retries a failed save, with increasing pauses; training continues meanwhile."""
     peer_every: Count = 0
     """Steps between copies of the state in memory, on each machine for itself and for the next one; 0: none. Where
-    ranks or a machine are lost, a restart goes on from the newest copy. They end with the command."""
+    ranks or a machine are lost, a restart goes on from the newest copy: at most so many steps are done again, and those
+    that were done while a copy or a checkpoint was being written. They end with the command."""
     on_failure: Literal["stop", "hold"] = "stop"
     """After the last retry: stop the run, or hold training and keep retrying until the save succeeds."""
 
@@ -346,8 +347,9 @@ class LaunchSection(Section):
     """Report a wait that has lasted this long: which rank is missing, in which collective, since when. `timeout` or
     more: no reports."""
     restarts: Count = 0
-    """How many times in a row `weft train` restarts the ranks from the newest good checkpoint after a rank died, hung
-    or failed; a new checkpoint resets the count. Not for ranks that torchrun or srun started."""
+    """How many times in a row `weft train` restarts the ranks after a rank died, hung or failed: from the newest good
+    checkpoint, or from the newest copy in memory (checkpoint.peer_every) where that is later. A newer one than at the
+    restart before resets the count. Not for ranks that torchrun or srun started."""
     restart_pause: Duration = "5s"
     """Pause before the first restart in a row; each further pause is twice as long, up to 5 minutes."""
     min_ranks: Width | None = None

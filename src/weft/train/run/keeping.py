@@ -42,8 +42,6 @@ from weft.units import counted
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
 _LARGEST_WEIGHT = 1e18
-#: How long (s) a rank that fails waits for the save under way: it may be the last one.
-_LAST_WAIT_S = 30.0
 
 
 class Keeper:
@@ -143,11 +141,13 @@ class Keeper:
         self._begin(Save(step, write, settings.retries, settings.on_failure == "hold"), began)
         return None
 
-    def copy(self, progress: Progress) -> None:
-        """Begin to copy the state into memory, where no save is under way; `ended` tells what becomes of it."""
+    def copy(self, progress: Progress) -> bool:
+        """Begin to copy the state into memory; `ended` tells what becomes of it. False where a save is under way."""
         copies = self._copies
-        if copies is None or self._engine.on_first(self._is_busy):
-            return
+        if copies is None:
+            return True
+        if self._engine.on_first(self._is_busy):
+            return False
         self._finish()
         self._prove_start()
         began = time.perf_counter()
@@ -160,6 +160,7 @@ class Keeper:
             return path
 
         self._begin(Save(step, write, is_copy=True), began)
+        return True
 
     def _begin(self, save: Save, began: float) -> None:
         self._save, self._num_told = save, 0
@@ -187,12 +188,10 @@ class Keeper:
             self._finish()
         return [self._ends.popleft() for _ in range(len(self._ends))]
 
-    def leave(self, failed: bool) -> None:
-        """Part from the save under way. failed: after an error, when there is little time for it."""
+    def leave(self, error: Exception) -> None:
+        """Part from the save under way after an error: it may be the last one, but needs all ranks to end."""
         if self._save is not None:
-            self._save.give_up()
-            if failed:
-                self._save.wait(_LAST_WAIT_S)
+            self._save.leave(error)
 
     def _stop(self, step: int, problems: list[str]) -> None:
         """In a thread of one rank: what the run went on from is damaged, so that nothing of it may be saved."""

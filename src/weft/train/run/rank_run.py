@@ -151,8 +151,8 @@ class _RankRun:
             reason = trainer.fit()
             times = self.engine.report(trainer.book, start_step)
             shown = self._show(recorder, progress.step, reason) if recorder else ""
-        except Exception:
-            keeper.leave(failed=True)
+        except Exception as error:
+            keeper.leave(error)
             raise
         finally:
             self.voice.display = None

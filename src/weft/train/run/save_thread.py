@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 
 from weft.checkpoint.targets import Location
-from weft.errors import CheckpointError, UnfitError
+from weft.errors import CheckpointError, CommError, UnfitError
 from weft.train.hooks import SaveEnd
 
 #: Seconds before a failed save is tried again, at first and at most.
 _PAUSE_S = (1.0, 30.0)
+#: How long (s) a rank that fails waits for the save under way; where others are gone, it may just be about to end.
+_LAST_WAIT_S, _LAST_WAIT_ALONE_S = 30.0, 0.5
 
 
 class Save:
@@ -71,9 +73,14 @@ class Save:
         self._over.wait(seconds)
         self.stall_s += time.perf_counter() - began
 
-    def give_up(self) -> None:
-        """Try no more after the try under way."""
+    def leave(self, error: BaseException) -> None:
+        """Wait for it once more after an error that ends this rank: it may be the last one, but needs all ranks to end.
+
+        It gets little time where another rank is gone or silent.
+        """
         self._given_up.set()
+        is_alone = isinstance(error, CommError) and not error.peer_ends
+        self.wait(_LAST_WAIT_ALONE_S if is_alone else _LAST_WAIT_S)
 
     def end(self) -> SaveEnd:
         """Return how it ended, or raise what it failed on."""

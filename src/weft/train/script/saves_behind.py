@@ -14,9 +14,6 @@ from weft.mesh import Mesh
 from weft.train.run import Save
 from weft.train.state import copied
 
-#: How long (s) a script that failed waits for the save under way: it may be the last one.
-_LAST_WAIT_S = 30.0
-
 
 class SavesBehind:
     """What one rank keeps for them: memory for a copy of its part, and a way to the other ranks. All ranks make one."""
@@ -54,7 +51,7 @@ class SavesBehind:
         save.wait()
         return save.end().path
 
-    def leave(self) -> None:
+    def leave(self, error: BaseException) -> None:
         """After an error of the script: the others may never write their part."""
         if self._save is not None:
-            self._save.wait(_LAST_WAIT_S)
+            self._save.leave(error)

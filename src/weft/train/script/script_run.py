@@ -212,7 +212,7 @@ class Run(ScriptState):
         if error is None:
             self.close()
         elif self._behind is not None:
-            self._behind.leave()
+            self._behind.leave(error)
 
 
 def init(

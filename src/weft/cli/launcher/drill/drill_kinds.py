@@ -15,7 +15,7 @@ KINDS: dict[str, str] = {
     "memory": "a rank raises MemoryError",
     "loader": "the data loader raises an exception",
     "nan_gradient": "the loss and its gradients are NaN on one rank",
-    "nan_weight": "a weight turns into NaN",
+    "nan_weight": "the weights of a parameter turn into NaN on one rank",
     "stop_rank": "a rank is stopped (SIGSTOP) and does not go on",
     "hang": "a rank never comes to its next collective",
     "slow_rank": "a rank is slow for some seconds",

@@ -25,6 +25,8 @@ from weft.train import RunFolder
 
 #: A drill needs two checkpoints before its fault and a step after it.
 _FEWEST_STEPS = 10
+#: In the folder of the runs: a line of JSON for each fault that is over.
+ROWS_NAME = "drill.jsonl"
 
 
 def drill(
@@ -72,6 +74,8 @@ def drill(
             step, rank = chance.randint(2 * every + 1, steps - 2), chance.randrange(num_ranks)
             row = Trial(given, place, kind, step, rank, num_ranks, limit).run(sound)
             rows.append(row)
+            with (place / ROWS_NAME).open("a") as out:  # a drill takes long: what is known so far outlives it
+                out.write(json.dumps({**row.as_json(), "seed": seed}) + "\n")
             told = "survived" if row.survived else row.error or row.state
             say(f"{len(rows)} of {len(kinds)}: {kind}: {told}, back in {_seconds(row.back_s)}")
     finally:
