@@ -163,7 +163,7 @@ LATENT_ATTENTION = {
 
 
 @pytest.mark.parametrize("config, plan", [
-    (SMALL_T5, "dp_shard=2 zero=3"), (SMALL_WHISPER, "dp_shard=2 zero=2"),
+    (SMALL_T5, "dp_shard=2 zero=3"), (SMALL_T5, "tp=2"), (SMALL_WHISPER, "dp_shard=2 zero=2"),
     (SMALL_WHISPER, "tp=2"), (SMALL_CLIP, "accumulation=2 dp_replicate=2"), (SMALL_LLAVA, "dp_shard=2 zero=3"),
     (SMALL_QWEN2_VL, "dp_shard=2 zero=2 accumulation=2"),
     pytest.param(SMALL_CLIP, "tp=2", marks=pytest.mark.full), pytest.param(SMALL_LLAVA, "tp=2", marks=pytest.mark.full),
