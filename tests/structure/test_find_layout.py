@@ -228,7 +228,10 @@ def test_the_legal_values_are_named(tp, text):
     ("layout", "text"),
     [
         ("blocks.*.attn.query=colwise", "layout pattern 'blocks.*.attn.query': the model has no such module."),
-        ("blocks.*.norm1=colwise", "blocks.0.norm1=colwise: a linear layer is needed, and this is a RMSNorm."),
+        (
+            "blocks.*.norm1=colwise",
+            "blocks.0.norm1=colwise: an embedding or a linear layer is needed, and this is a RMSNorm.",
+        ),
         ("norm=replicate", "tp=2: the layout cuts nothing of this model. Use tp=1, or give a layout."),
         ("blocks.*.mlp.up=colwise:7", "colwise:7: the layer has 24 outputs. Give segments that add up to that."),
     ],

@@ -15,9 +15,10 @@ from weft.cli.verify import describe
 from weft.errors import WeftError
 from weft.spec.model import decoder_spec, size_hides
 from weft.spec.plan import Plan
-from weft.testing import legal
+from weft.testing import legal, train_plain
 from weft.testing.verify import Settings, Verdict, Verifier, find_subject
 from weft.testing.verify import verifier as verify
+from weft.testing.verify.float64 import Float64Throughout
 from weft.testing.verify.subject import reduced
 
 HERE = "tests.testing.subjects"
@@ -128,6 +129,14 @@ SMALL_CLIP = {
     "vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
                       "image_size": 16, "patch_size": 8},
 }  # fmt: skip
+SMALL_SIGLIP = {
+    "architectures": ["SiglipModel"], "model_type": "siglip",
+    "text_config": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                    "num_attention_heads": 4, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2,
+                    "pad_token_id": 0, "projection_size": 32},
+    "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                      "image_size": 16, "patch_size": 8},
+}  # fmt: skip
 SMALL_TEXT = {
     "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -154,7 +163,7 @@ LATENT_ATTENTION = {
 
 
 @pytest.mark.parametrize("config, plan", [
-    (SMALL_T5, "dp_shard=2 zero=3"), (SMALL_WHISPER, "dp_shard=2 zero=2"),
+    (SMALL_T5, "dp_shard=2 zero=3"), (SMALL_T5, "tp=2"), (SMALL_WHISPER, "dp_shard=2 zero=2"),
     (SMALL_WHISPER, "tp=2"), (SMALL_CLIP, "accumulation=2 dp_replicate=2"), (SMALL_LLAVA, "dp_shard=2 zero=3"),
     (SMALL_QWEN2_VL, "dp_shard=2 zero=2 accumulation=2"),
     pytest.param(SMALL_CLIP, "tp=2", marks=pytest.mark.full), pytest.param(SMALL_LLAVA, "tp=2", marks=pytest.mark.full),
@@ -165,6 +174,19 @@ def test_models_with_inputs_and_widths_of_their_own_pass(config, plan, shared_ra
     (tmp_path / "config.json").write_text(json.dumps(config))
     verdict = verdict_of(str(tmp_path), plan, Settings(num_steps=2, seq_len=8))
     assert verdict.passed, verdict
+
+
+def test_a_gradient_that_is_rounding_moves_no_weight_measurably(shared_ranks, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_SIGLIP))
+    settings = Settings(num_steps=3, seq_len=16)
+    with Float64Throughout():
+        gradients = train_plain(find_subject(str(tmp_path), settings).build()).grads
+    biases = [name for name in gradients if name.endswith("k_proj.bias")]
+    assert len(biases) == 4
+    assert all(gradients[name].abs().max() < 1e-16 for name in biases)
+    verdict = verdict_of(str(tmp_path), "dp_shard=2 zero=2", settings)
+    assert verdict.passed
+    assert max(verdict.parameters[name] for name in biases) < 1e-11  # 4e-10 with eps=1e-8, 1e-10 by their own scale
 
 
 def test_samples_with_images_hold_one_or_two_and_their_tokens(tmp_path):

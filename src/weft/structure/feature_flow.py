@@ -271,8 +271,13 @@ class FlowStep:
 
     def _scaled_dot_product_attention(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         marks = [self.flow.of(one) for one in self.args[:3]]
-        if all(mark is not None and mark.dim == self.args[0].dim() - 3 for mark in marks):
-            yield from self._keep(self.args[0].dim() - 3)
+        place = self.args[0].dim() - 3
+        mask = self._argument(3, "attn_mask")
+        known = self.flow.of(mask)
+        if known is not None and known.dim != mask.dim() - 3:
+            return
+        if all(mark is not None and mark.dim == place for mark in marks):
+            yield from self._keep(place)
 
 
 def follow_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int | None:

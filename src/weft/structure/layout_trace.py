@@ -22,6 +22,9 @@ from weft.structure.dry_run import call_without_numbers, example_of, in_some_for
 from weft.structure.feature_flow import FeatureFlow, Mark
 from weft.structure.layers import input_embeddings, is_linear, weight_of
 
+#: Styles of layers that are no first layer of a pair.
+ENDS = ("rowwise", "vocab", "partial")
+
 
 @dataclass(frozen=True, slots=True)
 class FoundLayout:
@@ -93,6 +96,7 @@ class _Trace:
             yield module.register_forward_hook(self._after_linear)
         elif isinstance(module, nn.Embedding):
             yield module.register_forward_pre_hook(self._before_embedding)
+            yield module.register_forward_hook(self._after_embedding)
         elif next(module.parameters(recurse=False), None) is not None:
             yield module.register_forward_pre_hook(self._before_other, with_kwargs=True)
 
@@ -122,6 +126,19 @@ class _Trace:
         if self.embedding is None and args and any(args[0] is ids for ids in self.ids):
             self.embedding = self.paths[id(module)]
 
+    def _after_embedding(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        """A table that does not read the ids may have a column for each head, as T5's relative positions do."""
+        del args
+        assert isinstance(module, nn.Embedding)
+        path = self.paths[id(module)]
+        if path != self.embedding:
+            if path in self.sizes:
+                self.flow.broken.setdefault(path, "it is called twice")
+            else:
+                self.order.append(path)
+            self.sizes[path] = (module.embedding_dim, module.num_embeddings)
+            self.flow.mark(output, Mark(frozenset((path,)), output.dim() - 1, module.embedding_dim))
+
     def _before_other(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for leaf in tree_leaves((args, kwargs)):
             if (mark := self.flow.of(leaf)) is not None:
@@ -136,13 +153,13 @@ class _Trace:
         families = self._families()
         for path in self.order:
             sources = self.ends.get(path, frozenset())
-            if path in styles or not sources or sources & styles.keys():
+            if path in styles or not sources or any(styles.get(source, "colwise") in ENDS for source in sources):
                 continue  # a head, or the first layer is the second of another pair
             family = frozenset[str]().union(*(families[source] for source in sources))
-            if any(source in self.flow.broken or source in styles for source in family):
+            if any(source in self.flow.broken or styles.get(source) in ENDS for source in family):
                 continue
-            names = ", ".join(sorted(source.rpartition(".")[2] for source in family))
-            for source in sorted(family, key=self.order.index):
+            names = ", ".join(sorted({source.rpartition(".")[2] for source in family}))
+            for source in sorted(family - styles.keys(), key=self.order.index):
                 styles[source], reasons[source] = self._column(source, path)
             styles[path] = "rowwise"
             reasons[path] = f"reads the outputs of {names}, with nothing between that mixes features"
@@ -182,9 +199,12 @@ class _Trace:
         modules = dict(named_modules(self.model))
         table = modules[self.embedding]
         assert isinstance(table, nn.Embedding)
-        styles[self.embedding] = "vocab"
-        reasons[self.embedding] = f"reads the token ids, {table.num_embeddings} entries"
+        for path, module in modules.items():  # T5 reads ids by two tables that are tied to a third
+            if isinstance(module, nn.Embedding) and module.weight is table.weight:
+                styles[path], reasons[path] = "vocab", f"reads the token ids, {table.num_embeddings} entries"
         for path in reversed(self.order):
+            if not is_linear(modules[path]):
+                continue
             tied = modules[path].weight is table.weight
             if tied or self.sizes[path][0] == table.num_embeddings:
                 styles[path] = "vocab"

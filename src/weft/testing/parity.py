@@ -140,6 +140,10 @@ class DecoderCase:
     loss.takes_head_loss = True  # pyright: ignore[reportFunctionMemberAccess] - a mark
 
 
+#: A gradient is nothing but rounding where it is below so many units in the last place of what it sums.
+ROUNDING = 2**12
+
+
 @dataclass(slots=True)
 class ParityResult:
     """Numbers of one training: per step the losses and norms, at the end gradients and weights by name."""
@@ -153,10 +157,7 @@ class ParityResult:
     def largest_difference(self, other: ParityResult) -> float:
         """Return the largest difference of any number, relative to the largest of its tensor or list.
 
-        A gradient that is nothing but rounding (of a key bias: softmax does not see it) has no scale of its own, nor
-        has a weight that started at zero and that only such a gradient moved, through Adam's division. The least
-        scale is therefore a millionth of the largest gradient, and a thousandth of the largest weight: less than one
-        update of the optimizer.
+        Scales are no smaller than `least_scales` says.
         """
         lists = [(self.losses, other.losses), (self.grad_norms, other.grad_norms)]
         exact = torch.float64
@@ -164,11 +165,35 @@ class ParityResult:
             _difference(torch.tensor(ours, dtype=exact), torch.tensor(theirs, dtype=exact), 0.0)
             for ours, theirs in lists
         ]
-        for ours, theirs, share in ((self.grads, other.grads, 1e-6), (self.weights, other.weights, 1e-3)):
+        for ours, theirs, least in zip(
+            (self.grads, self.weights), (other.grads, other.weights), other.least_scales(), strict=True
+        ):
             assert ours.keys() == theirs.keys()
-            least = share * max(float(tensor.abs().max()) for tensor in theirs.values())
-            found += [_difference(ours[name], theirs[name], least) for name in theirs]
+            found += [_difference(ours[name], theirs[name], least[name]) for name in theirs]
         return float(torch.tensor(found, dtype=exact).max())  # NaN where any is; Python's max may pass it over
+
+    def least_scales(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return below which size differences of each gradient and of each weight do not count.
+
+        A gradient that is nothing but rounding (of a key bias: softmax does not see it) has no scale of its own, nor
+        has a weight that started at zero and that only such a gradient moved, through Adam's division. The least
+        scale is therefore a millionth of the largest gradient, and a thousandth of the largest weight: less than one
+        update of the optimizer. A millionth is too small for float64, whose rounding is 2e-16 of the terms that
+        cancel: where a bias has nothing but rounding, those are as large as the gradient of its layer's weight.
+        """
+        grads = {name: _largest(grad) for name, grad in self.grads.items()}
+        floor = 1e-6 * max(grads.values(), default=0.0)
+        least = dict.fromkeys(grads, floor)
+        for name, size in grads.items():
+            layer = grads.get(name.removesuffix("bias") + "weight", 0.0) if name.endswith(".bias") else 0.0
+            if size < ROUNDING * torch.finfo(self.grads[name].dtype).eps * layer:
+                least[name] = max(floor, layer)
+        largest = max(map(_largest, self.weights.values()), default=0.0)
+        return least, dict.fromkeys(self.weights, 1e-3 * largest)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor, least: float) -> float:

@@ -142,7 +142,10 @@ class _Cutter:
         self._check_partial(heads)
         for path, style in self.styles.items():
             module = self.modules[path]
-            if style.name == "colwise":
+            if style.name == "colwise" and isinstance(module, nn.Embedding):
+                self._replace(module, "weight", Placement(cut=("tp",)), dim=1)
+                module.embedding_dim = module.weight.shape[1]
+            elif style.name == "colwise":
                 self._column(path, module, style, heads[_parent(path)])
             elif style.name == "vocab":
                 self._vocab(path, module)
@@ -294,15 +297,12 @@ def _read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> d
     styles = {path: style for path in here if (style := layout.style(path)) is not None}
     for path, style in styles.items():
         module = modules[path]
-        if style.name in ("colwise", "rowwise") and not layers.is_linear(module):
+        # A column of an embedding is a head's or a feature's; a row is an entry of the vocabulary.
+        tables = isinstance(module, nn.Embedding) and style.name in ("colwise", "vocab")
+        if style.name in ("colwise", "rowwise", "vocab") and not (tables or layers.is_linear(module)):
+            what = "a linear layer" if style.name == "rowwise" else "an embedding or a linear layer"
             raise LayoutError(
-                f"{path}={style.name}: a linear layer is needed, and this is a {type(module).__name__}. "
-                f"Use {path}=replicate."
-            )
-        if style.name == "vocab" and not (isinstance(module, nn.Embedding) or layers.is_linear(module)):
-            raise LayoutError(
-                f"{path}=vocab: an embedding or a linear layer is needed, and this is a {type(module).__name__}. "
-                f"Use {path}=replicate."
+                f"{path}={style.name}: {what} is needed, and this is a {type(module).__name__}. Use {path}=replicate."
             )
     if not any(style.name in ("colwise", "rowwise", "vocab") for style in styles.values()):
         raise LayoutError(f"tp={tp}: the layout cuts nothing of this model. Use tp=1, or give a layout.")
@@ -352,8 +352,13 @@ def _check_sizes(
         if style.name not in ("colwise", "rowwise"):
             continue
         weight = layers.weight_of(modules[path])
-        found = heads.get(_parent(path), Heads())
-        pieces = found.pieces(style, weight.shape[0]) if style.name == "colwise" else [(weight.shape[1], 1, False)]
+        is_table = isinstance(modules[path], nn.Embedding)  # its columns are cut one by one
+        found = Heads() if is_table else heads.get(_parent(path), Heads())
+        pieces = (
+            found.pieces(style, weight.shape[1 if is_table else 0])
+            if style.name == "colwise"
+            else [(weight.shape[1], 1, False)]
+        )
         for size, unit, repeats in pieces:
             counts.add((size // unit, repeats))
             if not _fits(size // unit, repeats, tp):

@@ -71,7 +71,7 @@ def number_differences(
 def tensor_difference(
     what: str, name: str, ours: torch.Tensor, theirs: torch.Tensor | None, least: float, tolerance: Tolerance
 ) -> Difference:
-    """One whole gradient or weight. least: its scale is no smaller, see `ParityResult.largest_difference`."""
+    """One whole gradient or weight. least: its scale is no smaller, see `ParityResult.least_scales`."""
     if theirs is None or ours.shape != theirs.shape:
         return Difference(what, name, float("inf"), tolerance.tensor)
     if not theirs.numel():

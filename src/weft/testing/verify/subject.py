@@ -43,6 +43,10 @@ from weft.train.tasks import find_task, model_forward, token_cross_entropy
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
 
+#: Of AdamW where no config chooses the optimizer. Softmax does not see a key bias, so its gradient is rounding (1e-18
+#: beside 1e-2), and no plan repeats it; with the usual 1e-8 AdamW makes weights of it that differ by 4e-10.
+EPS = 1e-6
+
 #: Modules that draw random numbers in training, at a rate `p`.
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -75,7 +79,7 @@ class Subject:
     kind: str
     settings: Settings
     shape: DecoderSpec | None = None
-    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(eps=EPS))
     plan: str = ""
     layout: Layout | None = None
     config: RunConfig | None = None

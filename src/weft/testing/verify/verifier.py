@@ -72,7 +72,7 @@ class _Reference:
     folder: str
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
-    least: dict[str, float]  # scale below which differences do not count: see ParityResult.largest_difference
+    least: dict[str, dict[str, float]]  # by "gradient" or "weight" and name: see ParityResult.least_scales
 
 
 class Verifier:
@@ -216,7 +216,8 @@ def _make_reference(subject: Subject, case: BuiltCase, folder: Path, notes: list
     tensors |= {f"gradient/{name}": tensor.contiguous() for name, tensor in result.grads.items()}
     tensors |= {f"weight/{name}": tensor.contiguous() for name, tensor in result.weights.items()}
     save_file(tensors, folder / "reference.safetensors")
-    least = {"gradient": 1e-6 * _largest(result.grads), "weight": 1e-3 * _largest(result.weights)}
+    gradients, weights = result.least_scales()
+    least = {"gradient": gradients, "weight": weights}
     return _Reference(str(folder), tuple(result.losses), tuple(result.grad_norms), least)
 
 
@@ -231,10 +232,6 @@ def _plainly(subject: Subject, case: BuiltCase) -> ParityResult:
             f"model={subject.source}: PyTorch alone cannot train it: {type(error).__name__} ({error}). "
             f"Fix the model, its data or its loss; if it needs other inputs, give them with package.module:function."
         ) from error
-
-
-def _largest(tensors: dict[str, torch.Tensor]) -> float:
-    return max((float(tensor.abs().max()) for tensor in tensors.values() if tensor.numel()), default=0.0)
 
 
 def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -252,7 +249,7 @@ def _compare_on_rank(subject: Subject, plan: str, reference: _Reference, watch: 
             key = f"{what}/{name}"
             other = file.get_tensor(key) if key in missing else None
             missing.discard(key)
-            found.append(tensor_difference(what, name, tensor, other, reference.least[what], tolerance))
+            found.append(tensor_difference(what, name, tensor, other, reference.least[what].get(name, 0.0), tolerance))
 
         case = subject.build()
         with torch.no_grad():
