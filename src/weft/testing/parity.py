@@ -140,8 +140,8 @@ class DecoderCase:
     loss.takes_head_loss = True  # pyright: ignore[reportFunctionMemberAccess] - a mark
 
 
-#: A gradient is nothing but rounding where it is below so many units in the last place of what it sums.
-ROUNDING = 2**12
+#: A float64 gradient is nothing but rounding where it is below so much of what it sums: 4096 units in the last place.
+ROUNDING = 2.0**-40
 
 
 @dataclass(slots=True)
@@ -179,14 +179,15 @@ class ParityResult:
         has a weight that started at zero and that only such a gradient moved, through Adam's division. The least
         scale is therefore a millionth of the largest gradient, and a thousandth of the largest weight: less than one
         update of the optimizer. A millionth is too small for float64, whose rounding is 2e-16 of the terms that
-        cancel: where a bias has nothing but rounding, those are as large as the gradient of its layer's weight.
+        cancel: where a bias has nothing but rounding, those are as large as the gradient of its layer's weight. In
+        float32 nobody can tell rounding from a small gradient, so the scale stays as it is.
         """
         grads = {name: _largest(grad) for name, grad in self.grads.items()}
         floor = 1e-6 * max(grads.values(), default=0.0)
         least = dict.fromkeys(grads, floor)
         for name, size in grads.items():
             layer = grads.get(name.removesuffix("bias") + "weight", 0.0) if name.endswith(".bias") else 0.0
-            if size < ROUNDING * torch.finfo(self.grads[name].dtype).eps * layer:
+            if self.grads[name].dtype == torch.float64 and size < ROUNDING * layer:
                 least[name] = max(floor, layer)
         largest = max(map(_largest, self.weights.values()), default=0.0)
         return least, dict.fromkeys(self.weights, 1e-3 * largest)
