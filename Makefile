@@ -1,7 +1,7 @@
 # make train    train a small model on this machine (settings: make train ARGS="train.steps=500 run.name=second")
 # make test     what must hold before a change lands: linters, types, tests
 # make test-all the same with the tests that take long, marked `full`
-# make test-torch TORCH=2.11.0    the tests with another release of torch, in an environment of its own
+# make test-torch TORCH=2.11.0    the tests with another release of torch and the newest of all else, in an environment of its own
 # make check    the linters and types alone        make clean    remove what make and the tools have made
 #
 # Each sets up all it needs in .venv, from Python >= 3.11 alone; a second call finds it ready.
@@ -53,8 +53,7 @@ test-torch:
 .venv-torch-%/.ready-to-test: $(REQUIREMENTS)
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$* .venv-torch-$*/bin/python
 	@echo "==> installing Weft, torch $* and the tools of development into .venv-torch-$* (once; some minutes)"
-	@grep -v '^torch==' constraints.txt > .venv-torch-$*/constraints.txt || true
-	@echo 'torch==$*' >> .venv-torch-$*/constraints.txt
+	@echo 'torch==$*' > .venv-torch-$*/constraints.txt
 	@.venv-torch-$*/bin/python -m pip install -qq --disable-pip-version-check \
 	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	    --constraint .venv-torch-$*/constraints.txt --editable '.[dev,hf]'

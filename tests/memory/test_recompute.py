@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -287,11 +288,12 @@ def test_a_full_cache_is_refused():
 
     model, _ = MODELS["hf-qwen2"]()
     cache = DynamicCache(config=model.config)
+    name = next(name for name in ("cache", "past_key_values") if name in inspect.signature(model.forward).parameters)
     with torch.no_grad():
-        model(token_ids(), past_key_values=cache)
+        model(token_ids(), **{name: cache})
     apply_recompute(model, Plan(recompute="full"))
     with pytest.raises(ModelError, match="DynamicCache in a recomputed block: it holds tokens already"):
-        model(token_ids(), past_key_values=cache)
+        model(token_ids(), **{name: cache})
 
 
 def test_none_leaves_the_model_as_it_is():

@@ -49,13 +49,15 @@ def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
     plan: dict[str, str] = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
-    paths = [path for path, _ in named_modules(model)]
+    paths = dict(named_modules(model))
+    ids_table = input_embeddings(model)
     pairs: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for short, style in plan.items():
         pattern = prefix + short
-        if short.endswith("embed_tokens") or "experts" in short:
-            continue  # embeddings are cut by vocabulary below, experts by expert parallelism
+        # The table of ids is cut by vocabulary below, experts by expert parallelism.
+        if short.endswith("embed_tokens") or "experts" in short or paths.get(pattern, model) is ids_table:
+            continue
         if Layout(((pattern, "replicate"),)).unused(paths):
             continue
         if style not in _HF_STYLES:
