@@ -16,6 +16,7 @@ class Drawing:
     """A process that draws until it is told to be done."""
 
     started: list[Drawing]
+    pid = 12345
 
     def __init__(self, command: list[str], **_: object):
         self.command, self.done = command, False
@@ -24,8 +25,11 @@ class Drawing:
     def poll(self) -> int | None:
         return 0 if self.done else None
 
-    def wait(self, timeout: float | None = None) -> int:
+    def kill(self) -> None:
         self.done = True
+
+    def wait(self) -> int:
+        assert self.done  # nothing waits for a picture
         return 0
 
 
@@ -55,8 +59,10 @@ def test_pictures_keep_their_distance(clock: list[float], tmp_path: Path) -> Non
     clock[0] += artist.REST + 1
     drawer.draw_soon()
     assert len(Drawing.started) == 2
+    unfinished = tmp_path / f".loss.png.{Drawing.pid}.tmp"
+    unfinished.touch()
     drawer.close()
-    assert Drawing.started[1].done
+    assert Drawing.started[1].done and not unfinished.exists()
     drawer.close()
 
 

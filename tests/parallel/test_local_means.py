@@ -108,9 +108,10 @@ def said_by(plan: str, model: nn.Module) -> list[str]:
 
 
 REMEDY = (
-    "so the numbers are not those of one device with the whole batch. Use GroupNorm, which looks at one sample at a "
-    "time:\n    torch.nn.GroupNorm(num_groups, num_channels)  # in the place of BatchNorm2d(num_channels)\n"
-    "or freeze the statistics of a pretrained model before run.parallelize: norm.eval() on each of them"
+    "so the numbers are not those of one device with the whole batch. Normalise a fixed number of samples together, "
+    "under every plan:\n    run.parallelize(model, norm_group=32)  # train.norm_group=32 in a config\n"
+    "or freeze the statistics of a pretrained model before run.parallelize: norm.eval() on each of them, or use "
+    "GroupNorm"
 )
 
 
@@ -140,25 +141,23 @@ def test_batch_norm_on_one_device_is_warned_of_where_a_batch_is_cut():
     assert said_by("accumulation=2", frozen) == []
 
 
-def said_on_a_gpu(plan: str) -> list[list[str]]:
+def said_with_joined_ranks(plan: str) -> list[str]:
     mesh = build_mesh(Plan.parse(plan))
-    mesh.device = torch.device("cuda")
-    found = []
-    for model in (images(), nn.SyncBatchNorm.convert_sync_batchnorm(images(), mesh.data.group)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            watch_local_means(model, mesh)
-        found.append([str(one.message).partition("Use GroupNorm")[2] for one in caught])
-    return found
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(images(), mesh.data.group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        watch_local_means(model, mesh, groups_norms=False)
+    return [str(one.message) for one in caught]
 
 
-def test_on_gpus_batch_norm_may_join_the_ranks_and_not_the_microbatches(ranks2):
-    joins = (
-        ", which looks at one sample at a time, or join the ranks' statistics (not those of microbatches) before "
-        "run.parallelize:\n    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, run.mesh.data.group)"
-    )
-    assert ranks2.run(said_on_a_gpu, "dp_replicate=2")[0] == [[joins], []]
-    assert [len(said) for said in ranks2.run(said_on_a_gpu, "dp_replicate=2 accumulation=2")[0]] == [1, 1]
+def test_statistics_that_torch_joins_over_ranks_are_not_warned_of(ranks2):
+    assert ranks2.run(said_with_joined_ranks, "dp_replicate=2") == [[], []]
+
+
+def test_batch_norm_over_groups_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallelize(images(), build_mesh(Plan.parse("accumulation=2")), norm_group=4)
 
 
 def loss_fn(output: torch.Tensor, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:

@@ -83,6 +83,7 @@ class TorchEngine:
             seed=config.seed,
             filled_later=weights is not None,
             pinned_limit=config.memory.pinned_limit,
+            norm_group=config.train.norm_group,
         )
         if weights is not None and self._reads_base():
             with self.pulse.doing("reads the pretrained weights"):

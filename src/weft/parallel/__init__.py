@@ -6,6 +6,7 @@ from weft.parallel.dropout import drops_of
 from weft.parallel.expert import ExpertBalance
 from weft.parallel.local_means import TrainMode, global_mean, is_hugging_face_output, sum_of_hugging_face, trust_loss
 from weft.parallel.local_tensors import Precision
+from weft.parallel.norm_groups import norm_groups_of
 from weft.parallel.parallelize import parallelize
 from weft.parallel.placement import DataParallel, data_parallel
 
@@ -18,6 +19,7 @@ __all__ = [
     "drops_of",
     "global_mean",
     "is_hugging_face_output",
+    "norm_groups_of",
     "parallelize",
     "sum_of_hugging_face",
     "trust_loss",

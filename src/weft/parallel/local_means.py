@@ -23,9 +23,13 @@ _SHOWN = 3  # names of modules in a warning
 _OWN_LOSS = "_weft_own_loss"
 
 
-def watch_local_means(model: nn.Module, mesh: Mesh) -> None:
-    """Warn of batch norm now, and of a loss that is a mean when a loop of the user's own goes back through it."""
-    _warn_of_batch_norm(model, mesh)
+def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> None:
+    """Warn of batch norm now, and of a loss that is a mean when a loop of the user's own goes back through it.
+
+    groups_norms: batch norms take the statistics of groups, so they are the same under every plan.
+    """
+    if not groups_norms:
+        _warn_of_batch_norm(model, mesh)
     foreign = any(hugging_face.is_hugging_face(module) for module in model.modules())
     if mesh.rank == 0 and mesh.batch.size > 1 and foreign:
         hook = _OwnLoss(mesh.batch.size)
@@ -94,17 +98,12 @@ def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
     names = ", ".join([name or "the model" for name in found][:_SHOWN])
     names += f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     parts = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{num_micro} microbatches"] * (num_micro > 1)
-    remedy = "Use GroupNorm, which looks at one sample at a time"
-    if num_ranks > 1 and mesh.device.type == "cuda":
-        remedy += (
-            ", or join the ranks' statistics (not those of microbatches) before run.parallelize:\n"
-            "    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, run.mesh.data.group)"
-        )
-    else:
-        remedy += (
-            ":\n    torch.nn.GroupNorm(num_groups, num_channels)  # in the place of BatchNorm2d(num_channels)\n"
-            "or freeze the statistics of a pretrained model before run.parallelize: norm.eval() on each of them"
-        )
+    remedy = (
+        "Normalise a fixed number of samples together, under every plan:\n"
+        "    run.parallelize(model, norm_group=32)  # train.norm_group=32 in a config\n"
+        "or freeze the statistics of a pretrained model before run.parallelize: norm.eval() on each of them, or use "
+        "GroupNorm"
+    )
     warnings.warn(
         f"batch norm in {names}: each of {' x '.join(parts)} normalises its own samples, so the "
         f"numbers are not those of one device with the whole batch. {remedy}",

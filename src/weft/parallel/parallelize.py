@@ -17,6 +17,7 @@ from weft.parallel.expert import divide_sequences, expect_experts, spread_expert
 from weft.parallel.layers import watch_indices
 from weft.parallel.local_means import watch_local_means
 from weft.parallel.local_tensors import Precision, grown, originals_of
+from weft.parallel.norm_groups import group_norms
 from weft.parallel.pipeline import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
@@ -34,6 +35,7 @@ def parallelize(
     seed: int | None = None,
     filled_later: bool = False,
     pinned_limit: str = MOST_OF_HOST,
+    norm_group: int = 0,
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
@@ -47,6 +49,8 @@ def parallelize(
             dropout in steps that nobody gives a key.
         filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values.
         pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
+        norm_group: batch norms take the statistics of groups of so many samples, wherever these lie; 0: of what is on
+            this rank.
 
     Raises:
         ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.
@@ -59,6 +63,7 @@ def parallelize(
     watch_indices(model)
     placed = cut(model, mesh, layout) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
+    groups = group_norms(model, mesh, norm_group) if norm_group else None
     if (pipeline := pipeline_of(model)) is not None:
         pipeline.hold_weight_gradients(model)
     move(model, mesh.device)
@@ -73,7 +78,7 @@ def parallelize(
     engine = build_engine(model, mesh, placed, host=host, seed=seed, filled_later=filled_later)
     attach(model, engine, before)
     guard_model(model, engine.axes)
-    watch_local_means(model, mesh)
+    watch_local_means(model, mesh, groups_norms=groups is not None)
     return model
 
 

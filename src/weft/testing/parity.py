@@ -82,7 +82,7 @@ class SampleCase:
         """A rank's part of a step's global batch, as the plan cuts it."""
         samples = self.samples(step)
         own = shares.microbatch_samples(len(samples), plan.dp_size, plan.microbatches_per_step, dp_rank)
-        return Microbatches.of_samples(samples.__getitem__, own, self.collate)
+        return Microbatches.of_samples(samples.__getitem__, own, self.collate, len(samples))
 
 
 @dataclass(frozen=True, slots=True)

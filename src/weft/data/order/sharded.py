@@ -22,10 +22,12 @@ from weft.spec import shares
 class AsBatch(Protocol):
     """Makes what a loop is given of a rank's microbatches."""
 
-    def __call__(self, batches: list[Any], numbers: Sequence[Sequence[int]], rows: list[Any], *, is_plain: bool) -> Any:
+    def __call__(
+        self, batches: list[Any], numbers: Sequence[Sequence[int]], rows: list[Any], *, is_plain: bool, total: int
+    ) -> Any:
         """numbers: of each microbatch's samples in the global batch; none for one that stands in for samples that the
         rank does not have. rows: see `rows_of`. is_plain: the rank's samples are in one batch, and on all ranks there
-        are some."""
+        are some. total: samples of the global batch."""
         ...
 
 
@@ -112,9 +114,10 @@ class ShardedLoader:
                     f"loader: a batch has {global_batch} samples, fewer than the {slices.dp_size} data-parallel ranks, "
                     f"and the dataset's __getitems__ gives no list of samples. Let it give one, or use drop_last=True."
                 )
-            return self._as_batch(parts, [[*chain(*numbers)]], rows, is_plain=True)
+            return self._as_batch(parts, [[*chain(*numbers)]], rows, is_plain=True, total=global_batch)
         # Alike on all ranks: those with samples must know that another has none.
-        return self._as_batch(parts, numbers, rows, is_plain=num_parts == 1 and everyone_has_some)
+        is_plain = num_parts == 1 and everyone_has_some
+        return self._as_batch(parts, numbers, rows, is_plain=is_plain, total=global_batch)
 
 
 class _CollateParts:

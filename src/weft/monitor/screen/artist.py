@@ -13,14 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+from weft.monitor.screen.plot import unfinished_picture
+
 #: Seconds after the start before which nothing is drawn: short runs are drawn at their end.
 FIRST_S = 5.0
 #: Between two pictures, at least; and how many times as long as a picture took: it then costs 2 % of a core at most.
 BETWEEN_S, REST = 20.0, 50.0
 #: A picture is never older than this while steps go on.
 LATE_S = 180.0
-#: How long the end of a run waits for a picture that is being drawn.
-_WAIT_S = 5.0
 
 
 class Artist:
@@ -33,6 +33,7 @@ class Artist:
     """
 
     def __init__(self, events: Path, png: Path, title: str):
+        self._png = png
         self._command = [sys.executable, "-m", "weft.monitor.screen.artist", str(events), str(png), title]
         self._process: subprocess.Popen[bytes] | None = None
         self._began = self._free_at = time.monotonic()
@@ -55,15 +56,12 @@ class Artist:
             self.draw_soon()
 
     def close(self) -> None:
-        """Wait shortly for a picture that is being drawn; then end its process. May be called more than once."""
-        if self._process is None:
-            return
-        try:
-            self._process.wait(_WAIT_S)
-        except subprocess.TimeoutExpired:
+        """End the process of a picture that is being drawn. May be called more than once."""
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
-        self._process = None
+            unfinished_picture(self._png, self._process.pid).unlink(missing_ok=True)
+            self._process = None
 
     def _is_busy(self, now: float) -> bool:
         if self._process is None:

@@ -20,6 +20,11 @@ _SMOOTH_SHARE = 0.01
 _LOG_RATIO = 3.0
 
 
+def unfinished_picture(path: Path, pid: int) -> Path:
+    """Return where a process writes a picture before it takes the place of `path`."""
+    return path.with_name(f".{path.name}.{pid}.tmp")
+
+
 def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "") -> Path:
     """Draw the training loss (raw and smoothed), evaluations, skipped steps and the learning rate as a PNG.
 
@@ -52,7 +57,7 @@ def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "
     figure.suptitle(title or "Training loss", x=0.01, ha="left", fontsize=14, weight="bold")
     upper.set_title(_subtitle(events, steps[-1]), loc="left", fontsize=10.5, color="#555555")
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = unfinished_picture(path, os.getpid())
     try:
         figure.savefig(temporary, format="png")
         temporary.replace(path)

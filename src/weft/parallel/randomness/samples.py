@@ -19,10 +19,12 @@ class SampleNumbers:
 
     numbers: of the samples in the global batch, in their order; empty where the microbatch stands in for one without
     samples. rows: how many rows each sample has in tensors whose rows are no samples, one tuple for each such tensor.
+    total: how many samples the global batch has; None where nobody said.
     """
 
     numbers: Sequence[int]
     rows: Sequence[Sequence[int]] = ()
+    total: int | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -40,17 +42,22 @@ class SampleNumbers:
             if isinstance(numbers, range):
                 return torch.arange(numbers.start, numbers.stop, numbers.step, device=device)
             return torch.tensor(numbers, device=device)
-        per_sample = self._rows_of_each(count)
+        per_sample = self.rows_of_each(count)
         if per_sample is None:
             first = numbers[0] if numbers else 0
             return torch.arange(first, first + count, device=device)
         rows = ((n + _ROW * row for row in range(many)) for n, many in zip(numbers, per_sample, strict=True))
         return torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64, device=device)
 
-    def _rows_of_each(self, count: int) -> list[int] | None:
-        """How many of `count` rows each sample has; also where layers joined rows or divided them evenly."""
+    def rows_of_each(self, count: int) -> list[int] | None:
+        """Return how many of a tensor's `count` rows each sample has; None where that cannot be told.
+
+        Layers may have joined rows or divided them evenly.
+        """
         if not self.numbers or not count:
             return None
+        if count == len(self.numbers):
+            return [1] * count
         scaled = [rows for rows in self.rows if sum(rows) and all(many * count % sum(rows) == 0 for many in rows)]
         for rows in scaled:
             if count <= sum(rows):

@@ -208,7 +208,7 @@ class BuiltCase(SampleCase):
             cut = Microbatches(batches)
             if cut.samples is None:
                 own = shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
-                cut = Microbatches(batches, own)
+                cut = Microbatches(batches, own, total=share.global_batch)
             return cut.map(lambda batch: _floats(batch, DTYPES[self.settings.dtype]))
         return local_microbatches(self.batch(step), plan, dp_rank)
 

@@ -22,7 +22,7 @@ from weft.train.task import Report, Task, with_adapter
 from weft.train.tasks import find_task
 
 #: Settings that decide what the weights of a step are, beside those of the task: another value is another run.
-_BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "optimizer.name", "adapter")
+_BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "train.norm_group", "optimizer.name", "adapter")
 
 
 def prepare_run(config: RunConfig, world_size: int, report: Report | None = None, *, locked: bool = False) -> RunFolder:

@@ -149,6 +149,8 @@ class _RankRun:
         until_left.enter_context(stop_on_signal(self.engine))
         try:
             reason = trainer.fit()
+            if recorder:
+                until_left.callback(recorder.draw)
             times = self.engine.report(trainer.book, start_step)
             shown = self._show(recorder, progress.step, reason) if recorder else ""
         except Exception as error:

@@ -71,6 +71,9 @@ class RunRecorder(Hook):
 
     def on_end(self, step: int, reason: str) -> None:
         self._log.write({"event": "end", "step": step, "reason": reason})
+
+    def draw(self) -> None:
+        """Draw the whole run. It takes seconds, so call it when no other rank waits any more."""
         self._artist.close()
         plot_loss(read_events(self._folder.events), self._folder.loss_plot, title=str(self._folder.path.name))
 

@@ -76,6 +76,7 @@ class Run(ScriptState):
         *,
         balance_rate: float = 0.0,
         pinned_limit: str = MOST_OF_HOST,
+        norm_group: int = 0,
     ) -> nn.Module:
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
@@ -90,13 +91,14 @@ class Run(ScriptState):
                 but by
                 sequence and in backward; 0: none.
             pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: "64GiB", or a share
-                of what
-                the machine has.
+                of what the machine has.
+            norm_group: batch norms take the statistics of groups of so many samples of the global batch, so that they
+                are the same under every plan; 0: of the samples of one microbatch on one rank. For `run.train_step`.
         """
         if balance_rate:
             balance_routers(model, balance_rate)
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
-        parallelize(model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit)
+        parallelize(model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group)
         self._models.add(model)
         return model
 

@@ -31,6 +31,7 @@ class Microbatches:
             ranks; random numbers follow them. None: ranks and microbatches are taken to be equally large. An empty list
             of numbers: the microbatch runs, so that ranks stay together, and counts for nothing.
         rows: how many rows each sample has in tensors whose rows are no samples; None where there are no such tensors.
+        total: how many samples the global batch has.
 
     Raises:
         ModelError: where there are not as many of each.
@@ -41,6 +42,7 @@ class Microbatches:
         batches: Iterable[Any],
         samples: Iterable[Sequence[int]] | None = None,
         rows: Iterable[Sequence[Sequence[int]]] | None = None,
+        total: int | None = None,
     ):
         self._batches = tuple(batches)
         self._samples = _all_marked(self._batches)
@@ -52,11 +54,15 @@ class Microbatches:
                     f"samples: sample numbers of {len(numbers)} microbatches were given for {len(self._batches)} "
                     "microbatches. Give one list for each, an empty one for a microbatch without samples."
                 )
-            self._samples = tuple(map(SampleNumbers, numbers, counts))
+            self._samples = tuple(SampleNumbers(*one, total) for one in zip(numbers, counts, strict=True))
 
     @classmethod
     def of_samples(
-        cls, sample_at: Callable[[int], Any], own: Sequence[range], collate: Callable[[list[Any]], Any]
+        cls,
+        sample_at: Callable[[int], Any],
+        own: Sequence[range],
+        collate: Callable[[list[Any]], Any],
+        total: int | None = None,
     ) -> Microbatches:
         """Return a rank's microbatches, each made of its samples.
 
@@ -64,9 +70,10 @@ class Microbatches:
             sample_at: gives a sample by its number in the global batch.
             own: numbers of each microbatch's samples, as `weft.spec.shares.microbatch_samples` gives them.
             collate: makes a batch of a list of samples.
+            total: how many samples the global batch has.
         """
         parts = [[sample_at(number) for number in part or _stand_in(own)] for part in own]
-        return cls([collate(part) for part in parts], own, [rows_of(part) for part in parts])
+        return cls([collate(part) for part in parts], own, [rows_of(part) for part in parts], total)
 
     @classmethod
     def of_rows(cls, batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
@@ -83,7 +90,7 @@ class Microbatches:
         count = samples_in(batch)
         own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank)
         runs = [part or _stand_in(own) for part in own]
-        return cls(_Splitting(runs, count, f"plan={plan.format()}").split(batch, "batch"), own)
+        return cls(_Splitting(runs, count, f"plan={plan.format()}").split(batch, "batch"), own, total=count)
 
     @property
     def samples(self) -> tuple[SampleNumbers, ...] | None:
@@ -137,7 +144,12 @@ def _stand_in(own: Sequence[range]) -> range:
 
 
 def from_loader(
-    batches: list[Any], numbers: Sequence[Sequence[int]], rows: list[Sequence[Sequence[int]]], *, is_plain: bool
+    batches: list[Any],
+    numbers: Sequence[Sequence[int]],
+    rows: list[Sequence[Sequence[int]]],
+    *,
+    is_plain: bool,
+    total: int,
 ) -> Any:
     """Return what `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of.
 
@@ -146,10 +158,11 @@ def from_loader(
         numbers: of the samples in each, in the global batch.
         rows: of each sample, in tensors whose rows are no samples.
         is_plain: there is one microbatch, and it is given as it is.
+        total: samples of the global batch.
     """
     if not is_plain:
-        return Microbatches(batches, numbers, rows)
-    return mark(batches[0], SampleNumbers(numbers[0], rows[0]))
+        return Microbatches(batches, numbers, rows, total)
+    return mark(batches[0], SampleNumbers(numbers[0], rows[0], total))
 
 
 def mark(batch: Any, samples: SampleNumbers) -> Any:
@@ -191,16 +204,19 @@ def samples_of(batch: Any, num_microbatches: int, data: Axis) -> list[SampleNumb
     ranks that read different samples.
     """
     if isinstance(batch, Microbatches):
+        if batch.samples is not None:
+            return list(batch.samples)
         count = samples_in(batch[0]) * data.size * len(batch)
-        return list(
-            batch.samples or map(SampleNumbers, shares.microbatch_samples(count, data.size, len(batch), data.rank))
-        )
+        runs = shares.microbatch_samples(count, data.size, len(batch), data.rank)
+        return [SampleNumbers(run, total=count) for run in runs]
     found = _marked(batch)
     if num_microbatches == 1 and found is not None:
         return [found]
     size = samples_in(batch)
-    numbers = range(data.rank * size, (data.rank + 1) * size) if found is None else found.numbers
-    return [SampleNumbers(numbers[part.start : part.stop]) for part in shares.share_out(len(numbers), num_microbatches)]
+    if found is None:
+        found = SampleNumbers(range(data.rank * size, (data.rank + 1) * size), total=size * data.size)
+    parts = shares.share_out(len(found.numbers), num_microbatches)
+    return [SampleNumbers(found.numbers[part.start : part.stop], total=found.total) for part in parts]
 
 
 def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[Any]:

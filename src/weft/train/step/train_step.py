@@ -21,7 +21,7 @@ from weft.data.batch import move_batch
 from weft.mesh import Mesh
 from weft.monitor.times import Meter
 from weft.optim import LossScale, StepDecision, clip_factor
-from weft.parallel import ExpertBalance, Precision, TrainMode, data_parallel, drops_of, trust_loss
+from weft.parallel import ExpertBalance, Precision, TrainMode, data_parallel, drops_of, norm_groups_of, trust_loss
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
 from weft.parallel.randomness import SampleNumbers
@@ -83,6 +83,7 @@ class TrainStep:
         self._data_parallel.adopt(optimizer)
         self._pipeline = pipeline_of(model)
         self._experts = ExpertBalance(model, mesh)
+        self._norms = norm_groups_of(model)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
         self._train_mode = TrainMode(model)
@@ -120,6 +121,8 @@ class TrainStep:
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
         if not isinstance(scale, torch.Tensor):  # else there are no routers
             self._experts.begin(scale)
+        if self._norms is not None:
+            self._norms.begin()
         inside = self._inside(samples, dropout_key)
         if self._pipeline is not None:
             parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
@@ -131,6 +134,8 @@ class TrainStep:
         else:
             self._accumulate(microbatches, self._counted_loss(samples), scale, totals, inside, seeds)
         self._experts.start()
+        if self._norms is not None:
+            self._norms.start()
         if self.mesh["tp"].rank:
             totals[:2] = 0.0  # the ranks of tp see the same tokens: the first one counts them
         with self._meter.phase("reduce"):
@@ -177,7 +182,7 @@ class TrainStep:
         return self._data_parallel.held_gradients()
 
     def _inside(self, samples: list[SampleNumbers], key: int | None) -> Inside:
-        """For the number of a microbatch, what its forward runs inside of: where it draws dropout from, who counts."""
+        """For the number of a microbatch, what its forward runs inside of: which samples it has, who counts."""
         drops = drops_of(self.model)
         chosen = key if key is not None else 0 if drops is None else drops.next_key()
 
@@ -186,6 +191,8 @@ class TrainStep:
             with contextlib.ExitStack() as stack:
                 if drops is not None:
                     stack.enter_context(drops.microbatch(chosen, samples[index]))
+                if self._norms is not None:
+                    stack.enter_context(self._norms.microbatch(samples[index], index))
                 if samples[index].is_empty:
                     stack.enter_context(self._experts.leaving_out())
                 yield
@@ -256,7 +263,7 @@ class TrainStep:
             factor *= clip_factor(metrics.grad_norm, self.max_grad_norm)
             self._data_parallel.update(self.optimizer, factor)
             self._data_parallel.publish()
-        self._experts.finish(moved=metrics.skipped is None)
+        self._finish(moved=metrics.skipped is None)
         return metrics
 
     def _update_unread(self, numbers: torch.Tensor) -> StepMetrics:
@@ -272,10 +279,16 @@ class TrainStep:
             self._next_scale = torch.where(decision.is_finite, good.scale, bad.scale)
         self._data_parallel.update(self.optimizer, decision)
         self._data_parallel.publish()
-        self._experts.finish(moved=decision.is_taken)
+        self._finish(moved=decision.is_taken)
         nominal, then = self._nominal, replace(scale)
         self._unread = LateMetrics(lambda: StepMetrics.of_sums(decision.numbers, nominal, then))
         return self._unread
+
+    def _finish(self, moved: bool | torch.Tensor) -> None:
+        """Move what follows the batch and no gradient: biases of routers, running statistics."""
+        self._experts.finish(moved=moved)
+        if self._norms is not None:
+            self._norms.finish(moved=moved)
 
     def _reads_late(self) -> bool:
         """Whether the device decides about this step."""

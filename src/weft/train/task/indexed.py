@@ -79,7 +79,7 @@ def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collat
 def _own_microbatches(sample_at: Callable[[int], Any], share: Share, collate: Collate) -> list[Any]:
     """The rank's microbatches of a global batch, marked with the samples that they hold."""
     own = shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
-    cut = Microbatches.of_samples(sample_at, own, collate)
+    cut = Microbatches.of_samples(sample_at, own, collate, share.global_batch)
     return (cut.map(_pinned) if share.pin else cut).marked()
 
 

@@ -1,0 +1,7 @@
+"""Networks for images, with the parameter names of torchvision."""
+
+from __future__ import annotations
+
+from weft.models.vision.named_networks import IMAGE_MODELS, build_image_model
+
+__all__ = ["IMAGE_MODELS", "build_image_model"]
