@@ -62,7 +62,8 @@ def test_pictures_keep_their_distance(clock: list[float], tmp_path: Path) -> Non
     unfinished = tmp_path / f".loss.png.{Drawing.pid}.tmp"
     unfinished.touch()
     drawer.close()
-    assert Drawing.started[1].done and not unfinished.exists()
+    assert Drawing.started[1].done
+    assert not unfinished.exists()
     drawer.close()
 
 

@@ -14,7 +14,7 @@ from weft.comm import Ledger
 from weft.errors import WeftWarning
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.local_means import watch_local_means
+from weft.parallel.batch_statistics import watch_local_means
 from weft.spec.plan import Plan
 from weft.train import TrainStep
 from weft.train.script import Run

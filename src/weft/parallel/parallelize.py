@@ -10,14 +10,13 @@ from torch import nn
 from weft.errors import ModelError, WeftWarning
 from weft.memory import MOST_OF_HOST, Host, apply_recompute, offload_activations, offload_lines, open_host
 from weft.mesh import Mesh
+from weft.parallel.batch_statistics import group_norms, watch_local_means
 from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn_of_uncompiled
 from weft.parallel.context import apply_context, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
 from weft.parallel.layers import watch_indices
-from weft.parallel.local_means import watch_local_means
 from weft.parallel.local_tensors import Precision, grown, originals_of
-from weft.parallel.norm_groups import group_norms
 from weft.parallel.pipeline import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head

@@ -10,12 +10,12 @@ import hashlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.errors import DataError, ExtraError
+from weft.errors import DataError, MissingExtra
 
 #: Pixels of a picture above which it is taken for a mistake, or for a bomb: a few bytes that decode to gigabytes.
 MOST_PIXELS = 100_000_000
@@ -25,9 +25,10 @@ _LEAST_SHARE, _MOST_RATIO = 0.35, 4 / 3
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a picture is seen. side: of the square that is made of it, in pixels. crops: a random part in place of the middle.
+    """How a picture is seen.
 
-    mirrors: half of the pictures are mirrored.
+    side: of the square that is made of it, in pixels. crops: a random part is taken, in place of the middle. mirrors:
+    half of the pictures are mirrored.
     """
 
     side: int
@@ -35,16 +36,16 @@ class Look:
     mirrors: bool = False
 
 
-def pillow() -> ModuleType:
+def pillow() -> Any:
     """Return Pillow's Image module.
 
     Raises:
-        ExtraError: where Pillow is not installed.
+        MissingExtra: where Pillow is not installed.
     """
     try:
         from PIL import Image
     except ImportError as error:
-        raise ExtraError("pictures need Pillow. Install it: pip install 'weft-train[media]'") from error
+        raise MissingExtra("Pillow", "media", "a folder of pictures") from error
     return Image
 
 
@@ -61,14 +62,14 @@ def picture_size(path: Path) -> tuple[int, int]:
             with image.open(path) as picture:
                 width, height = picture.size
     except image.DecompressionBombError as error:
-        raise DataError(f"{path}: it has more than {MOST_PIXELS:,} pixels. Make it smaller, or take it away.") from error
+        raise DataError(f"{path}: it has more than {MOST_PIXELS:,} pixels. Make it smaller, or delete it.") from error
     except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{path}: it cannot be read as a picture ({error}). Repair it, or take it away.") from error
+        raise DataError(f"{path}: it cannot be read as a picture ({error}). Repair it, or delete it.") from error
     if not width * height:
-        raise DataError(f"{path}: it has {width} x {height} pixels. Take it away.")
+        raise DataError(f"{path}: it has {width} x {height} pixels. Delete it.")
     if width * height > MOST_PIXELS:
         raise DataError(
-            f"{path}: it has {width} x {height} pixels, more than {MOST_PIXELS:,}. Make it smaller, or take it away."
+            f"{path}: it has {width} x {height} pixels, more than {MOST_PIXELS:,}. Make it smaller, or delete it."
         )
     return width, height
 
@@ -98,7 +99,7 @@ def read_picture(path: Path, look: Look, key: tuple[int | str, ...] = ()) -> NDA
                 picture.draft("RGB", (int(width * scale) or 1, int(height * scale) or 1))
                 seen = _rgb(picture, image)
     except (OSError, ValueError, SyntaxError, EOFError, image.DecompressionBombError) as error:
-        raise DataError(f"{path}: its pixels cannot be decoded ({error}). Repair it, or take it away.") from error
+        raise DataError(f"{path}: its pixels cannot be decoded ({error}). Repair it, or delete it.") from error
     across, down = seen.width / width, seen.height / height
     box = (left * across, top * down, right * across, bottom * down)
     square = seen.resize((look.side, look.side), image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
@@ -108,17 +109,17 @@ def read_picture(path: Path, look: Look, key: tuple[int | str, ...] = ()) -> NDA
     return np.ascontiguousarray(pixels)
 
 
-def _rgb(picture: object, image: ModuleType) -> object:
+def _rgb(picture: Any, image: Any) -> Any:
     """Three channels of 8 bits, on white."""
-    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:  # type: ignore[attr-defined]
-        layer = picture.convert("RGBA")  # type: ignore[attr-defined]
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        layer = picture.convert("RGBA")
         ground = image.new("RGBA", layer.size, (255, 255, 255, 255))
         return image.alpha_composite(ground, layer).convert("RGB")
-    if picture.mode.startswith("I;16") or picture.mode == "I":  # type: ignore[attr-defined]
+    if picture.mode.startswith("I;16") or picture.mode == "I":
         wide = np.asarray(picture, dtype=np.float64)
         top = 65535.0 if wide.max(initial=0.0) > 255 else 255.0
         return image.fromarray((wide / top * 255.0).clip(0, 255).astype(np.uint8)).convert("RGB")
-    return picture.convert("RGB")  # type: ignore[attr-defined]
+    return picture.convert("RGB")
 
 
 def _middle(width: int, height: int) -> tuple[float, float, float, float]:

@@ -15,7 +15,7 @@ Norm = Callable[[int], nn.Module]
 
 @dataclass(frozen=True, slots=True)
 class ResNetSpec:
-    """A residual network. depths: blocks of each of the four stages. is_wide: blocks are bottlenecks, four times as wide."""
+    """A residual network. depths: blocks of the four stages. is_wide: their output has four times the channels."""
 
     depths: tuple[int, int, int, int]
     is_wide: bool
@@ -50,7 +50,7 @@ class PlainBlock(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """A 3x3 convolution between two of 1x1, the last of which has four times the channels; the 3x3 one has the stride."""
+    """A 3x3 convolution with the stride, between two of 1x1, the last of which has four times the channels."""
 
     expansion = 4
 

@@ -160,6 +160,8 @@ class BuiltCase(SampleCase):
             data = samples_with_images(model, count, given.global_batch, given.seq_len, given.seed)
         self._built, self._forward, self._data, self._task = model, forward, data, task
         self._loss_fn, self._vocab_size, self._optimizer = loss_fn, vocab_size, subject.optimizer
+        has_norms = any(isinstance(module, BATCH_NORMS) for module in model.modules())
+        self.norm_group = subject.settings.global_batch if has_norms else 0
         self.notes = _quieten(model)
         if subject.settings.dtype == "float64":
             _loop_over_experts(model)
@@ -299,7 +301,7 @@ def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
 
 
 def _quieten(model: nn.Module) -> list[str]:
-    """Take out what draws random numbers, and say so; say what cannot be equal under any plan."""
+    """Take out what draws random numbers, and say so; say what is compared of batch norms."""
     notes = []
     dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS) and module.p]
     for module in dropouts:
@@ -307,7 +309,10 @@ def _quieten(model: nn.Module) -> list[str]:
     if dropouts:
         notes.append(f"dropout of {len(dropouts)} modules is off: plain PyTorch draws other random numbers")
     if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
-        notes.append("the model has batch norms, which use the statistics of one rank's microbatch, so plans differ")
+        notes.append(
+            "batch norms take the statistics of the whole global batch, as PyTorch alone does; a plan with several "
+            "microbatches cannot, and is refused"
+        )
     return notes
 
 

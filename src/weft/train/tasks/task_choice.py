@@ -15,6 +15,11 @@ from weft.train.task import Task
 #: Sections and settings that mean something to the decoder on text, and to tasks that say so.
 _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 
+#: Of the tasks that have a name.
+_CLASSES = {
+    "classify_images": "weft.train.tasks.image_class_task:ImageClassTask",
+}
+
 
 def find_task(config: RunConfig) -> Task:
     """Return the config's task.
@@ -39,7 +44,7 @@ def find_task(config: RunConfig) -> Task:
 
 def _found(name: str) -> type[Task]:
     try:
-        made = named_object(name)
+        made = named_object(_CLASSES.get(name, name))
     except Exception as error:  # code of the user's may raise anything
         why = f"{type(error).__name__}: {error}"
         _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")

@@ -24,9 +24,12 @@ _OWN_LOSS = "_weft_own_loss"
 
 
 def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> None:
-    """Warn of batch norm now, and of a loss that is a mean when a loop of the user's own goes back through it.
+    """Watch for batch norm now, and for a loss that is a mean when a loop of the user's own goes back through it.
 
-    groups_norms: batch norms take the statistics of groups, so they are the same under every plan.
+    Args:
+        model: before or after it was laid out.
+        mesh: of the ranks.
+        groups_norms: batch norms take the statistics of groups, so they are the same under every plan.
     """
     if not groups_norms:
         _warn_of_batch_norm(model, mesh)
@@ -150,7 +153,7 @@ def is_hugging_face_output(output: Any) -> bool:
 
 
 def count_of_hugging_face(output: Any) -> str:
-    """Python that counts the labels which the model's own loss is a mean over."""
+    """Write Python that counts the labels which the model's own loss is a mean over."""
     labels = 'batch["labels"][:, 1:]' if _shifts(output) else 'batch["labels"]'
     logits = output.get("logits")
     if logits is not None and logits.ndim < 3:

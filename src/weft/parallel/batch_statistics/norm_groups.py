@@ -15,27 +15,22 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from weft.comm import Pending, all_gather, all_reduce, start_all_reduce
+from weft.comm import Pending, start_all_reduce
 from weft.errors import ModelError
 from weft.mesh import Axis, Mesh
-from weft.models import BATCH_NORMS
 from weft.parallel.randomness import SampleNumbers
-from weft.private_torch import Function, uncompiled
 from weft.spec import shares
-from weft.structure import become, repeated_blocks
 
-_ATTRIBUTE = "_weft_norm_groups"
+ATTRIBUTE = "_weft_norm_groups"
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class GroupCut:
     """How the groups of one microbatch lie.
 
     index: of the microbatch in the step. samples: this rank's. first: the number of the first group that has samples in
@@ -58,7 +53,7 @@ class NormGroups:
         self.size = size
         self.norms: list[nn.Module] = []
         self._mesh = mesh
-        self._cut: Cut | None = None
+        self._cut: GroupCut | None = None
         #: Of each norm, by microbatch: sums of means and variances over the groups that begin on this rank, and how
         #: many these are, (2C + 1,).
         self._seen: dict[int, dict[int, Tensor]] = {}
@@ -87,7 +82,7 @@ class NormGroups:
         return self._at(self._cut)
 
     @contextlib.contextmanager
-    def _at(self, cut: Cut | None) -> Iterator[None]:
+    def _at(self, cut: GroupCut | None) -> Iterator[None]:
         before, self._cut = self._cut, cut
         try:
             yield
@@ -95,7 +90,7 @@ class NormGroups:
             self._cut = before
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> GroupCut:
         """How groups lie in what is computed now."""
         if self._cut is None:
             raise ModelError(
@@ -104,7 +99,7 @@ class NormGroups:
             )
         return self._cut
 
-    def _cut_of(self, samples: SampleNumbers, index: int) -> Cut:
+    def _cut_of(self, samples: SampleNumbers, index: int) -> GroupCut:
         size, data, parts = self.size, self._mesh.data, self._mesh.plan.microbatches_per_step
         numbers, num_ranks = samples.numbers, data.size
         count = len(numbers) * num_ranks * parts if samples.total is None else samples.total
@@ -121,15 +116,15 @@ class NormGroups:
             )
         alone = count % size == 1 or size == 1
         if all(_on_borders(run, size, count) for run in runs):
-            return Cut(index, samples, own.start // size, max(1, -(-len(own) // size)), None, alone)
+            return GroupCut(index, samples, own.start // size, max(1, -(-len(own) // size)), None, alone)
         axis = self._sharing(len(own), count % (num_ranks * parts) == 0)
         among = (
             runs if axis is data else [runs[data.rank // axis.size * axis.size + place] for place in range(axis.size)]
         )
         first = among[0].start // size
-        return Cut(index, samples, first, -(-(among[-1].stop - first * size) // size), axis, alone)
+        return GroupCut(index, samples, first, -(-(among[-1].stop - first * size) // size), axis, alone)
 
-    def _own_alone(self, samples: SampleNumbers, index: int, count: int) -> Cut:
+    def _own_alone(self, samples: SampleNumbers, index: int, count: int) -> GroupCut:
         """Of samples that lie elsewhere than Weft puts them: fine where they are whole groups."""
         numbers = samples.numbers
         is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1)) if numbers else False
@@ -138,11 +133,13 @@ class NormGroups:
                 f"norm_group={self.size}: this rank's microbatch holds parts of groups, and Weft does not know where "
                 "the other parts are. Pass the DataLoader through run.shard, which deals out samples in order."
             )
-        return Cut(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None)
+        return GroupCut(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None)
 
     def _sharing(self, rows: int, is_even: bool) -> Axis:
         """The ranks among which groups lie: as few as there are where all ranks have equally many samples."""
         data, plan = self._mesh.data, self._mesh.plan
+        if rows * data.size == self.size:
+            return data
         if is_even and rows and self.size % rows == 0 and data.size % (ranks := self.size // rows) == 0:
             inner = plan.dp_shard
             names = (f"dp_shard/{ranks}",) if inner % ranks == 0 else (f"dp_replicate/{ranks // inner}", "dp_shard")
@@ -214,7 +211,7 @@ def _on_borders(run: range, size: int, count: int) -> bool:
     return not run or (run.start % size == 0 and (run.stop % size == 0 or run.stop == count))
 
 
-def _begins(cut: Cut, size: int) -> list[float]:
+def _begins(cut: GroupCut, size: int) -> list[float]:
     """For each group of a microbatch, 1 where its first sample is this rank's: there it is counted."""
     numbers = cut.samples.numbers
     if not numbers:
@@ -223,146 +220,7 @@ def _begins(cut: Cut, size: int) -> list[float]:
     return [float((cut.first + group) * size in own) for group in range(cut.num_groups)]
 
 
-class GroupedBatchNorm(nn.Module):
-    """nn.BatchNorm1d, 2d or 3d over groups of samples."""
-
-    _weft_groups: NormGroups
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape. x: (N, C, ...)."""
-        groups = self._weft_groups
-        # Frozen statistics are those of evaluation; what was unpickled away from its ranks is a plain norm.
-        if not self.training or groups is None:
-            return super().forward(x)
-        return _normalise(self, groups, x)
-
-
-@uncompiled
-def _normalise(norm: Any, groups: NormGroups, x: Tensor) -> Tensor:
-    norm._check_input_dim(x)
-    cut = groups.cut
-    if cut.axis is None and cut.samples.is_empty:  # a stand-in: its rows count for nothing, whatever they are
-        return F.batch_norm(x, x.new_zeros(x.shape[1]), x.new_ones(x.shape[1]), norm.weight, norm.bias)
-    rows = _rows_of_groups(cut, groups.size, x.shape[0])
-    if cut.ends_alone and 1 in rows and x[0].numel() == x.shape[1]:
-        raise ModelError(
-            f"norm_group={groups.size}: a group of the global batch is one sample, with one value per channel, which "
-            "has no variance. Use a global batch that is a multiple of norm_group, and drop_last=True in the loader."
-        )
-    if cut.axis is None:
-        outputs = [_plain(norm, part) for part in x.split(rows)]
-        out = torch.cat([one for one, _, _ in outputs]) if len(outputs) > 1 else outputs[0][0]
-        mean, var = (torch.stack([one[place] for one in outputs]) for place in (1, 2))
-    else:
-        is_counted = not cut.samples.is_empty
-        out, mean, var = _Shared.apply(x, norm.weight, norm.bias, rows, cut.axis, norm.eps, is_counted)
-    if norm.track_running_stats:
-        groups.see(norm, mean.detach(), var.detach())
-    return out
-
-
-def _plain(norm: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One whole group by torch's own kernel; with its mean and variance, as running statistics take them."""
-    own = {"dtype": torch.float64 if x.dtype is torch.float64 else torch.float32, "device": x.device}
-    mean, var = torch.zeros(norm.num_features, **own), torch.ones(norm.num_features, **own)
-    return F.batch_norm(x, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps), mean, var
-
-
-def _rows_of_groups(cut: Cut, size: int, count: int) -> tuple[int, ...]:
-    """How many of `count` rows each group has here."""
-    numbers = cut.samples.numbers
-    if not numbers:
-        return (count,) + (0,) * (cut.num_groups - 1)  # a stand-in, which is normalised with some group and not counted
-    per_sample = cut.samples.rows_of_each(count)
-    if per_sample is None:
-        raise ModelError(
-            f"norm_group={size}: a batch norm got {count} rows for {len(numbers)} samples, and Weft cannot tell which "
-            "belong to which. Give every sample equally many rows, or normalise with GroupNorm."
-        )
-    rows = [0] * cut.num_groups
-    for number, many in zip(numbers, per_sample, strict=True):
-        rows[number // size - cut.first] += many
-    return tuple(rows)
-
-
-class _Shared(Function):
-    """Groups that lie on the ranks of an axis: mean and variance by the parallel formula of Chan et al. 1979."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rows: tuple[int, ...],
-        axis: Axis,
-        eps: float,
-        is_counted: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-        wide = x.to(dtype)
-        own = torch.stack([_moments(part, is_counted) for part in wide.split(rows)])  # (G, 1 + 2C)
-        all_KG = all_gather(own.contiguous(), axis).view(axis.size, *own.shape)
-        num_KG, mean_KGC, m2_KGC = all_KG[..., :1], *all_KG[..., 1:].chunk(2, -1)
-        num_G = num_KG.sum(0).clamp(min=1)
-        mean_GC = (num_KG * mean_KGC).sum(0) / num_G
-        m2_GC = (m2_KGC + num_KG * (mean_KGC - mean_GC) ** 2).sum(0)
-        scale_GC = torch.rsqrt(m2_GC / num_G + eps)
-        hat = (wide - _spread(mean_GC, rows, x)) * _spread(scale_GC, rows, x)
-        out = hat if weight is None else hat * _channels(weight, x).to(dtype)
-        out = out if bias is None else out + _channels(bias, x).to(dtype)
-        ctx.save_for_backward(x, weight, mean_GC, scale_GC, num_G)
-        ctx.rows, ctx.axis, ctx.is_counted, ctx.has_bias = rows, axis, is_counted, bias is not None
-        unbiased_GC = m2_GC / (num_G - 1).clamp(min=1)
-        ctx.mark_non_differentiable(mean_GC, unbiased_GC)
-        return out.to(x.dtype), mean_GC, unbiased_GC
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean_GC, scale_GC, num_G = ctx.saved_tensors
-        rows, dtype = ctx.rows, mean_GC.dtype
-        grad, inner = grads[0].to(dtype), [dim for dim in range(x.ndim) if dim != 1]
-        scale = _spread(scale_GC, rows, x)
-        hat = (x.to(dtype) - _spread(mean_GC, rows, x)) * scale
-        grad_weight = None if weight is None else (grad * hat).sum(inner).to(weight.dtype)
-        grad_bias = grad.sum(inner).to(x.dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        if weight is not None:
-            grad = grad * _channels(weight, x).to(dtype)
-        parts = zip(grad.split(rows), (grad * hat).split(rows), strict=True)
-        sums = torch.stack([torch.stack([one.sum(inner), other.sum(inner)]) for one, other in parts])  # (G, 2, C)
-        mean_G2C = all_reduce(sums, ctx.axis) / num_G[:, None]
-        if ctx.is_counted:  # a stand-in's rows are in no group's statistics
-            first, second = mean_G2C.unbind(1)
-            grad = grad - _spread(first, rows, x) - hat * _spread(second, rows, x)
-        return (grad * scale).to(x.dtype), grad_weight, grad_bias, None, None, None, None
-
-
-def _moments(x: Tensor, is_counted: bool) -> Tensor:
-    """(N, C, ...) to the number of values, mean and sum of squared distances of each channel, (1 + 2C,)."""
-    num = x.numel() // x.shape[1] if is_counted else 0
-    if not num:
-        return x.new_zeros(1 + 2 * x.shape[1])
-    var, mean = torch.var_mean(x, [dim for dim in range(x.ndim) if dim != 1], correction=0)
-    return torch.cat([x.new_full((1,), num), mean, var * num])
-
-
-def _spread(per_GC: Tensor, rows: Sequence[int], x: Tensor) -> Tensor:
-    """Values of each group for each row of x, to be broadcast: (1 or N, C, 1, ...)."""
-    if len(rows) > 1:
-        per_GC = per_GC[_group_of_rows(tuple(rows)).to(x.device)]
-    return per_GC.view(*per_GC.shape, *[1] * (x.ndim - 2))
-
-
-@lru_cache(maxsize=64)
-def _group_of_rows(rows: tuple[int, ...]) -> Tensor:
-    return torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))
-
-
-def _channels(per_C: Tensor, x: Tensor) -> Tensor:
-    return per_C.view(1, -1, *[1] * (x.ndim - 2))
-
-
-class _Both:
+class TwoStates:
     """Two states that a replay needs."""
 
     def __init__(self, *states: Any):
@@ -380,31 +238,6 @@ class _Both:
         return self._inside([state.travelling() for state in self._states])
 
 
-def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
-    """Let the model's batch norms take the statistics of groups of `size` samples, in place. None: it has none.
-
-    Call it when the model has been cut, after dropout was made to follow positions and before recompute.
-
-    Raises:
-        ModelError: for a size below 1.
-    """
-    if size < 1:
-        raise ModelError(f"norm_group={size}: it is a number of samples. Use 1 or more, such as 32.")
-    found = {path: module for path, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
-    if not found:
-        return None
-    groups = NormGroups(mesh, size)
-    for module in found.values():
-        become(module, GroupedBatchNorm, groups=groups)
-        groups.norms.append(module)
-    for block in (repeated_blocks(model) or {"": model}).values():
-        if any(isinstance(module, GroupedBatchNorm) for module in block.modules()):
-            state = getattr(block, "_weft_travels", None)
-            block._weft_travels = groups if state is None else _Both(state, groups)  # type: ignore[assignment]
-    setattr(model, _ATTRIBUTE, groups)
-    return groups
-
-
 def norm_groups_of(model: nn.Module) -> NormGroups | None:
     """Return what `group_norms` made for this model."""
-    return getattr(model, _ATTRIBUTE, None)
+    return getattr(model, ATTRIBUTE, None)

@@ -1,0 +1,137 @@
+"""Folders of pictures, one for each class: `cats/1.png`, `dogs/2.jpg`. Found once, by names and headers alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.data.media.pixels import picture_size
+from weft.errors import DataError
+from weft.units import format_count
+
+#: Suffixes of files that are looked at; what is in them decides.
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+#: More unreadable pictures than this share stop a run.
+MOST_BAD = 0.01
+#: Threads that read headers: they wait for the disk.
+_THREADS = 8
+_CHUNK = 512
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ClassFolder:
+    """Pictures below a folder, in order of their names.
+
+    root: the folder. classes: names of its folders, in order. paths: of the pictures, relative to it. labels: of each
+    picture, the number of its class. unreadable: what was left out, with the reason.
+    """
+
+    root: str
+    classes: tuple[str, ...]
+    paths: tuple[str, ...]
+    labels: tuple[int, ...]
+    unreadable: tuple[str, ...] = ()
+
+    def format(self) -> str:
+        """Return it as text that `parse` reads."""
+        return json.dumps(
+            {
+                "root": self.root,
+                "classes": self.classes,
+                "paths": self.paths,
+                "labels": self.labels,
+                "unreadable": self.unreadable,
+            }
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> ClassFolder:
+        """Read what `format` wrote.
+
+        Raises:
+            DataError: for another text.
+        """
+        try:
+            found = json.loads(text)
+            names = ("classes", "paths", "labels", "unreadable")
+            return cls(str(found["root"]), *(tuple(found[name]) for name in names))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"pictures.json: it is damaged ({error}). Delete it to have the pictures found again."
+            ) from error
+
+    def part(self, chosen: Sequence[int]) -> ClassFolder:
+        """Return the pictures of these places alone."""
+        paths, labels = tuple(self.paths[i] for i in chosen), tuple(self.labels[i] for i in chosen)
+        return ClassFolder(self.root, self.classes, paths, labels)
+
+    def file(self, index: int) -> Path:
+        """Return where a picture lies."""
+        return Path(self.root) / self.paths[index]
+
+
+def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) -> ClassFolder:
+    """Find the pictures of a folder of classes, and leave out those whose header cannot be read.
+
+    Args:
+        root: the folder; each folder in it is a class, and may hold folders.
+        report: told of (pictures looked at, all of them).
+
+    Raises:
+        DataError: where there is no such folder, a class has no picture, there is one class alone, or more than 1 % of
+            the pictures cannot be read.
+    """
+    if not root.is_dir():
+        raise DataError(f"data={root}: there is no such folder. Give one that has a folder of pictures for each class.")
+    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    if len(classes) < 2:
+        raise DataError(
+            f"data={root}: its folders are the classes, and it has {len(classes)}. Give a folder with 2 or more."
+        )
+    found = [(path, label) for label, name in enumerate(classes) for path in _files(root, root / name)]
+    empty = set(range(len(classes))) - {label for _, label in found}
+    if empty:
+        raise DataError(
+            f"data={root}: class {classes[min(empty)]!r} has no picture. Add some, or take the folder away. Suffixes: "
+            f"{', '.join(SUFFIXES)}."
+        )
+    reasons: list[str | None] = []
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for start in range(0, len(found), _CHUNK):
+            reasons += pool.map(lambda one: _unreadable(root, one[0]), found[start : start + _CHUNK])
+            if report is not None:
+                report(len(reasons), len(found))
+    bad = tuple(reason for reason in reasons if reason is not None)
+    if len(bad) > MOST_BAD * len(found):
+        shown = "; ".join(bad[:_SHOWN])
+        raise DataError(
+            f"data={root}: {len(bad)} of {format_count(len(found))} pictures cannot be read, more than {MOST_BAD:.0%}. "
+            f"The first: {shown}"
+        )
+    good = [one for one, reason in zip(found, reasons, strict=True) if reason is None]
+    paths = tuple(path.relative_to(root).as_posix() for path, _ in good)
+    return ClassFolder(str(root.absolute()), tuple(classes), paths, tuple(label for _, label in good), bad)
+
+
+def _files(root: Path, folder: Path) -> Iterator[Path]:
+    for place, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
+                yield Path(place) / name
+
+
+def _unreadable(root: Path, path: Path) -> str | None:
+    """Why a picture is left out; None: it is not."""
+    try:
+        if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
+            return f"{path}: it links out of the folder"
+        picture_size(path)
+    except DataError as error:
+        return str(error)
+    return None

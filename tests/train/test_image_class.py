@@ -1,0 +1,147 @@
+"""`task = "classify_images"`: a folder of classes, a network by name, the same numbers under every plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from tests.data.pictures import class_folder
+from weft.errors import ConfigError, DataError, ModelError
+from weft.models.vision import IMAGE_MODELS, build_image_model
+from weft.spec import RunConfig
+from weft.train import prepare_run, run_rank
+from weft.train.tasks import find_task
+
+#: Parameters of torchvision's networks with 1000 classes.
+PUBLISHED = {
+    "resnet18": 11_689_512,
+    "resnet34": 21_797_672,
+    "resnet50": 25_557_032,
+    "vgg11": 132_863_336,
+    "vgg11_bn": 132_868_840,
+    "vgg16": 138_357_544,
+    "vgg16_bn": 138_365_992,
+}
+
+
+def test_networks_are_the_published_ones():
+    assert set(IMAGE_MODELS) == {*PUBLISHED}
+    for name, count in PUBLISHED.items():
+        with torch.device("meta"):
+            model = build_image_model(name, 1000, 224)
+        assert sum(param.numel() for param in model.parameters()) == count, name
+        assert model(torch.zeros(2, 3, 224, 224, device="meta")).shape == (2, 1000)
+    names = dict(build_image_model("resnet50", 10, 32).named_parameters())
+    assert {"conv1.weight", "layer1.0.downsample.1.bias", "layer4.2.bn3.weight", "fc.bias"} <= names.keys()
+    assert {"features.0.weight", "classifier.6.bias"} <= dict(
+        build_image_model("vgg11", 10, 32).named_parameters()
+    ).keys()
+    with pytest.raises(
+        ModelError, match=r"^model=resnet19: Weft has no network of that name\. Did you mean 'resnet18'\?"
+    ):
+        build_image_model("resnet19", 10, 32)
+
+
+def config(folder: Path, **options) -> RunConfig:
+    options = {"data": str(class_folder(folder / "pictures")), "side": 16, "model": "vgg11_bn"} | options
+    return RunConfig.model_validate(
+        {
+            "plan": "dp_replicate=1",
+            "task": {"name": "classify_images", "options": options},
+            "run": {"name": "run", "dir": str(folder)},
+            "train": {"steps": 3, "global_batch": 3, "norm_group": 3},
+            "eval": {"every": 0, "batches": 1},
+            "checkpoint": {"every": 0},
+            "launch": {"device": "cpu"},
+        }
+    )
+
+
+def test_samples_follow_from_seed_epoch_and_index(tmp_path: Path):
+    task = find_task(config(tmp_path, holdout=0.2))
+    train, held = task.samples("train"), task.samples("eval")
+    assert (len(train), len(held)) == (14, 4)
+    assert (train.in_epoch(0, 3)[0] == train[3][0]).all()
+    assert any((train.in_epoch(0, index)[0] != train.in_epoch(1, index)[0]).any() for index in range(3))
+    assert (held.in_epoch(0, 1)[0] == held.in_epoch(5, 1)[0]).all()  # what is evaluated stays the same
+    pixels, labels = task.collate([train[0], train[1]])
+    assert pixels.shape == (2, 3, 16, 16)
+    assert pixels.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    batches = [task.batches(share(rank)).batches(2) for rank in range(2)]
+    assert sum(len(labels) for rank in batches for _, labels in rank) == 3
+
+
+def share(rank: int):
+    from weft.train.task import Share
+
+    return Share(global_batch=3, rank=rank, size=2)
+
+
+def test_published_weights_fill_all_but_a_head_of_other_classes(tmp_path: Path):
+    torch.manual_seed(1)
+    published = build_image_model("resnet18", 1000, 32).state_dict()
+    save_file(published, tmp_path / "resnet18.safetensors")
+    task = find_task(config(tmp_path, model="resnet18", side=32, weights=str(tmp_path / "resnet18.safetensors")))
+    model = task.build()
+    assert torch.equal(model.layer3[0].conv1.weight, published["layer3.0.conv1.weight"])
+    assert model.fc.weight.shape == (3, 512)
+    assert task.shapes().fc.weight.device.type == "meta"
+    del published["layer1.0.conv1.weight"]
+    save_file(published, tmp_path / "resnet18.safetensors")
+    with pytest.raises(ModelError, match=r"layer1\.0\.conv1\.weight is missing\. Give the weights of the same network"):
+        task.build()
+    with pytest.raises(ModelError, match=r"weights=x\.pth: Weft reads safetensors alone\. Convert it"):
+        find_task(config(tmp_path / "b", weights="x.pth")).build()
+
+
+REFUSED = {
+    "task.options.side=big: classify_images takes a whole number. Use such a value.": {"side": "big"},
+    "task.options.colour: classify_images has no such option. It takes data, eval": {"colour": 1},
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_wrong_option_is_refused(tmp_path: Path, text: str):
+    with pytest.raises(ConfigError) as caught:
+        find_task(config(tmp_path, **REFUSED[text]))
+    assert text in str(caught.value)
+
+
+def test_two_folders_must_have_the_same_classes(tmp_path: Path):
+    other = class_folder(tmp_path / "held")
+    (other / "red").rename(other / "rouge")
+    task = find_task(config(tmp_path, eval=str(other)))
+    with pytest.raises(DataError, match=r"eval=.*: class 'red' is in one of the two folders only\. Give both the same"):
+        task.samples("eval")
+
+
+def test_a_run_trains_evaluates_and_goes_on_with_its_own_pictures(tmp_path: Path):
+    made = config(tmp_path, holdout=0.2)
+    folder = prepare_run(made)
+    result = run_rank(folder)
+    assert result.reason == "finished"
+    events = [json.loads(line) for line in folder.events.read_text().splitlines()]
+    [evaluated] = [event for event in events if event["event"] == "eval"]
+    assert 0.0 <= evaluated["accuracy"] <= evaluated["top5"] == 1.0  # of three classes
+    # A picture that came later is not part of this run.
+    (tmp_path / "pictures" / "red" / "new.png").write_bytes((tmp_path / "pictures" / "red" / "0.png").read_bytes())
+    longer = made.model_copy(update={"train": made.train.model_copy(update={"steps": 4})})
+    again = prepare_run(longer)
+    assert "new.png" not in (again.path / "pictures.json").read_text()
+    assert run_rank(again).step == 4
+    moved = longer.model_copy(
+        update={"task": longer.task.model_copy(update={"options": longer.task.options | {"data": str(tmp_path)}})}
+    )
+    with pytest.raises((ConfigError, DataError, Exception), match=r"this run trains on|another run"):
+        prepare_run(moved)
+
+
+def test_norms_are_batch_norms():
+    assert any(isinstance(module, nn.BatchNorm2d) for module in build_image_model("vgg11_bn", 3, 16).modules())
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in build_image_model("vgg11", 3, 16).modules())
