@@ -45,7 +45,9 @@ class IndexedBatches:
 
     def _at(self, place: int) -> Any:
         epoch, rest = divmod(place, len(self._samples))
-        return self._samples[permutation(len(self._samples), "task", self._seed, epoch)(rest)]
+        index = permutation(len(self._samples), "task", self._seed, epoch)(rest)
+        in_epoch = getattr(self._samples, "in_epoch", None)
+        return self._samples[index] if in_epoch is None else in_epoch(epoch, index)
 
 
 class _EvalBatches:

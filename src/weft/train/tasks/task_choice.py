@@ -15,6 +15,13 @@ from weft.train.task import Task
 #: Sections and settings that mean something to the decoder on text, and to tasks that say so.
 _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 
+#: Of the tasks that have a name.
+_CLASSES = {
+    "masked_lm": "weft.train.tasks.tuned:MaskedTask", "classify_text": "weft.train.tasks.tuned:TextClassTask",
+    "classify_tokens": "weft.train.tasks.tuned:TokenClassTask", "seq2seq": "weft.train.tasks.tuned:Seq2SeqTask",
+    "embed": "weft.train.tasks.tuned:EmbedTask",
+}  # fmt: skip
+
 
 def find_task(config: RunConfig) -> Task:
     """Return the config's task.
@@ -39,7 +46,7 @@ def find_task(config: RunConfig) -> Task:
 
 def _found(name: str) -> type[Task]:
     try:
-        made = named_object(name)
+        made = named_object(_CLASSES.get(name, name))
     except Exception as error:  # code of the user's may raise anything
         why = f"{type(error).__name__}: {error}"
         _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")
