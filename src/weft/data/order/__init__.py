@@ -15,6 +15,7 @@ __all__ = [
     "SampleStream",
     "SampleView",
     "ShardedLoader",
+    "derive_key",
     "marked",
     "permutation",
     "rows_of",
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from weft.data.order.loader import Batch, EvalBatches, Loader, Prefetch
     from weft.data.order.packing import write_plan
     from weft.data.order.preview import SampleView, marked, view_sample, visible
-    from weft.data.order.sample_order import permutation
+    from weft.data.order.sample_order import derive_key, permutation
     from weft.data.order.sample_rows import rows_of
     from weft.data.order.sharded import ShardedLoader
     from weft.data.order.stream import Sample, SampleStream
@@ -43,6 +44,7 @@ __getattr__ = loads(
         "SampleStream": ".stream",
         "SampleView": ".preview",
         "ShardedLoader": ".sharded",
+        "derive_key": ".sample_order",
         "marked": ".preview",
         "permutation": ".sample_order",
         "rows_of": ".sample_rows",

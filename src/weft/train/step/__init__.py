@@ -16,6 +16,7 @@ __all__ = [
     "Microbatches",
     "StepMetrics",
     "TrainStep",
+    "WholeBatchLoss",
     "call_model",
     "evaluate",
     "from_loader",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from weft.train.step.oom import live_bytes
     from weft.train.step.step_metrics import StepMetrics
     from weft.train.step.train_step import ForwardFn, TrainStep
+    from weft.train.step.whole_batch import WholeBatchLoss
 
 __getattr__ = loads(
     __name__,
@@ -40,6 +42,7 @@ __getattr__ = loads(
         "Microbatches": ".microbatches",
         "StepMetrics": ".step_metrics",
         "TrainStep": ".train_step",
+        "WholeBatchLoss": ".whole_batch",
         "call_model": ".forward",
         "evaluate": ".evaluation",
         "from_loader": ".microbatches",

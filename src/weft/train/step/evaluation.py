@@ -18,6 +18,7 @@ from weft.train.engine import Evaluation
 from weft.train.step.loss_check import LossFn
 from weft.train.step.microbatches import Microbatches
 from weft.train.step.train_step import ForwardFn
+from weft.train.step.whole_batch import GatheredFeatures, WholeBatchLoss
 from weft.train.task import Task
 
 
@@ -41,10 +42,38 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
             for place, name in enumerate(task.sum_names, 2):
                 totals[place] += found[name]
 
-    _each_output(model, batches, mesh, task.loss, task.forward, add)
+    if isinstance(task.loss, WholeBatchLoss):
+        _compare_all(model, batches, mesh, task, totals)
+    else:
+        _each_output(model, batches, mesh, task.loss, task.forward, add)
     loss_sum, count, *sums = all_reduce(totals, _counted(mesh)).tolist()
     named = {"loss": loss_sum, "count": count, **dict(zip(task.sum_names, sums, strict=True))}
     return Evaluation(loss_sum / max(count, 1.0), round(count), dict(task.measure(named)))
+
+
+@torch.no_grad()
+def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task, totals: torch.Tensor) -> None:
+    """Add to `totals` what this rank's samples give: losses within their global batch, scores within the whole set."""
+    loss: Any = task.loss
+    every, parts = GatheredFeatures(mesh.data), list[GatheredFeatures]()
+    per_batch = mesh.plan.microbatches_per_step
+
+    def add(output: Any, local: Any) -> None:
+        del local
+        if not parts or parts[-1].num_added == per_batch:
+            parts.append(GatheredFeatures(mesh.data))
+        parts[-1].add(output)
+        every.take(parts[-1])
+
+    _each_output(model, batches, mesh, loss, task.forward, add)
+    for part in parts:
+        loss_sum, count = part.compared(loss.compare)
+        totals[0] += loss_sum
+        totals[1] += count
+    if parts and loss.score is not None:
+        found = every.compared(loss.score)
+        for place, name in enumerate(task.sum_names, 2):
+            totals[place] += found[name]
 
 
 def mean_loss(

@@ -32,6 +32,7 @@ from weft.train.step.microbatches import Microbatches, microbatches_of, samples_
 from weft.train.step.oom import explains_memory
 from weft.train.step.step_metrics import LateMetrics, StepMetrics, to_mean
 from weft.train.step.unsharded import fingerprint, warn_if_alike
+from weft.train.step.whole_batch import BatchGradient, WholeBatchLoss, expect_whole_batches
 from weft.train.step.whole_tensors import names_the_module
 
 #: (model, batch) -> output.
@@ -77,6 +78,9 @@ class TrainStep:
         self.wants_stop = self.has_trained = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
         self._loss = CheckedLoss(loss_fn, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
+        self._whole = loss_fn if isinstance(loss_fn, WholeBatchLoss) else None
+        if self._whole is not None:
+            expect_whole_batches(mesh.plan)
         trust_loss(model)
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
@@ -132,7 +136,7 @@ class TrainStep:
             with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
                 self._pipeline.step(work, self._meter)
         else:
-            self._accumulate(microbatches, self._counted_loss(samples), scale, totals, inside, seeds)
+            self._accumulate(microbatches, samples, scale, totals, inside, seeds)
         self._experts.start()
         if self._norms is not None:
             self._norms.start()
@@ -218,13 +222,16 @@ class TrainStep:
     def _accumulate(
         self,
         microbatches: list[Any],
-        loss: CountedLoss,
+        samples: list[SampleNumbers],
         scale: float | torch.Tensor,
         totals: torch.Tensor,
         inside: Inside,
         seeds: Sequence[int] | None,
     ) -> None:
         """Add each microbatch's gradients, loss sum and token count."""
+        loss = self._counted_loss(samples)
+        if self._whole is not None:
+            loss = self._compared(self._whole, microbatches, samples, inside, seeds)
         for index, whole in enumerate(microbatches):
             if seeds is not None:
                 torch.manual_seed(seeds[index])
@@ -239,6 +246,23 @@ class TrainStep:
                     totals[1] += num_tokens
                 with self._meter.phase("backward"):
                     (loss_sum * scale).backward()
+
+    def _compared(
+        self,
+        whole: WholeBatchLoss,
+        microbatches: list[Any],
+        samples: list[SampleNumbers],
+        inside: Inside,
+        seeds: Sequence[int] | None,
+    ) -> CountedLoss:
+        """The loss of a microbatch as a part of that of the global batch, whose features a first pass may find."""
+        batch = BatchGradient(whole, self.mesh, len(microbatches))
+        for index, microbatch in enumerate(microbatches) if batch.needs_first_pass else ():
+            if seeds is not None:
+                torch.manual_seed(seeds[index])
+            with torch.no_grad(), inside(index), self._experts.leaving_out(), self._meter.phase("forward"):
+                batch.add(self._forward(self.model, microbatch), counts=not samples[index].is_empty)
+        return lambda output, microbatch, index: batch.of(output, index, counts=not samples[index].is_empty)
 
     def _with_labels(self, model: nn.Module, microbatch: Any) -> Any:
         """Forward with a head that may give the loss at once."""

@@ -10,6 +10,7 @@ __all__ = [
     "DecoderTask",
     "IGNORE",
     "exported_tensors",
+    "fill_whole",
     "find_task",
     "generate_text",
     "is_exportable",
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from weft.train.tasks.decoder_sample import generate_text
     from weft.train.tasks.decoder_task import DecoderTask
     from weft.train.tasks.exported import exported_tensors, is_exportable, write_beside
-    from weft.train.tasks.published_weights import pretrained_source
+    from weft.train.tasks.published_weights import fill_whole, pretrained_source
     from weft.train.tasks.task_choice import find_task
 
 __getattr__ = loads(
@@ -33,6 +34,7 @@ __getattr__ = loads(
         "DecoderTask": ".decoder_task",
         "IGNORE": ".decoder_loss",
         "exported_tensors": ".exported",
+        "fill_whole": ".published_weights",
         "find_task": ".task_choice",
         "generate_text": ".decoder_sample",
         "is_exportable": ".exported",

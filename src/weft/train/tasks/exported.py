@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from weft.checkpoint.arrays import RawArray, block_of, tensor_of
 from weft.data import Tokenizer
 from weft.train.folder import RunFolder
 from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, data_of, decoder_of, tokenizer_of
+from weft.train.tasks.task_choice import find_task
 from weft.train.tasks.transformers_layout import layout_config, layout_tensors, write_tokenizer
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
@@ -38,14 +39,17 @@ def exported_tensors(folder: RunFolder, checkpoint: Checkpoint) -> Iterator[tupl
     if not base_of(folder).is_dir():
         yield from layout_tensors(decoder_of(folder), read)
         return
-    from weft.models import as_shapes
-    from weft.structure import hugging_face
-
-    with as_shapes(vectors=True):
-        model = hugging_face.causal_model(hugging_face.load_model_config(base_of(folder)))
+    model = shapes_of(folder)
     for name, entry in checkpoint.entries("model").items():
         if entry.same_as is None:
             yield from _as_published(model, name, read(name))
+
+
+def shapes_of(folder: RunFolder) -> Any:
+    """Return the model of a run on a pretrained folder, as its task builds it, without values."""
+    task = find_task(folder.config())
+    task.open(folder)
+    return task.shapes()
 
 
 def _as_published(model: Any, name: str, block: RawArray) -> Iterator[tuple[str, RawArray]]:
@@ -99,9 +103,18 @@ def _card(folder: RunFolder, checkpoint: Checkpoint) -> str:
         f"| batch | {config.train.global_batch} sequences of {config.train.seq_len} tokens |",
         f"| optimizer | {config.optimizer.name}, lr {config.optimizer.lr:g} |",
         *(f"| {name} | {value} |" for name, value in figures.items()), "",
-        "## Data", "", *(f"- {line}" for line in data_of(folder).summary), "",
+        "## Data", "", *(f"- {line}" for line in data_lines_of(folder)), "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def data_lines_of(folder: RunFolder) -> Sequence[str]:
+    """Return what a run's folder says of its data, a line for each part."""
+    if (folder.path / "data.json").is_file():
+        return data_of(folder).summary
+    task = find_task(folder.config())
+    task.open(folder)
+    return task.data_lines()
 
 
 def _last_figures(folder: RunFolder, step: int) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,21 @@ from torch import nn
 
 from weft.checkpoint.pretrained import Joined, JoinedTensors, StoredWeights, stored_weights
 from weft.errors import CheckpointError, ModelError
-from weft.parallel.local_tensors import originals_of, read_whole
+from weft.parallel.local_tensors import StateSource, originals_of, read_whole
 from weft.train.state import model_tensors
 
 _SHOWN = 3
 
 
-def pretrained_source(model: nn.Module, folder: Path) -> tuple[JoinedTensors, list[str]]:
+def pretrained_source(
+    model: nn.Module, folder: Path, may_lack: Callable[[str], bool] = lambda name: False
+) -> tuple[JoinedTensors, list[str]]:
     """Return where a model's tensors are read from, and the stored names that it has no place for.
 
     Args:
         model: whole, of any device; its first names of tied tensors are those of the result.
         folder: config.json and safetensors files.
+        may_lack: whether the folder may lack a tensor, or have it in another shape; the result lacks it then.
 
     Raises:
         CheckpointError: for files that are missing, cut off or in pickles, for tensors that the model has and the
@@ -45,6 +48,8 @@ def pretrained_source(model: nn.Module, folder: Path) -> tuple[JoinedTensors, li
     for first, names in by_first.items():
         # Of tied names a folder may hold any.
         here = next((entries[name] for name in names if name in entries), None)
+        if may_lack(first) and (here is None or here.shape != originals[first].shape):
+            continue
         if here is None:
             missing.append(first)
             continue
@@ -63,14 +68,18 @@ def pretrained_source(model: nn.Module, folder: Path) -> tuple[JoinedTensors, li
     return JoinedTensors(stored, found), sorted(unexpected)
 
 
-@torch.no_grad()
 def load_pretrained(model: nn.Module, folder: Path) -> None:
     """Give a plain model on one device the weights of its folder.
 
     Raises:
         CheckpointError, ModelError: as `pretrained_source` raises them.
     """
-    source, _ = pretrained_source(model, folder)
+    fill_whole(model, pretrained_source(model, folder)[0])
+
+
+@torch.no_grad()
+def fill_whole(model: nn.Module, source: StateSource) -> None:
+    """Give a plain model on one device what a source has of its tensors."""
     for name, tensor in model_tensors(model).items():
         if name in source.entries:
             tensor.copy_(read_whole(source, name))
@@ -79,6 +88,11 @@ def load_pretrained(model: nn.Module, folder: Path) -> None:
 def told_unexpected(names: list[str]) -> list[str]:
     """Return a line for people about stored tensors that the model has no place for; none where all are used."""
     return [f"weights: {_listed(names)} of the files not used: the model has no such tensor"] if names else []
+
+
+def told_new(names: list[str], seed: int) -> list[str]:
+    """Return a line for people about tensors that the folder lacks; none where it has all."""
+    return [f"weights: {_listed(names)} not in the files: they start anew, from seed={seed} and name"] if names else []
 
 
 def _under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Joined], list[str]]:

@@ -17,8 +17,11 @@ _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 
 #: Of the tasks that have a name.
 _CLASSES = {
+    "masked_lm": "weft.train.tasks.tuned:MaskedTask", "classify_text": "weft.train.tasks.tuned:TextClassTask",
+    "classify_tokens": "weft.train.tasks.tuned:TokenClassTask", "seq2seq": "weft.train.tasks.tuned:Seq2SeqTask",
+    "embed": "weft.train.tasks.tuned:EmbedTask",
     "classify_images": "weft.train.tasks.image_class_task:ImageClassTask",
-}
+}  # fmt: skip
 
 
 def find_task(config: RunConfig) -> Task:
