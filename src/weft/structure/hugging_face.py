@@ -143,8 +143,7 @@ def headed_model(config: Any, head: str, words: str) -> nn.Module:
     except Exception as error:  # what it raises depends on what the config holds
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         raise ModelError(
-            f"model.path: transformers has no {words} for model_type={family} ({first}). "
-            f"Give the folder of a {words}."
+            f"model.path: transformers has no {words} for model_type={family} ({first}). Give the folder of a {words}."
         ) from error
 
 

@@ -46,9 +46,9 @@ class TaskSection(Section):
     """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
 
     name: TaskName | None = None
-    """masked_lm, classify_text, classify_tokens, seq2seq or embed with the Hugging Face folder of model.path; or your own
-    task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form: `task =
-    "classify_text"`. By default a decoder trained on text."""
+    """masked_lm, classify_text, classify_tokens, seq2seq or embed with the Hugging Face folder of model.path. Or your
+    own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form: `task =
+    "package.module:Class"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 

@@ -272,7 +272,9 @@ def find_subject(source: str, settings: Settings) -> Subject:
         if config.task.name is not None or config.model.path:
             maker = f"the task {config.task.name}" if config.task.name else f"model.path={config.model.path}"
             _refuse_reduction(maker, settings)
-            sizes = {"seq_len": settings.seq_len, "global_batch": settings.global_batch}
+            sizes = {"global_batch": settings.global_batch}
+            if "train.seq_len" in find_task(config).sections:
+                sizes["seq_len"] = settings.seq_len
             train = config.train.model_copy(update=sizes)
             config = config.model_copy(update={"seed": settings.seed, "train": train})
             return Subject(source, "task", settings, None, config.optimizer, config.plan, layout_of(config), config)

@@ -96,11 +96,9 @@ class FolderTask(Task):
 
         Raises:
             CheckpointError: for weights that are not those of the config, or cannot be read.
-            ConfigError: without a folder, and for longer texts than the model reads.
+            ConfigError: for longer texts than the model reads, and more tokens than it knows.
             DataError: for what is wrong with the data, and for other data than the run was started with.
         """
-        if not self.config.model.path:
-            raise _wrong("model.path", '""', "this task trains the model of a Hugging Face folder. Give the folder.")
         self._check_length()
         tables = TableReader(self.config.data, self._row_key(), self.rows, self._surveyed, report).tables()
         if (folder.path / _ROWS).is_file():
@@ -203,7 +201,9 @@ class FolderTask(Task):
 
         return hugging_face.load_tokenizer(self._base, **options)
 
-    def encoded(self, texts: Any, pairs: Any = None, *, is_split: bool = False, most: int | None = None) -> Iterator[Any]:
+    def encoded(
+        self, texts: Any, pairs: Any = None, *, is_split: bool = False, most: int | None = None
+    ) -> Iterator[Any]:
         """Yield the rows of texts, cut at a number of tokens: ids, kinds of tokens, whether it was cut.
 
         Args:
@@ -324,12 +324,13 @@ class FolderTask(Task):
 
     def model_line(self) -> str:
         model = self.shapes()
-        return f"{self.name()}: {type(model).__name__}, {format_count(sum(p.numel() for p in model.parameters()))} parameters"
+        size = format_count(sum(param.numel() for param in model.parameters()))
+        return f"{self.name()}: {type(model).__name__}, {size} parameters"
 
     def data_lines(self) -> Sequence[str]:
-        table = self.tables.train
-        number = sum(int(table[index]["is_cut"].sum()) for index in range(len(table))) if len(table) < 10**6 else 0
-        cut = [f"train.seq_len={self.config.train.seq_len} cuts {number} of {counted(len(table), 'row')}"] if number else []
+        table, length = self.tables.train, self.config.train.seq_len
+        number = table.total("is_cut")
+        cut = [f"train.seq_len={length} cuts {number} of {counted(len(table), 'row')}"] if number else []
         return [*self.tables.summary, *cut]
 
 

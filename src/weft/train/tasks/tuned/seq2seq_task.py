@@ -50,7 +50,9 @@ class Seq2SeqTask(FolderTask):
     def __post_init__(self) -> None:
         if self.target_len < 2:
             rule = "a target has at least 2 tokens. Use 128."
-            raise ConfigError([Problem("task.options.target_len", f"task.options.target_len={self.target_len}: {rule}")])
+            raise ConfigError(
+                [Problem("task.options.target_len", f"task.options.target_len={self.target_len}: {rule}")]
+            )
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
         from weft.structure import hugging_face
@@ -84,7 +86,9 @@ class Seq2SeqTask(FolderTask):
         length = padded_length(max(map(len, targets)), self.pad_multiple, self.target_len)
         start = np.array([self._found["start_id"]])
         read = [np.concatenate((start, one[:-1])) for one in targets]
-        counted = [one * 0 + IGNORED if "is_blank" in sample else one for one, sample in zip(targets, samples, strict=True)]
+        counted = [
+            one * 0 + IGNORED if "is_blank" in sample else one for one, sample in zip(targets, samples, strict=True)
+        ]
         return {
             **batch,
             "decoder_input_ids": padded(read, self.pad_id, length),

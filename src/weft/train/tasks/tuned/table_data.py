@@ -50,14 +50,14 @@ class TableRecord:
         Raises:
             DataError: where the record has no such column.
         """
-        if column in self.values:
-            return self.values[column]
-        names = sorted(map(str, self.values))
-        hint = did_you_mean(column, names)
-        self.refuse(
-            f"it has no column {column!r}; it has {', '.join(map(repr, names))}.{hint} Give the column's name with "
-            f"task.options.{option}=NAME."
-        )
+        if column not in self.values:
+            names = sorted(map(str, self.values))
+            hint = did_you_mean(column, names)
+            self.refuse(
+                f"it has no column {column!r}; it has {', '.join(map(repr, names))}.{hint} Give the column's name "
+                f"with task.options.{option}=NAME."
+            )
+        return self.values[column]
 
     def text(self, column: str, option: str) -> str:
         """Return the text of a column.
@@ -191,7 +191,9 @@ class TableReader:
             names = ", ".join(files.path for files in sources)
             raise DataError(f"data: the files of {names} hold no records. Give files with data in them.")
         bad = f", {counted(table.notes['num_broken'], 'broken record')} left out" if table.notes["num_broken"] else ""
-        self._summary.append(f"{split}: {', '.join(files.path for files in sources)}; {counted(len(table), 'row')}{bad}")
+        self._summary.append(
+            f"{split}: {', '.join(files.path for files in sources)}; {counted(len(table), 'row')}{bad}"
+        )
         return table
 
     def _write(
