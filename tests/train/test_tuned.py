@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -66,17 +67,21 @@ def finished(config):
 
 
 def test_a_classifier_is_trained_told_of_and_exported(config, tmp_path, capsys):
-    folder, shown = finished(config("classify", "optimizer.lr=1e-3"))
+    folder, shown = finished(config("classify", "optimizer.lr=1e-3", f"data.cache_dir={tmp_path / 'cache'}"))
     assert "BertForSequenceClassification" in shown
     assert (
         "'classifier.bias', 'classifier.weight', 'bert.pooler.dense.bias' and 1 more not in the files: they start"
         in shown
     )
-    assert "train.seq_len=24 cuts" in shown
+    assert "texts.jsonl; 40 rows, 1 cut to fit" in shown
     found = [event for event in read_events(folder.events) if event["event"] == "eval"]
     assert [event["texts"] for event in found] == [11, 11]
     assert {"accuracy", "macro_f1"} <= found[0].keys()
     out = tmp_path / "out"
+    task = find_task(folder.config())
+    task.open(folder)
+    batches = list(task.eval_batches(Share(8)))
+    shutil.rmtree(tmp_path / "cache")  # an export needs no data
     assert weft_run(["export", str(folder.path), str(out)]) == 0
     capsys.readouterr()
     said = json.loads((out / "config.json").read_text())
@@ -84,11 +89,9 @@ def test_a_classifier_is_trained_told_of_and_exported(config, tmp_path, capsys):
     assert said["architectures"] == ["BertForSequenceClassification"]
     assert "train: " in (out / "README.md").read_text()
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out).eval()
-    task = find_task(folder.config())
-    task.open(folder)
     right, losses = 0, 0.0
     with torch.no_grad():
-        for batch in task.eval_batches(Share(8)):
+        for batch in batches:
             labels = batch.pop("labels")
             logits = model(**batch).logits[labels >= 0]
             right += int((logits.argmax(-1) == labels[labels >= 0]).sum())
@@ -197,7 +200,7 @@ def test_masks_follow_from_seed_epoch_row_and_position(config):
     task = find_task(folder.config())
     task.open(folder)
     rows, plain = task.samples("train"), task.tables.train
-    mask_id = task.tables.train.notes["found"]["mask_id"]
+    mask_id = task.tables.found["mask_id"]
     chosen = masked = kept = total = 0
     for epoch in range(12):
         for index in range(len(rows)):
@@ -238,7 +241,7 @@ def test_ids_and_labels_are_those_of_transformers(config, root):
     task = find_task(folder.config())
     task.open(folder)
     one = json.loads((root / "words.jsonl").read_text().splitlines()[3])
-    row, names = task.tables.train[3], task.tables.train.notes["found"]["labels"]
+    row, names = task.tables.train[3], task.tables.found["labels"]
     wanted = tokenizer(one["tokens"], is_split_into_words=True, truncation=True, max_length=24)
     assert row["input_ids"].tolist() == wanted["input_ids"]
     seen = None

@@ -125,7 +125,7 @@ class EmbedTask(FolderTask):
         from torch.nn import functional as F
 
         inputs = {name: value for name, value in batch.items() if name != "is_counted"}
-        states, mask = model(**inputs).last_hidden_state, batch["attention_mask"]
+        states, mask = self.called(model, inputs).last_hidden_state, batch["attention_mask"]
         if self.pooling == "cls":
             pooled = states[:, 0]
         elif self.pooling == "last":
