@@ -15,6 +15,7 @@ from weft.parallel.local_tensors import read_whole
 from weft.parallel.zero import load_base
 from weft.spec.files.config_file import load_config
 from weft.spec.plan import Plan
+from weft.testing.verify.float64 import Float64Throughout
 from weft.train import Microbatches, RunFolder, TrainStep, prepare_run
 from weft.train.state import capture_model
 from weft.train.step import evaluate
@@ -54,8 +55,13 @@ def opened(case: str, root: Path):
 def trained(plan_text: str, root: Path, cases: tuple[str, ...]):
     """By case: losses and norms of some steps, weights after them, loss and scores of an evaluation."""
     torch.set_num_threads(1)
-    plan, found = Plan.parse(f"{plan_text} precision=fp64"), {}
-    mesh = build_mesh(plan)
+    plan = Plan.parse(f"{plan_text} precision=fp64")
+    with Float64Throughout():  # what models compute in float32 would round by the plan
+        return _trained(plan, build_mesh(plan), root, cases)
+
+
+def _trained(plan: Plan, mesh, root: Path, cases: tuple[str, ...]):
+    found = {}
     for case in cases:
         task = opened(case, root)
         model = task.initial_model(plan)
@@ -165,7 +171,7 @@ def measured(task, model) -> tuple[float, int, dict[str, float]]:
         scores = {"pearson": torch.corrcoef(torch.stack([said, true.double()]))[0, 1].item()}
     elif "perplexity" in {metric.name for metric in task.metrics}:
         scores = {
-            "perplexity": torch.tensor(mean).exp().item(),
+            "perplexity": math.exp(mean),
             "token_accuracy": (said == true).double().mean().item(),
         }
     else:
@@ -182,8 +188,9 @@ def check(plan: str, root: Path, cases: tuple[str, ...], ranks) -> None:
         opened(case, root)
     results = ranks.run(trained, plan, root, cases) if ranks else [trained(plan, root, cases)]
     for case in cases:
-        task, model, numbers = plainly(case, root)
-        mean, count, scores = measured(task, model)
+        with Float64Throughout():
+            task, model, numbers = plainly(case, root)
+            mean, count, scores = measured(task, model)
         for result in results:
             assert_equal(result[case], numbers, model)
             evaluation = result[case][2]
