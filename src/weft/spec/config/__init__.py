@@ -9,6 +9,7 @@ from weft.lazy import loads
 __all__ = [
     "AdapterSection",
     "DataSection",
+    "FOLDER_TASKS",
     "ModelSection",
     "OptimizerGroup",
     "OptimizerSection",
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
         SourceSection,
         TokenizerSection,
     )
+    from weft.spec.config.setting_types import FOLDER_TASKS
 
 __getattr__ = loads(
     __name__,
     {
         "AdapterSection": ".adapter_section",
         "DataSection": ".run_config",
+        "FOLDER_TASKS": ".setting_types",
         "ModelSection": ".run_config",
         "OptimizerGroup": ".run_config",
         "OptimizerSection": ".run_config",

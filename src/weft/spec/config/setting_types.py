@@ -45,8 +45,9 @@ CodeName = Annotated[
     StringConstraints(pattern=_CODE),
     WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
 ]
-#: Tasks that have a name; `find_task` knows their classes.
-TASK_NAMES = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed", "classify_images")
+#: Tasks that have a name; `find_task` knows their classes. These train the model of a Hugging Face folder.
+FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
+TASK_NAMES = (*FOLDER_TASKS, "classify_images")
 _TASK = rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$"
 _TASK_RULE = f"{', '.join(TASK_NAMES)}, or a class as package.module:Class or path/to/file.py:Class"
 TaskName = Annotated[

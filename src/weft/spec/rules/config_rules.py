@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
-from weft.spec.config import AdapterSection, RunConfig
+from weft.spec.config import FOLDER_TASKS, AdapterSection, RunConfig
 from weft.spec.files import origin_of, shown
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
@@ -85,6 +85,15 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         message=lambda config: (
             f"{config.model.path}: the folder decides {', '.join(_beside_path(config))}. Leave "
             f"{'it' if len(_beside_path(config)) == 1 else 'them'} out, or leave model.path out."
+        ),
+    ),
+    ConfigRule(
+        name="task-has-its-folder",
+        keys=("model.path", "task.name"),
+        reason="Tasks that start from a pretrained model need its folder.",
+        predicate=lambda config: config.task.name in FOLDER_TASKS and not config.model.path,
+        message=lambda config: (
+            f'"": task.name={config.task.name} trains the model of a Hugging Face folder. Set model.path to the folder.'
         ),
     ),
     ConfigRule(

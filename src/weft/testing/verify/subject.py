@@ -275,7 +275,7 @@ def find_subject(source: str, settings: Settings) -> Subject:
             maker = f"the task {config.task.name}" if config.task.name else f"model.path={config.model.path}"
             _refuse_reduction(maker, settings)
             sizes = {"global_batch": settings.global_batch}
-            if config.task.name is None or "train.seq_len" in find_task(config).sections:
+            if "train.seq_len" in find_task(config).sections:
                 sizes["seq_len"] = settings.seq_len
             train = config.train.model_copy(update=sizes)
             config = config.model_copy(update={"seed": settings.seed, "train": train})

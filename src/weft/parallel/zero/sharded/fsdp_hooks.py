@@ -14,6 +14,7 @@ from weft.comm import Pending, start_all_reduce
 from weft.comm.wire import Coders
 from weft.mesh import Axis
 from weft.parallel.private_torch import (
+    base_of_its_own,
     drop_unreduced_gradients,
     end_backward,
     forget_forward,
@@ -21,7 +22,7 @@ from weft.parallel.private_torch import (
     wrap_forward_hooks,
 )
 from weft.parallel.zero.sharded.gather_order import Act, Order
-from weft.private_torch import graph_task, uncompiled, without_modes
+from weft.private_torch import graph_task, tree_map, uncompiled, without_modes
 
 
 class ReplicaSum:
@@ -113,6 +114,21 @@ class Calls:
                 set_zeros(calls == 1, recurse=False)
 
         module.register_forward_pre_hook(uncompiled(count))
+
+
+def return_no_views(module: nn.Module) -> None:
+    """Let a unit return tensors that are no views, before fully_shard hangs its hooks on them.
+
+    A layer with a bias returns one. What works on it in place would take the hook away that gathers the unit for
+    backward.
+    """
+    module.register_forward_hook(_without_views, prepend=True)
+
+
+@uncompiled
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    del module, args
+    return tree_map(lambda one: base_of_its_own(one) if isinstance(one, torch.Tensor) else one, output)
 
 
 def hide_hooks(module: nn.Module) -> None:

@@ -96,24 +96,20 @@ class EmbedTask(FolderTask):
     def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**row, "is_blank": np.ones(1, np.uint8)}
 
-    def collate(self, samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+    def collate(self, samples: Sequence[_Pair]) -> dict[str, torch.Tensor]:
         """Stack the texts of a pair one below the other, pair by pair."""
         import torch
 
-        options = [name.partition(".")[2] for name in samples[0] if name.startswith("input_ids.")]
-        names = {name.partition(".")[0] for name in samples[0] if "." in name}
-        texts = [{name: one[f"{name}.{option}"] for name in names} for one in samples for option in options]
-        counted = torch.tensor([0 if "is_blank" in one else 1 for one in samples])
+        rows = [one.row for one in samples]
+        options = [name.partition(".")[2] for name in rows[0] if name.startswith("input_ids.")]
+        names = {name.partition(".")[0] for name in rows[0] if "." in name}
+        texts = [{name: one[f"{name}.{option}"] for name in names} for one in rows for option in options]
+        counted = torch.tensor([0 if "is_blank" in one else 1 for one in rows])
         return {**self.padded_inputs(texts, self.pad_id), "is_counted": counted}
-
-    def in_rows(self, sample: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return a sample that says how many rows of a batch are its own, for dropout."""
-        number = sum(name.startswith("input_ids.") for name in sample)
-        return {**sample, "rows": np.ones(number, np.uint8)}
 
     def samples(self, split: str) -> Sequence[Any] | None:
         found = super().samples(split)
-        return None if found is None else _Mapped(found, self.in_rows)
+        return None if found is None else _Pairs(found)
 
     # --- model and step ---
 
@@ -129,7 +125,7 @@ class EmbedTask(FolderTask):
         from torch.nn import functional as F
 
         inputs = {name: value for name, value in batch.items() if name != "is_counted"}
-        states, mask = model(**inputs).last_hidden_state, batch["attention_mask"]
+        states, mask = self.called(model, inputs).last_hidden_state, batch["attention_mask"]
         if self.pooling == "cls":
             pooled = states[:, 0]
         elif self.pooling == "last":
@@ -176,14 +172,21 @@ class EmbedTask(FolderTask):
         return {f"recall_at_{most}": sums[f"within_{most}"] / count if count else None for most in (1, 10)}
 
 
-class _Mapped(Sequence[Any]):
-    """Samples, each changed when it is asked for."""
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A row, closed: dropout counts as many rows of a batch for each pair, whatever the lengths of its texts."""
 
-    def __init__(self, samples: Sequence[Any], change: Any):
-        self._samples, self._change = samples, change
+    row: Mapping[str, np.ndarray]
+
+
+class _Pairs(Sequence[_Pair]):
+    """Rows as pairs."""
+
+    def __init__(self, rows: Sequence[Mapping[str, np.ndarray]]):
+        self._rows = rows
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._change(self._samples[index])
+        return _Pair(self._rows[index])

@@ -23,7 +23,7 @@ from weft.train.task import Report, Task
 from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, keep_base
 from weft.train.tasks.tuned.padding import FilledUp, padded, padded_length
 from weft.train.tasks.tuned.table_data import Rows, TableReader, TableRecord, Tables
-from weft.units import counted, format_count
+from weft.units import format_count
 
 if TYPE_CHECKING:
     import torch
@@ -96,11 +96,9 @@ class FolderTask(Task):
 
         Raises:
             CheckpointError: for weights that are not those of the config, or cannot be read.
-            ConfigError: without a folder, and for longer texts than the model reads.
+            ConfigError: for longer texts than the model reads, and more tokens than it knows.
             DataError: for what is wrong with the data, and for other data than the run was started with.
         """
-        if not self.config.model.path:
-            raise _wrong("model.path", '""', "this task trains the model of a Hugging Face folder. Give the folder.")
         self._check_length()
         tables = TableReader(self.config.data, self._row_key(), self.rows, self._surveyed, report).tables()
         if (folder.path / _ROWS).is_file():
@@ -151,7 +149,7 @@ class FolderTask(Task):
 
     def _take(self, tables: Tables) -> None:
         self._tables = tables
-        self.settle(tables.train.notes["found"])
+        self.settle(tables.found)
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
         """Copy what lies beside the weights, with the task's own fields in config.json."""
@@ -261,7 +259,7 @@ class FolderTask(Task):
 
     @property
     def _found(self) -> Mapping[str, Any]:
-        return {} if self._tables is None else self._tables.train.notes["found"]
+        return {} if self._tables is None else self._tables.found
 
     # --- model ---
 
@@ -290,7 +288,18 @@ class FolderTask(Task):
         return source_with_head(model, self._path, self.config.seed)[0]
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        return model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+        return self.called(model, batch).logits
+
+    def called(self, model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Any:
+        """Return the model's output for all of a batch but its labels.
+
+        Args:
+            model: plain, or laid over ranks.
+            batch: by the names of the model's inputs.
+            options: further arguments of its forward.
+        """
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return model(**inputs, **options)
 
     def _changed(self, config: Any) -> dict[str, Any]:
         """The task's fields of a config, and where it names no padding the id that batches have."""
@@ -326,17 +335,11 @@ class FolderTask(Task):
 
     def model_line(self) -> str:
         model = self.shapes()
-        return f"{self.name()}: {type(model).__name__}, {format_count(sum(p.numel() for p in model.parameters()))} parameters"
+        size = format_count(sum(param.numel() for param in model.parameters()))
+        return f"{self.name()}: {type(model).__name__}, {size} parameters"
 
     def data_lines(self) -> Sequence[str]:
-        table = self.tables.train
-        number = sum(int(table[index]["is_cut"].sum()) for index in range(len(table))) if len(table) < 10**6 else 0
-        cut = (
-            [f"train.seq_len={self.config.train.seq_len} cuts {number} of {counted(len(table), 'row')}"]
-            if number
-            else []
-        )
-        return [*self.tables.summary, *cut]
+        return self.tables.summary
 
 
 def _wrong(key: str, value: object, rule: str) -> ConfigError:

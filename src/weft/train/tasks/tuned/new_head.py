@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import nn
 from weft.checkpoint.arrays import torch_formats
 from weft.checkpoint.parts import Part
 from weft.checkpoint.pretrained import JoinedTensors
-from weft.models.initialise import initialise_parameter
+from weft.models import initialise_parameter
 from weft.parallel.local_tensors import originals_of
 from weft.train.tasks.published_weights import pretrained_source
+
+#: What `initialise_parameter` draws with.
+_USUAL_STD = 0.02
 
 
 def source_with_head(model: Any, folder: Path, seed: int) -> tuple[WeightsWithHead, list[str]]:
@@ -46,17 +50,22 @@ class WeightsWithHead:
 
     Args:
         stored: what the files have.
-        model: whole, as shapes; buffers have their values.
+        model: whole, as shapes; buffers have their values. It is not kept.
         seed: of what is made anew.
     """
 
     def __init__(self, stored: JoinedTensors, model: nn.Module, seed: int):
-        self._stored, self._model, self._seed = stored, model, seed
-        originals = originals_of(model)
+        self._stored, self._seed = stored, seed
+        # Here, while the model is whole: who lays it over ranks changes it before anything is read.
+        state: Mapping[str, Any] = model.state_dict(keep_vars=True)
+        config = getattr(model, "config", None)
+        self._std = float(getattr(config, "initializer_range", None) or _USUAL_STD)
         formats = {torch_dtype: name for name, torch_dtype in torch_formats().items()}
         self._made = {
-            name: _MadeTensor(one.shape, formats[one.dtype])
-            for name, one in originals.items()
+            name: _MadeTensor(
+                one.shape, formats[one.dtype], None if one.is_parameter else state[name].detach().cpu().numpy()
+            )
+            for name, one in originals_of(model).items()
             if one.first == name and name not in stored.entries
         }
         self.entries: Mapping[str, Any] = {**stored.entries, **self._made}
@@ -97,27 +106,24 @@ class WeightsWithHead:
 
     def _whole(self, name: str) -> np.ndarray:
         """A new tensor; heads are small, and made again for each piece of them that is asked for."""
-        path, _, last = name.rpartition(".")
-        owner = self._model.get_submodule(path)
-        held = getattr(owner, last)
-        if not isinstance(held, nn.Parameter):
-            return held.detach().cpu().numpy()
-        found = torch.empty(held.shape, dtype=held.dtype)
-        if held.ndim == 1 and last == "weight":  # a norm of whatever class
+        made = self._made[name]
+        if made.value is not None:
+            return made.value
+        found = torch.empty(made.shape, dtype=torch_formats()[made.dtype])
+        if found.ndim == 1 and name.endswith("weight"):  # of a norm, whatever its class is called
             found.fill_(1.0)
-        elif held.ndim == 1:
+        elif found.ndim == 1:
             found.zero_()
         else:
-            std = float(getattr(self._model.config, "initializer_range", None) or 0.02)
-            initialise_parameter(found, name, owner, self._seed)
-            found.mul_(std / 0.02)
+            initialise_parameter(found, name, nn.Module(), self._seed)
+            found.mul_(self._std / _USUAL_STD)
         return found.numpy()
 
 
+@dataclass(frozen=True, slots=True)
 class _MadeTensor:
-    """Shape and format of a tensor that no file has."""
+    """A tensor that no file has. value: of a buffer, which the model makes itself."""
 
-    same_as = None
-
-    def __init__(self, shape: tuple[int, ...], dtype: str):
-        self.shape, self.dtype = shape, dtype
+    shape: tuple[int, ...]
+    dtype: str
+    value: np.ndarray | None

@@ -99,7 +99,7 @@ class Seq2SeqTask(FolderTask):
         return self.config.train.global_batch * self.target_len
 
     def forward(self, model: Any, batch: Any) -> Any:
-        return model(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False).logits
+        return self.called(model, batch, use_cache=False).logits
 
     def example(self) -> dict[str, torch.Tensor]:
         import torch

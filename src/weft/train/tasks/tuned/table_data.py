@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,14 +51,14 @@ class TableRecord:
         Raises:
             DataError: where the record has no such column.
         """
-        if column in self.values:
-            return self.values[column]
-        names = sorted(map(str, self.values))
-        hint = did_you_mean(column, names)
-        self.refuse(
-            f"it has no column {column!r}; it has {', '.join(map(repr, names))}.{hint} Give the column's name with "
-            f"task.options.{option}=NAME."
-        )
+        if column not in self.values:
+            names = sorted(map(str, self.values))
+            hint = did_you_mean(column, names)
+            self.refuse(
+                f"it has no column {column!r}; it has {', '.join(map(repr, names))}.{hint} Give the column's name "
+                f"with task.options.{option}=NAME."
+            )
+        return self.values[column]
 
     def text(self, column: str, option: str) -> str:
         """Return the text of a column.
@@ -79,39 +80,49 @@ class TableRecord:
 
 @dataclass(frozen=True)
 class Tables:
-    """The rows of a run. eval: None where nothing is evaluated. summary: lines for people."""
+    """The rows of a run, in folders that are opened when rows are asked for. eval_folder: None, nothing is evaluated.
 
-    train: RowTable
-    eval: RowTable | None
+    found: what the task's survey returned. digests: names of the content of both. summary: lines for people.
+    """
+
+    train_folder: Path
+    eval_folder: Path | None
+    found: Mapping[str, Any]
+    digests: tuple[str | None, ...]
     summary: tuple[str, ...]
+
+    @cached_property
+    def train(self) -> RowTable:
+        """The rows of training."""
+        return RowTable(self.train_folder)
+
+    @cached_property
+    def eval(self) -> RowTable | None:
+        """The rows of evaluations."""
+        return RowTable(self.eval_folder) if self.eval_folder is not None else None
 
     def to_json(self) -> str:
         """Return JSON text that `from_json` reads."""
-        folders = {"train": str(self.train.folder), "eval": str(self.eval.folder) if self.eval is not None else None}
-        about = {"tables": folders, "digests": self.digests, "summary": list(self.summary)}
-        return json.dumps(about, indent=1) + "\n"
+        return json.dumps(asdict(self), indent=1, default=str) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Tables:
-        """Open the rows that `to_json` described.
+        """Read what `to_json` wrote.
 
         Raises:
-            DataError: where the text or the tables cannot be read.
+            DataError: where it cannot be read.
         """
         try:
-            about = json.loads(text)
-            folders, summary = about["tables"], tuple(about["summary"])
-            train, kept = Path(folders["train"]), folders["eval"]
+            read = json.loads(text)
+            kept = read["eval_folder"]
+            return cls(
+                Path(read["train_folder"]), Path(kept) if kept else None, dict(read["found"]), tuple(read["digests"]),
+                tuple(read["summary"]),
+            )  # fmt: skip
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"rows.json: it cannot be read ({error}). Repeat the weft train command, which rewrites it."
             ) from error
-        return cls(RowTable(train), RowTable(Path(kept)) if kept else None, summary)
-
-    @property
-    def digests(self) -> list[str | None]:
-        """Names of the content of both tables."""
-        return [self.train.digest, self.eval.digest if self.eval is not None else None]
 
 
 class TableReader:
@@ -156,7 +167,9 @@ class TableReader:
             self._summary.append("evaluation: none; there are too few records to hold one out (give data.eval)")
         else:
             self._summary.append("evaluation: none (data.holdout=0 and no data.eval)")
-        return Tables(trained, evaluated, tuple(self._summary))
+        digests = (trained.digest, evaluated.digest if evaluated is not None else None)
+        kept = evaluated.folder if evaluated is not None else None
+        return Tables(trained.folder, kept, trained.notes["found"], digests, tuple(self._summary))
 
     def _files(self, key: str, sources: Sequence[SourceSection]) -> list[FileSet]:
         for number, source in enumerate(sources):

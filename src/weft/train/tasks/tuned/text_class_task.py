@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weft.spec.traced import Limit
 from weft.train.task import Metric
 from weft.train.tasks.tuned import scores
 from weft.train.tasks.tuned.folder_task import IGNORED, FolderTask
@@ -22,6 +23,8 @@ _CLASSES = (
     Metric("macro_f1", "", "mean over the classes of the harmonic mean of precision and recall"),
 )
 _NUMBERS = (Metric("pearson", "", "correlation of the model's numbers with those of the data"),)
+#: Why tokens are not divided between layers.
+_NO_SP = Limit((0,), "the head reads one token of each text, which one rank alone would have")
 
 
 @dataclass(eq=False)
@@ -54,6 +57,9 @@ class TextClassTask(FolderTask):
     def settle(self, found: Mapping[str, Any]) -> None:
         self._names: list[str] = found.get("labels", [])
         self.sum_names = scores.PAIR_SUMS if self.regression else scores.class_sum_names(len(self._names))
+
+    def limits(self) -> dict[str, Limit]:
+        return {**super().limits(), "sp": _NO_SP}
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
         if self.regression:
