@@ -36,7 +36,10 @@ _ATTRIBUTE = "_weft_head"
 
 @dataclass(slots=True)
 class HeadLoss:
-    """What a head gives in the place of logits: the sum of the tokens' losses, for `labels`, and how many count."""
+    """What a head gives in the place of logits: the sum of the tokens' losses, for `labels`, and how many count.
+
+    With weights both are sums of weights.
+    """
 
     loss_sum: torch.Tensor
     num_tokens: torch.Tensor
@@ -90,6 +93,7 @@ class Head:
         self.scales = scales
         self.way = way
         self.labels: torch.Tensor | None = None
+        self.weights: torch.Tensor | None = None
         self.ignore = -100
 
     def gives_loss(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -116,8 +120,11 @@ class LossHead(nn.Module):
             labels = head.labels
             assert labels is not None
             check_labels(labels, head.vocab, head.ignore)
-            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way)
-            return HeadLoss(loss_sum, (labels != head.ignore).sum(), labels)
+            weights = head.weights
+            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way, weights)
+            trained = labels != head.ignore
+            count = trained.sum() if weights is None else weights.where(trained, 0.0).sum(dtype=torch.float64)
+            return HeadLoss(loss_sum, count, labels)
         if head.entry is None:
             return F.linear(x, weight, bias)
         logits = head.entry.product(self, head.entry.enter(x) if head.line.cuts_tokens else x)
@@ -149,7 +156,8 @@ def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
     Args:
         model: with a head that can give the loss, or none.
         loss_fn: says that it takes that by an attribute `takes_head_loss` that is true.
-        batch: a mapping with "labels"; of any other the head gives logits.
+        batch: a mapping with "labels", and "weights" where they do not all count as 1; of any other the head gives
+            logits.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     module = find_head(model) if getattr(loss_fn, "takes_head_loss", False) and labels is not None else None
@@ -157,8 +165,8 @@ def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
         yield
         return
     head: Head = getattr(module, _ATTRIBUTE)
-    head.labels = labels
+    head.labels, head.weights = labels, batch.get("weights")
     try:
         yield
     finally:
-        head.labels = None
+        head.labels = head.weights = None

@@ -136,13 +136,15 @@ class SourceSection(Section):
     weight: PositiveFloat | None = None
     """Share of the training tokens; by default proportional to the source's size."""
     schema_: Annotated[
-        Literal["auto", "text", "messages", "instruction", "completion", "ids"], Field(alias="schema")
+        Literal["auto", "text", "messages", "instruction", "completion", "ids", "preference", "feedback"],
+        Field(alias="schema"),
     ] = "auto"
-    """Kind of record. auto detects it from the first records and prints the result."""
+    """Kind of record. auto detects it from the first records and prints the result. preference and feedback are for
+    task.name=prefer."""
     columns: dict[ColumnPart, str] = Field(default={})
     """Column names that differ from the schema's: {text = "body"}, {messages = "chat", role = "from",
     content = "value"}, {instruction = "question", output = "answer"}, {prompt = "start", completion = "rest"},
-    {ids = "input_ids", mask = "loss_mask"}."""
+    {ids = "input_ids", mask = "loss_mask"}, {chosen = "better", rejected = "worse"}, {label = "liked"}."""
 
 
 class DataSection(Section):

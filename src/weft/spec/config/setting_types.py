@@ -82,5 +82,5 @@ Duration = Annotated[
 
 ColumnPart = Literal[
     "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
-    "mask",
+    "mask", "tools", "chosen", "rejected", "label",
 ]  # fmt: skip

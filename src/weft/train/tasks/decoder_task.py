@@ -169,7 +169,9 @@ class DecoderTask(Task):
 
         labels = batch["labels"]
         # No index by a mask: the host would wait for the number of its elements.
-        return {"bytes": self._bytes_on(labels.device)[labels.clamp(min=0)].where(labels != IGNORE, 0).sum()}
+        found = self._bytes_on(labels.device)[labels.clamp(min=0)].where(labels != IGNORE, 0)
+        weights = batch.get("weights")
+        return {"bytes": found.sum() if weights is None else (found * weights).sum(dtype=weights.dtype)}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         num_bytes = sums.get("bytes", 0.0)
