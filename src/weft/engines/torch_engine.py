@@ -28,8 +28,8 @@ from weft.train import Microbatches, StepMetrics, TrainStep
 from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, derive_seed
 from weft.train.planned import report_times
 from weft.train.state import adapter_state, expected_bytes, gather, on_first, pieces, resume
-from weft.train.step import evaluate
-from weft.train.task import Batches, Share, with_adapter
+from weft.train.step import RankForwards, evaluate
+from weft.train.task import Batches, Share, Task, with_adapter
 from weft.units import format_count, parse_seconds
 
 
@@ -71,22 +71,8 @@ class TorchEngine:
         )
         self._batches = task.batches(share)
         self._eval_batches = task.eval_batches(share)
-        base = task.initial_model(mesh.plan)
-        weights = task.initial_weights(base)
-        self.model: nn.Module = with_adapter(base, config)
-        layout = Layout.read(config.layout) if config.layout else None
-        freeze(self.model, config.optimizer)
-        parallelize(
-            self.model,
-            mesh,
-            layout=layout,
-            seed=config.seed,
-            filled_later=weights is not None,
-            pinned_limit=config.memory.pinned_limit,
-        )
-        if weights is not None and self._reads_base():
-            with self.pulse.doing("reads the pretrained weights"):
-                load_base(self.model, weights)
+        self.model: nn.Module = self._model_with_weights()
+        copy = self._model_with_weights(is_copy=True) if task.wants_copy else None
         self._step = TrainStep(
             self.model,
             build_optimizer(self.model.named_parameters(), config.optimizer, config.seed),
@@ -98,7 +84,32 @@ class TorchEngine:
             meter=self.meter,
         )
         self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
+        with self.pulse.doing("computes what the task needs before the first step"):
+            task.begin(RankForwards(self.model, mesh, task, copy))
         self._choose_recompute()
+
+    def _model_with_weights(self, *, is_copy: bool = False) -> nn.Module:
+        """The task's model on the ranks, with its first weights. is_copy: without an adapter, and nothing trains."""
+        config = self._config
+        model = self._task.initial_model(self.mesh.plan)
+        weights = self._task.initial_weights(model)
+        if is_copy:
+            model.requires_grad_(False)
+        else:
+            model = with_adapter(model, config)
+            freeze(model, config.optimizer)
+        parallelize(
+            model,
+            self.mesh,
+            layout=Layout.read(config.layout) if config.layout else None,
+            seed=config.seed,
+            filled_later=weights is not None,
+            pinned_limit=config.memory.pinned_limit,
+        )
+        if weights is not None and (is_copy or self._reads_base(model)):
+            with self.pulse.doing("reads the pretrained weights"):
+                load_base(model, weights)
+        return model
 
     @property
     def batches(self) -> Batches:
@@ -126,7 +137,7 @@ class TorchEngine:
             group["lr"] = group["initial_lr"] * lr_factor
         with self._first_is_long():
             key = derive_seed(self._config.seed, number)
-            done = self._step(Microbatches(batches), self._seeds(number), key)
+            done = self._step(Microbatches(self._task.before_step(batches)), self._seeds(number), key)
         return LateResult(lambda: self._result(done)) if self._step.is_unread else self._result(done)
 
     def _result(self, done: StepMetrics) -> StepResult:
@@ -142,7 +153,12 @@ class TorchEngine:
     def evaluate(self) -> Evaluation:
         """Compute loss and metrics over the task's evaluation set."""
         assert self._eval_batches is not None
-        return evaluate(self.model, self._eval_batches, self.mesh, self._task)
+        batches: Iterable[Any] = self._eval_batches
+        if type(self._task).before_step is not Task.before_step:
+            every, num = list(batches), self.mesh.plan.microbatches_per_step
+            whole = [every[first : first + num] for first in range(0, len(every), num)]
+            batches = [one for batch in whole for one in self._task.before_step(batch)]
+        return evaluate(self.model, batches, self.mesh, self._task)
 
     def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
         """Return what this rank writes; aside: as copies in host memory."""
@@ -221,9 +237,9 @@ class TorchEngine:
 
     # --- within ---
 
-    def _reads_base(self) -> bool:
+    def _reads_base(self, model: nn.Module) -> bool:
         """A run that goes on reads its weights from its checkpoint, which of an adapter holds no base."""
-        if adapted(self.model) is not None:
+        if adapted(model) is not None or self._task.wants_copy:
             return True
         return not self.on_first(lambda: bool(list_checkpoints(self._job.folder.checkpoints)))
 

@@ -12,6 +12,7 @@ B sequences, T tokens, S tokens of this rank, N = B T, C tokens at a time, D fea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,8 +94,8 @@ class _TokenLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         whole = line.start_gather(x_BSD).wait() if line.cuts_tokens else x_BSD
         needs = [wants_grad and need for need in ctx.needs_input_grad[:3]]
-        chunks = _Chunks(weight_VD, bias_V, line, vocab, ignore, way, needs, whole)
-        loss_sum = chunks.run(labels_BT.reshape(-1), None if weights_BT is None else weights_BT.reshape(-1))
+        chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way, needs, whole)
+        loss_sum = chunks.sum(labels_BT.reshape(-1), None if weights_BT is None else weights_BT.reshape(-1))
         grad_x = None
         if chunks.grad_x is not None:
             grad_x = line.start_sum(chunks.grad_x.view(whole.shape)).wait()
@@ -116,7 +117,7 @@ def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torc
     return torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
 
 
-class _Chunks:
+class TokenChunks:
     """One pass over the tokens, a few at a time."""
 
     def __init__(
@@ -140,13 +141,21 @@ class _Chunks:
         self.grad_weight = torch.zeros_like(weight_VD, dtype=self.sums) if needs[1] else None
         self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
 
-    def run(self, labels_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
-        """The sum of the losses, each times its weight."""
-        rows = self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize)
-        total = torch.zeros((), dtype=self.sums, device=labels_N.device)
-        for start in range(0, labels_N.numel(), max(1, rows)):
+    def losses(self, labels_N: torch.Tensor, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """The losses of a few tokens at a time. weights_N: with which they count in the gradients; None: 1."""
+        rows = max(1, self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize))
+        for start in range(0, labels_N.numel(), rows):
             part = slice(start, start + rows)
-            total += self._chunk(part, labels_N[part], None if weights_N is None else weights_N[part].to(self.sums))
+            yield self._chunk(part, labels_N[part], None if weights_N is None else weights_N[part])
+
+    def sum(self, labels_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
+        """The sum of the losses, each times its weight."""
+        weights_N = None if weights_N is None else weights_N.to(self.sums)
+        total, done = torch.zeros((), dtype=self.sums, device=labels_N.device), 0
+        for losses_C in self.losses(labels_N, weights_N):
+            here = slice(done, done + losses_C.numel())
+            total += losses_C.sum() if weights_N is None else losses_C @ weights_N[here]
+            done += losses_C.numel()
         return total
 
     def _chunk(self, part: slice, labels_C: torch.Tensor, weights_C: torch.Tensor | None) -> torch.Tensor:
@@ -167,8 +176,7 @@ class _Chunks:
             grad_CV = passes.gradient(kept, whole_C, here_C, labels, hidden_CD.dtype)
             del kept
             self._gradients(part, hidden_CD, grad_CV, trained_C, weights_C)
-        losses_C = (whole_C - label_C).where(trained_C, 0.0)
-        return losses_C.sum() if weights_C is None else losses_C @ weights_C
+        return (whole_C - label_C).where(trained_C, 0.0)
 
     def _over_ranks(
         self, lse_C: torch.Tensor, label_logit_C: torch.Tensor, mine_C: torch.Tensor

@@ -8,6 +8,7 @@ from weft.lazy import loads
 
 __all__ = [
     "Batches",
+    "Forwards",
     "MapDataset",
     "Metric",
     "Report",
@@ -17,6 +18,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.train.task.forwards import Forwards
     from weft.train.task.run_adapter import with_adapter
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
@@ -25,6 +27,7 @@ __getattr__ = loads(
     __name__,
     {
         "Batches": ".share",
+        "Forwards": ".forwards",
         "MapDataset": ".share",
         "Metric": ".task",
         "Report": ".task",

@@ -16,6 +16,12 @@ from weft.train.task import Task
 _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 
 
+#: Of the tasks that have a name: the class, and the one for a pretrained folder.
+_CLASSES = {
+    "prefer": ("weft.train.tasks.preference:PreferTask", "weft.train.tasks.preference:PretrainedPreferTask"),
+}
+
+
 def find_task(config: RunConfig) -> Task:
     """Return the config's task.
 
@@ -31,15 +37,17 @@ def find_task(config: RunConfig) -> Task:
 
         task = DecoderTask()
     else:
-        task = _made(_found(config.task.name), config.task.name, config.task.options)
+        plain, tuned = _CLASSES.get(config.task.name, (config.task.name, config.task.name))
+        kind = _found(config.task.name, tuned if config.model.path else plain)
+        task = _made(kind, config.task.name, config.task.options)
         _refuse_unread(task, config)
     task.config = config
     return task
 
 
-def _found(name: str) -> type[Task]:
+def _found(name: str, where: str) -> type[Task]:
     try:
-        made = named_object(name)
+        made = named_object(where)
     except Exception as error:  # code of the user's may raise anything
         why = f"{type(error).__name__}: {error}"
         _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")
