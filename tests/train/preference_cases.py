@@ -53,7 +53,8 @@ def write_pairs(folder: Path, number: int = 13) -> Path:
 
 def words(path: Path, cache: Path, rank: int, *more: str) -> list[str]:
     return ["task=prefer", f"data.train={path}", f"data.cache_dir={cache}", "tokenizer.kind=bytes", "train.seq_len=40",
-            f"train.global_batch={BATCH}", f"adapter.rank={rank}", "optimizer.lr=0.01", "data.holdout=0", *more]  # fmt: skip
+            f"train.global_batch={BATCH}", f"adapter.rank={rank}", "optimizer.lr=0.01", "data.holdout=0",
+            *more]  # fmt: skip
 
 
 def prepared(path: Path, cache: Path) -> PreparedData:
@@ -127,14 +128,16 @@ def plain_losses(name: str, path: Path, cache: Path, folder: Path) -> list[tuple
 
 
 def _plain_loss(model, old, batch, texts, tokenizer, options) -> torch.Tensor:
-    kind, known = options["objective"], [tokenizer.encode(prompt + said) + [tokenizer.end_id] for prompt, said in texts]
+    kind = options["objective"]
+    known = [[*tokenizer.encode(prompt + said), tokenizer.end_id] for prompt, said in texts]
     places = []
     for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
         last = max(place for place, label in enumerate(labels) if label != -100)
         places.append(known.index([*ids[: last + 1], labels[last]]))
 
     def both(place: int, prompt: str | None = None):
-        ids = tokenizer.encode((texts[place][0] if prompt is None else prompt) + texts[place][1]) + [tokenizer.end_id]
+        asked = texts[place][0] if prompt is None else prompt
+        ids = [*tokenizer.encode(asked + texts[place][1]), tokenizer.end_id]
         size = len(tokenizer.encode(texts[place][1])) + 1
         now = log_prob(model, ids, size)
         with torch.no_grad():

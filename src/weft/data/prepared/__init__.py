@@ -13,6 +13,7 @@ __all__ = [
     "SplitCounts",
     "SplitReader",
     "SplitWriter",
+    "check_trainable",
     "prepare_data",
     "sync",
     "verify_data",
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from weft.data.prepared.prepare import prepare_data
     from weft.data.prepared.prepared_data import PreparedData, PreparedSource, verify_data
     from weft.data.prepared.shards import SHARD_BYTES, SplitCounts, SplitReader, SplitWriter
+    from weft.data.prepared.trainable import check_trainable
 
 __getattr__ = loads(
     __name__,
@@ -33,6 +35,7 @@ __getattr__ = loads(
         "SplitCounts": ".shards",
         "SplitReader": ".shards",
         "SplitWriter": ".shards",
+        "check_trainable": ".trainable",
         "prepare_data": ".prepare",
         "sync": ".lock",
         "verify_data": ".prepared_data",

@@ -87,16 +87,26 @@ class ChatTemplate:
         parts = (tools, *(part for turn in turns for part in (turn.content, turn.more)))
         return any(name in part for part in parts for name in self._specials)
 
-    @property
-    def end_marks(self) -> list[str]:
-        """The special tokens that end an assistant's turn in a conversation of one question; none: plain text does.
+    def after_answer(self) -> str:
+        """Return the text behind the answer of a conversation of one question, without blanks at its ends.
 
         Raises:
             DataError: as `render` raises it.
         """
-        around = self._around((Turn("user", "?"), Turn("assistant", "!")), {"assistant"}, "")
-        rest = around[1].lstrip()
-        return [name for name in self._specials if rest.startswith(name)][:1]
+        return self._around((Turn("user", "?"), Turn("assistant", "!")), {"assistant"}, "")[-1].strip()
+
+    def end_marks(self) -> list[str]:
+        """Return the special token that ends an assistant's turn, in a list; an empty one where plain text does.
+
+        Raises:
+            DataError: as `render` raises it.
+        """
+        after = self.after_answer()
+        return [name for name in self._specials if after.startswith(name)][:1]
+
+    def begins_with_special(self, text: str) -> bool:
+        """Return whether a text begins with a special token."""
+        return any(text.startswith(name) for name in self._specials)
 
     def _by_marks(self, text: str, turns: Sequence[Turn], tools: str) -> Iterator[TrainedSpan]:
         around = self._around(turns, {"assistant"}, tools)

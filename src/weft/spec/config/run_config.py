@@ -165,6 +165,12 @@ class DataSection(Section):
     """Longest record in bytes; longer ones are quarantined. Plain text files are read in pieces and have no limit."""
     max_bad_fraction: Fraction = 0.01
     """Maximum share of broken records; a larger share stops the run."""
+    check: Literal["refuse", "warn", "off"] = "refuse"
+    """What happens before the first step where answers could not be learned: see the shares below."""
+    max_untrained: Fraction = 0.1
+    """Maximum share of documents with a mask that have no trained token."""
+    max_cut: Fraction = 0.25
+    """Maximum share of documents with a mask whose answers train.seq_len cuts."""
     cache_dir: str = ""
     """Folder for tokenised data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
 

@@ -71,7 +71,9 @@ class DecoderTask(Task):
         Raises:
             DataError: when the tokens are not those that the folder's run was started with.
         """
-        data = self.tokens(report)
+        from weft.data.prepared import check_trainable
+
+        data = check_trainable(self.tokens(report), self.config.data, self.config.train.seq_len)
         if (folder.path / "data.json").exists():
             refuse_other_data(folder, data)
         self._data = data
