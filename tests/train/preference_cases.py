@@ -82,7 +82,7 @@ def losses_under(plan_text: str, names: tuple[str, ...], path: Path, cache: Path
         model = with_adapter(_decoder(), task.config)
         parallelize(model, mesh, seed=0)
         second = None
-        if task.wants_copy:
+        if task.reference == "frozen_copy":
             second = _decoder().requires_grad_(False)
             parallelize(second, mesh, seed=0)
         step = TrainStep(model, build_optimizer(model.named_parameters(), task.config.optimizer, 0), task.loss, mesh,

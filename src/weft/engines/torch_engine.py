@@ -20,6 +20,7 @@ from weft.monitor.times import Meter, TimeBook
 from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.local_tensors import StateSource
 from weft.parallel.placement import originals
 from weft.parallel.zero import load_base
 from weft.spec import Layout
@@ -71,8 +72,14 @@ class TorchEngine:
         )
         self._batches = task.batches(share)
         self._eval_batches = task.eval_batches(share)
-        self.model: nn.Module = self._model_with_weights()
-        copy = self._model_with_weights(is_copy=True) if task.wants_copy else None
+        base = task.initial_model(mesh.plan)
+        weights = task.initial_weights(base)
+        self.model: nn.Module = with_adapter(base, config)
+        freeze(self.model, config.optimizer)
+        self._lay_out(self.model, weights, reads=self._reads_base())
+        second = task.second_model(mesh.plan)
+        if second is not None:
+            self._lay_out(second.requires_grad_(False), task.second_weights(second), reads=True)
         self._step = TrainStep(
             self.model,
             build_optimizer(self.model.named_parameters(), config.optimizer, config.seed),
@@ -85,31 +92,22 @@ class TorchEngine:
         )
         self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
         with self.pulse.doing("computes what the task needs before the first step"):
-            task.begin(RankForwards(self.model, mesh, task, copy))
+            task.begin(RankForwards(self.model, mesh, task, second))
         self._choose_recompute()
 
-    def _model_with_weights(self, *, is_copy: bool = False) -> nn.Module:
-        """The task's model on the ranks, with its first weights. is_copy: without an adapter, and nothing trains."""
-        config = self._config
-        model = self._task.initial_model(self.mesh.plan)
-        weights = self._task.initial_weights(model)
-        if is_copy:
-            model.requires_grad_(False)
-        else:
-            model = with_adapter(model, config)
-            freeze(model, config.optimizer)
+    def _lay_out(self, model: nn.Module, weights: StateSource | None, *, reads: bool) -> None:
+        """Cut a model over the ranks, in place, and read its first weights where they are wanted."""
         parallelize(
             model,
             self.mesh,
-            layout=Layout.read(config.layout) if config.layout else None,
-            seed=config.seed,
+            layout=Layout.read(self._config.layout) if self._config.layout else None,
+            seed=self._config.seed,
             filled_later=weights is not None,
-            pinned_limit=config.memory.pinned_limit,
+            pinned_limit=self._config.memory.pinned_limit,
         )
-        if weights is not None and (is_copy or self._reads_base(model)):
+        if weights is not None and reads:
             with self.pulse.doing("reads the pretrained weights"):
                 load_base(model, weights)
-        return model
 
     @property
     def batches(self) -> Batches:
@@ -237,9 +235,9 @@ class TorchEngine:
 
     # --- within ---
 
-    def _reads_base(self, model: nn.Module) -> bool:
+    def _reads_base(self) -> bool:
         """A run that goes on reads its weights from its checkpoint, which of an adapter holds no base."""
-        if adapted(model) is not None or self._task.wants_copy:
+        if adapted(self.model) is not None:
             return True
         return not self.on_first(lambda: bool(list_checkpoints(self._job.folder.checkpoints)))
 

@@ -46,8 +46,9 @@ class TaskSection(Section):
     """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
 
     name: TaskName | None = None
-    """prefer, which learns from preferred answers; or your own task as package.module:Class, importable from this
-    folder, or path/to/file.py:Class. Short form: `task = "prefer"`. By default a decoder trained on text."""
+    """prefer, which learns from preferred answers; distill, which follows a teacher; or your own task as
+    package.module:Class, importable from this folder, or path/to/file.py:Class. Short form: `task = "prefer"`. By
+    default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 

@@ -46,7 +46,7 @@ CodeName = Annotated[
     WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
 ]
 #: Tasks that have a name; `find_task` knows their classes. These train the text decoder by another loss.
-TEXT_TASKS = ("prefer",)
+TEXT_TASKS = ("prefer", "distill")
 TASK_NAMES = TEXT_TASKS
 _TASK = rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$"
 _TASK_RULE = f"{', '.join(TASK_NAMES)}, or a class as package.module:Class or path/to/file.py:Class"

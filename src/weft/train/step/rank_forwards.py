@@ -13,6 +13,7 @@ from weft.comm import all_reduce
 from weft.comm.autograd import sum_over
 from weft.mesh import Mesh
 from weft.models.adapters import AdaptedLinear, without_adapter
+from weft.parallel.context import sequence_in_use
 from weft.parallel.pipeline import pipeline_of
 from weft.train.state import on_first
 from weft.train.step.evaluation import counted_ranks, each_output
@@ -27,11 +28,13 @@ class RankForwards:
         model: what `parallelize` returned.
         mesh: of the ranks.
         task: gives forward and loss.
-        copy: a second model of the same plan that nothing changes; None: there is none.
+        second: a model of the same plan that nothing changes; None: there is none.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, task: Task, copy: nn.Module | None = None):
-        self._model, self._mesh, self._task, self._copy = model, mesh, task, copy
+    def __init__(self, model: nn.Module, mesh: Mesh, task: Task, second: nn.Module | None = None):
+        self._model, self._mesh, self._task, self._second = model, mesh, task, second
+        if second is not None:
+            second.eval()
 
     @property
     def is_counted(self) -> bool:
@@ -58,7 +61,7 @@ class RankForwards:
             each: (output, this rank's part of a batch) to numbers, (R,).
             of: whose weights compute.
         """
-        model = self._copy if of == "copy" else self._model
+        model = self._second if of == "second" else self._model
         assert model is not None
         found: list[torch.Tensor] = []
         with _without_adapter(model) if of == "base" else nullcontext():
@@ -70,6 +73,13 @@ class RankForwards:
             found = [torch.zeros(len(one["labels"]), dtype=torch.float64, device=self._mesh.device) for one in batches]
         cp = self._mesh["cp"]
         return found if cp.size == 1 else [all_reduce(one, cp) for one in found]
+
+    @torch.no_grad()
+    def second(self, call: Callable[[Any], Any]) -> Any:
+        """Return call(second model), for a batch that was cut for this rank."""
+        assert self._second is not None
+        with sequence_in_use(self._second):
+            return call(self._second)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Add up numbers over the ranks with different samples; equal on all ranks."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Which weights compute: the model's, the model's without its adapter, or those of the frozen copy.
-Which = Literal["model", "base", "copy"]
+#: Which weights compute: the model's, the model's without its adapter, or those of the second model.
+Which = Literal["model", "base", "second"]
 
 
 class Forwards(Protocol):
@@ -41,6 +41,10 @@ class Forwards(Protocol):
             each: numbers of the rows, (R,), from this rank's part of the sequences.
             of: whose weights compute.
         """
+        ...
+
+    def second(self, call: Callable[[Any], Any]) -> Any:
+        """Return call(second model) without gradients, for a batch that the step has cut for this rank already."""
         ...
 
     def total(self, values: Tensor) -> Tensor:

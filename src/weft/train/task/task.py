@@ -163,10 +163,16 @@ class Task:
 
         return call_model(model, batch)
 
-    @property
-    def wants_copy(self) -> bool:
-        """Whether a second model with the first weights, which nothing changes, stands beside the trained one."""
-        return False
+    def second_model(self, plan: Plan) -> nn.Module | None:
+        """Return a model that stands beside the trained one and never changes, such as a teacher; None: there is none.
+
+        It lies on the ranks as the plan says; `Forwards` gives what it computes.
+        """
+        return None
+
+    def second_weights(self, model: nn.Module) -> StateSource | None:
+        """Return where the second model's weights are read from, as `initial_weights` does for the first one."""
+        return None
 
     def begin(self, forwards: Forwards) -> None:
         """Take hold of the model on its ranks, once its first weights are there and before a checkpoint's are.

@@ -18,6 +18,7 @@ _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 
 #: Of the tasks that have a name: the class, and the one for a pretrained folder.
 _CLASSES = {
+    "distill": ("weft.train.tasks.distill:DistillTask", "weft.train.tasks.distill:PretrainedDistillTask"),
     "prefer": ("weft.train.tasks.preference:PreferTask", "weft.train.tasks.preference:PretrainedPreferTask"),
 }
 

@@ -18,7 +18,10 @@ from weft.units import format_count
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
+    from weft.parallel.local_tensors import StateSource
+    from weft.spec.plan import Plan
     from weft.train.folder import RunFolder
     from weft.train.tasks.preference.answer_samples import PairSamples, VerdictSamples
 
@@ -96,9 +99,11 @@ class PreferTask(DecoderTask):
             raise _wrong("task.options.reference", self._asked, rule)
         return self._asked
 
-    @property
-    def wants_copy(self) -> bool:
-        return self.reference == "frozen_copy"
+    def second_model(self, plan: Plan) -> nn.Module | None:
+        return self.initial_model(plan) if self.reference == "frozen_copy" else None
+
+    def second_weights(self, model: nn.Module) -> StateSource | None:
+        return self.initial_weights(model)
 
     # --- data ---
 
@@ -190,7 +195,7 @@ class PreferTask(DecoderTask):
 
         forwards, reference = self._forwards, self.reference
         assert forwards is not None
-        of = {"adapter_off": "base", "frozen_copy": "copy"}.get(reference)
+        of = {"adapter_off": "base", "frozen_copy": "second"}.get(reference)
         changed = [dict(batch) for batch in batches]
         if of is not None:
             for batch, found in zip(changed, forwards.rows(changed, row_log_probs, of=of), strict=True):  # pyright: ignore[reportArgumentType] - a literal
@@ -315,7 +320,7 @@ class PretrainedPreferTask(PreferTask, PretrainedTask):
 
     @property
     def _needs_folder(self) -> bool:
-        return bool(self.config.adapter.rank) or self.wants_copy
+        return bool(self.config.adapter.rank) or self.reference == "frozen_copy"
 
 
 def _check_options(
