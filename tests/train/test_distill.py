@@ -159,6 +159,12 @@ def test_what_cannot_teach_is_refused(place, tmp_path):
         "pp=2: a teacher's logits are compared with the student's, and a pipeline has them on its last stage alone. "
         "Use pp=1."
     )
+    nowhere = DistillTask("nowhere")
+    nowhere.config = task.config
+    with pytest.raises(
+        ConfigError, match=r"task\.options\.teacher=nowhere: it holds no config\.json\. Give the folder"
+    ):
+        nowhere.prepare(RunFolder(tmp_path), None)
     other = json.loads((place / "teacher" / "tokenizer.json").read_text())
     other["added_tokens"][0]["content"] = "<other>"
     original = (place / "teacher" / "tokenizer.json").read_text()

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
-from tests.train.preference_cases import CASES, OBJECTIVES, losses_under, plain_losses, write_pairs
+import pytest
+import torch
+
+from tests.train.preference_cases import CASES, OBJECTIVES, SPEC, losses_under, plain_losses, words, write_pairs
+from weft.errors import ConfigError, DataError
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.parallel import parallelize
+from weft.spec.files import load_config
+from weft.spec.plan import Plan
+from weft.train.folder import RunFolder
+from weft.train.step import RankForwards, evaluate
+from weft.train.task import Share
+from weft.train.tasks import find_task
 
 #: What the gate tries of the plans of two ranks, with which cases.
 GATE = {
@@ -61,3 +74,88 @@ def test_two_ranks_lose_what_one_does_under_every_plan(plan, place, one_process,
 @pytest.mark.parametrize("plan", ["dp_shard=2 zero=3 tp=2", "tp=2 pp=2 microbatches=2", "dp_shard=2 zero=2 cp=2"])
 def test_four_ranks_lose_what_one_does(plan, place, one_process, ranks4):
     compared(ranks4, plan, OBJECTIVES, place, one_process)
+
+
+def begun(place, folder, *more, forget: bool = False):
+    """A task whose reference is ready, with the model that it is of."""
+    path, cache, _ = place
+    task = find_task(load_config(None, words(path, cache, 0, *more)).config)
+    task.prepare(RunFolder(folder), None)
+    task._folder = RunFolder(folder)
+    mesh = build_mesh(Plan())
+    model = build_decoder(SPEC, seed=0)
+    if forget:
+        with torch.no_grad():
+            model.get_parameter("head.weight" if not SPEC.tied else "embed.weight").zero_()
+    parallelize(model, mesh, seed=0)
+    share = Share(4)
+    batches = task.batches(share)
+    task.begin(RankForwards(model, mesh, task))
+    return task, model, mesh, batches, task.eval_batches(share)
+
+
+def test_the_cached_reference_is_of_the_first_weights_and_is_missed_later(place, tmp_path):
+    *_, batches, _ = begun(place, tmp_path)
+    first = batches.batches(0)[0]["reference"]
+    *_, batches, _ = begun(place, tmp_path, forget=True)  # a run that goes on, with other weights
+    assert torch.equal(batches.batches(0)[0]["reference"], first)
+    (tmp_path / "checkpoints" / "step_00000002").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_00000002" / "COMMIT").write_text("{}")
+    (tmp_path / "reference.safetensors").write_bytes(b"damaged")
+    with pytest.raises(
+        DataError, match=r"reference\.safetensors: the reference's log-probabilities of this run are not"
+    ):
+        begun(place, tmp_path)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_an_untrained_model_has_no_margin(place, tmp_path, objective):
+    task, model, mesh, _, batches = begun(
+        place, tmp_path, f"task.options.objective={objective}", f"data.eval={place[0]}", "eval.batches=2"
+    )
+    found = evaluate(model, task.before_step(list(batches)[:1]), mesh, task)
+    assert found.loss == pytest.approx(0.6931472 if objective == "dpo" else 0.5, rel=1e-6)
+    assert found.metrics["reward_margin"] == pytest.approx(0, abs=1e-6)
+    assert found.count == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["task.options.objective=dpp"], "task.options.objective=dpp: it is one of dpo, ipo, kto, orpo, simpo. Did you "
+         "mean 'dpo'? Use objective=dpo."),
+        (["task.options.reference=adapter_off"], "task.options.reference=adapter_off: the run trains no adapter that "
+         "could be off. Set adapter.rank, or use cached or frozen_copy."),
+        (["task.options.objective=orpo", "task.options.reference=cached"], "task.options.reference=cached: "
+         "objective=orpo compares with no reference. Leave it out."),
+        (["task.options.beta=-1.0"], "task.options.beta=-1.0: it must be above 0. Use 0.1, or leave it out."),
+        (["task.options.smoothing=0.5"], "task.options.smoothing=0.5: it is a share of at least 0 and below 0.5. "
+         "Use 0.1."),
+        (["task.options.objective=ipo", "task.options.smoothing=0.1"], "task.options.smoothing=0.1: only dpo has it, "
+         "and the objective is ipo. Leave it out."),
+        (["task.options.objective=kto", "task.options.wanted=-2.0"], "task.options.wanted=-2.0: a weight is at least "
+         "0. Use 1."),
+        (["data.packing=fit"], "data.packing=fit: preferences are not packed: a row holds one answer. Leave it out."),
+        (["data.train.0.weight=2.0"], "data.train.0.weight=2.0: preferences of several sources are one set, in which "
+         "each counts once. Leave it out."),
+    ],
+)  # fmt: skip
+def test_settings_that_mean_nothing_are_refused(place, tmp_path, more, said):
+    def prepare():
+        find_task(load_config(None, words(place[0], place[1], 0, *more)).config).prepare(RunFolder(tmp_path), None)
+
+    with pytest.raises(ConfigError) as caught:
+        prepare()
+    assert [problem.message for problem in caught.value.problems] == [said]
+
+
+def test_verdicts_are_for_kto(place, tmp_path):
+    path = tmp_path / "kto.jsonl"
+    path.write_text(json.dumps({"prompt": "q", "completion": " a", "label": True}))
+    task = find_task(load_config(None, words(path, place[1], 0)).config)
+    with pytest.raises(DataError) as caught:
+        task.prepare(RunFolder(tmp_path), None)
+    assert str(caught.value) == (
+        f"data.train.0.path={path}: it holds answers with a verdict, and task.options.objective=dpo learns from pairs. "
+        "Use objective=kto."
+    )

@@ -75,6 +75,8 @@ class DistillTask(DecoderTask):
         from weft.structure import hugging_face
         from weft.train.tasks.published_weights import pretrained_source
 
+        if not (self._teacher / "config.json").is_file():
+            raise _wrong("teacher", self._teacher, "it holds no config.json. Give the folder of a Hugging Face model.")
         model: Any = self._teacher_shapes()  # whose methods transformers types loosely
         pretrained_source(model, self._teacher)
         longest, length = hugging_face.longest_sequence(model), self.config.train.seq_len
