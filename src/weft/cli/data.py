@@ -151,8 +151,7 @@ def _answers(
     config: RunConfig, prepared: PreparedData, split: str, which: range
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
     """How many answers there are, and some preferences of the first epoch: both answers of a pair."""
-    from weft.data import view_answer
-    from weft.data.order import permutation
+    from weft.data.order import permutation, view_answer
     from weft.data.prepared import SplitReader
 
     sources = prepared.train if split == "train" else prepared.eval

@@ -21,7 +21,6 @@ __all__ = [
     "marked",
     "prepare_data",
     "verify_data",
-    "view_answer",
     "view_sample",
     "visible",
 ]
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
         SampleView,
         ShardedLoader,
         marked,
-        view_answer,
         view_sample,
         visible,
     )
@@ -61,7 +59,6 @@ __getattr__ = loads(
         "marked": ".order.preview",
         "prepare_data": ".prepared.prepare",
         "verify_data": ".prepared.prepared_data",
-        "view_answer": ".order.preview",
         "view_sample": ".order.preview",
         "visible": ".order.preview",
     },

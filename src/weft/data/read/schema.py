@@ -326,7 +326,7 @@ def _detect_feedback(first: Any, names: list[str], columns: Mapping[str, str], a
     return Schema("feedback", completion=completion, label=label, **beside)
 
 
-def _beside_answers(first: Any, names: list[str], columns: Mapping[str, str], answers: list[str]) -> dict[str, str]:
+def _beside_answers(first: Any, names: list[str], columns: Mapping[str, str], answers: list[str]) -> dict[str, Any]:
     """Prompt, tools, and the keys of messages where an answer is a list of them."""
     prompt = columns.get("prompt") or _pick(names, (*_QUESTION_COLUMNS, "messages"))
     lists = [value for name in (prompt, *answers) for value in _values(first, name) if isinstance(value, list)]

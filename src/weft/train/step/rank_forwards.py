@@ -17,8 +17,7 @@ from weft.parallel.context import sequence_in_use
 from weft.parallel.pipeline import pipeline_of
 from weft.train.state import on_first
 from weft.train.step.evaluation import counted_ranks, each_output
-from weft.train.task import Task
-from weft.train.task.forwards import Which
+from weft.train.task import Task, Which
 
 
 class RankForwards:
@@ -43,12 +42,12 @@ class RankForwards:
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that read different samples."""
+        """Return this rank's place among those that read different samples."""
         return self._mesh.data.rank
 
     @property
     def data_size(self) -> int:
-        """How many ranks read different samples."""
+        """Return how many ranks read different samples."""
         return self._mesh.data.size
 
     def rows(

@@ -14,11 +14,12 @@ __all__ = [
     "Report",
     "Share",
     "Task",
+    "Which",
     "with_adapter",
 ]
 
 if TYPE_CHECKING:
-    from weft.train.task.forwards import Forwards
+    from weft.train.task.forwards import Forwards, Which
     from weft.train.task.run_adapter import with_adapter
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
@@ -33,6 +34,7 @@ __getattr__ = loads(
         "Report": ".task",
         "Share": ".share",
         "Task": ".task",
+        "Which": ".forwards",
         "with_adapter": ".run_adapter",
     },
 )

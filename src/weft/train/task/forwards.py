@@ -22,12 +22,12 @@ class Forwards(Protocol):
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that read different samples."""
+        """Return this rank's place among those that read different samples."""
         ...
 
     @property
     def data_size(self) -> int:
-        """How many ranks read different samples."""
+        """Return how many ranks read different samples."""
         ...
 
     def rows(self, batches: Sequence[Any], each: Callable[[Any, Any], Tensor], *, of: Which = "model") -> list[Tensor]:

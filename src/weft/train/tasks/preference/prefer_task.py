@@ -246,7 +246,8 @@ class PreferTask(DecoderTask):
         if self._objective == "kto":
             (one,) = answers
             return kto_losses(one, batch["wanted"], batch["z"].to(one.policy), self._weighing)
-        return PAIR_LOSSES[self._objective](*answers, self._weighing)
+        chosen, rejected = answers
+        return PAIR_LOSSES[self._objective](chosen, rejected, self._weighing)
 
     def _answers(self, output: Any, batch: Any) -> list[Any]:
         """The chosen and the rejected answers; for kto the answers."""
@@ -286,14 +287,15 @@ class PreferTask(DecoderTask):
         return self._weighing.beta * (answer.gain if self.reference else answer.mean)
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
-        means = [sums[part] / sums[f"num_{part}"] if sums[f"num_{part}"] else None for part in ("better", "worse")]
+        has_both = sums["num_better"] and sums["num_worse"]
+        margin = sums["better"] / sums["num_better"] - sums["worse"] / sums["num_worse"] if has_both else None
         return {
             "reward_accuracy": sums["right"] / sums["count"] if sums["count"] else None,
-            "reward_margin": None if None in means else means[0] - means[1],  # pyright: ignore[reportOptionalOperand] - looked at
+            "reward_margin": margin,
         }
 
     def flops_per_count(self) -> float | None:
-        """Rows are as long as the answers are, so there is no one number."""
+        """Return None: rows are as long as the answers are."""
         return None
 
     # --- planner and people ---
