@@ -162,15 +162,17 @@ def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | 
 
 def _prepared_elsewhere(config: RunConfig, word: FirstWord | None) -> RunFolder:
     """What the first rank settled; ends this process with its exit code where it refused, and told why."""
-    from weft.data import prepare_data
     from weft.train import RunFolder
+    from weft.train.tasks import DecoderTask, find_task
 
     assert word is not None
     said = json.loads(word.hear())
     if "exit_code" in said:
         raise typer.Exit(said["exit_code"])
     # The cache of this machine, where it is not the first rank's; else this finds everything there.
-    prepare_data(config)
+    task = find_task(config)
+    if isinstance(task, DecoderTask):
+        task.tokens(None)
     return RunFolder(Path(said["path"]), said["texts"])
 
 

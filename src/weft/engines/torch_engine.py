@@ -20,6 +20,7 @@ from weft.monitor.times import Meter, TimeBook
 from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.local_tensors import StateSource
 from weft.parallel.placement import originals
 from weft.parallel.zero import load_base
 from weft.spec import Layout
@@ -28,8 +29,8 @@ from weft.train import Microbatches, StepMetrics, TrainStep
 from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, derive_seed
 from weft.train.planned import report_times
 from weft.train.state import adapter_state, expected_bytes, gather, on_first, pieces, resume
-from weft.train.step import evaluate
-from weft.train.task import Batches, Share, with_adapter
+from weft.train.step import RankForwards, evaluate
+from weft.train.task import Batches, Share, Task, with_adapter
 from weft.units import format_count, parse_seconds
 
 
@@ -74,20 +75,11 @@ class TorchEngine:
         base = task.initial_model(mesh.plan)
         weights = task.initial_weights(base)
         self.model: nn.Module = with_adapter(base, config)
-        layout = Layout.read(config.layout) if config.layout else None
         freeze(self.model, config.optimizer)
-        parallelize(
-            self.model,
-            mesh,
-            layout=layout,
-            seed=config.seed,
-            filled_later=weights is not None,
-            pinned_limit=config.memory.pinned_limit,
-            norm_group=config.train.norm_group,
-        )
-        if weights is not None and self._reads_base():
-            with self.pulse.doing("reads the pretrained weights"):
-                load_base(self.model, weights)
+        self._lay_out(self.model, weights, reads=self._reads_base())
+        second = task.second_model(mesh.plan)
+        if second is not None:
+            self._lay_out(second.requires_grad_(False), task.second_weights(second), reads=True)
         self._step = TrainStep(
             self.model,
             build_optimizer(self.model.named_parameters(), config.optimizer, config.seed),
@@ -99,7 +91,24 @@ class TorchEngine:
             meter=self.meter,
         )
         self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
+        with self.pulse.doing("computes what the task needs before the first step"):
+            task.begin(RankForwards(self.model, mesh, task, second))
         self._choose_recompute()
+
+    def _lay_out(self, model: nn.Module, weights: StateSource | None, *, reads: bool) -> None:
+        """Cut a model over the ranks, in place, and read its first weights where they are wanted."""
+        parallelize(
+            model,
+            self.mesh,
+            layout=Layout.read(self._config.layout) if self._config.layout else None,
+            seed=self._config.seed,
+            filled_later=weights is not None,
+            pinned_limit=self._config.memory.pinned_limit,
+            norm_group=self._config.train.norm_group,
+        )
+        if weights is not None and reads:
+            with self.pulse.doing("reads the pretrained weights"):
+                load_base(model, weights)
 
     @property
     def batches(self) -> Batches:
@@ -127,7 +136,7 @@ class TorchEngine:
             group["lr"] = group["initial_lr"] * lr_factor
         with self._first_is_long():
             key = derive_seed(self._config.seed, number)
-            done = self._step(Microbatches(batches), self._seeds(number), key)
+            done = self._step(Microbatches(self._task.before_step(batches)), self._seeds(number), key)
         return LateResult(lambda: self._result(done)) if self._step.is_unread else self._result(done)
 
     def _result(self, done: StepMetrics) -> StepResult:
@@ -143,7 +152,12 @@ class TorchEngine:
     def evaluate(self) -> Evaluation:
         """Compute loss and metrics over the task's evaluation set."""
         assert self._eval_batches is not None
-        return evaluate(self.model, self._eval_batches, self.mesh, self._task)
+        batches: Iterable[Any] = self._eval_batches
+        if type(self._task).before_step is not Task.before_step:
+            every, num = list(batches), self.mesh.plan.microbatches_per_step
+            whole = [every[first : first + num] for first in range(0, len(every), num)]
+            batches = [one for batch in whole for one in self._task.before_step(batch)]
+        return evaluate(self.model, batches, self.mesh, self._task)
 
     def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
         """Return what this rank writes; aside: as copies in host memory."""

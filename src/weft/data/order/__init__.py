@@ -19,6 +19,7 @@ __all__ = [
     "marked",
     "permutation",
     "rows_of",
+    "view_answer",
     "view_sample",
     "visible",
     "write_plan",
@@ -27,7 +28,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.data.order.loader import Batch, EvalBatches, Loader, Prefetch
     from weft.data.order.packing import write_plan
-    from weft.data.order.preview import SampleView, marked, view_sample, visible
+    from weft.data.order.preview import SampleView, marked, view_answer, view_sample, visible
     from weft.data.order.sample_order import derive_key, permutation
     from weft.data.order.sample_rows import rows_of
     from weft.data.order.sharded import ShardedLoader
@@ -48,6 +49,7 @@ __getattr__ = loads(
         "marked": ".preview",
         "permutation": ".sample_order",
         "rows_of": ".sample_rows",
+        "view_answer": ".preview",
         "view_sample": ".preview",
         "visible": ".preview",
         "write_plan": ".packing",

@@ -17,6 +17,7 @@ __all__ = [
     "SplitWriter",
     "cache_folder",
     "content_digests",
+    "check_trainable",
     "prepare_data",
     "ready_table",
     "sync",
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from weft.data.prepared.prepared_data import PreparedData, PreparedSource, verify_data
     from weft.data.prepared.row_table import RowTable, RowWriter, ready_table
     from weft.data.prepared.shards import SHARD_BYTES, SplitCounts, SplitReader, SplitWriter
+    from weft.data.prepared.trainable import check_trainable
     from weft.data.prepared.wanted import content_digests
 
 __getattr__ = loads(
@@ -44,6 +46,7 @@ __getattr__ = loads(
         "SplitWriter": ".shards",
         "cache_folder": ".prepare",
         "content_digests": ".wanted",
+        "check_trainable": ".trainable",
         "prepare_data": ".prepare",
         "ready_table": ".row_table",
         "sync": ".lock",

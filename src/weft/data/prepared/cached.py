@@ -118,7 +118,7 @@ def _source_text(wanted: WantedSource) -> Iterator[str]:
     files = sorted(wanted.files.files, key=lambda file: hashlib.blake2b(file.path.name.encode()).digest())
     for document in wanted.documents(replace(wanted.files, files=tuple(files))):
         if split_of(document, wanted.limits.holdout) == "train":
-            parts = (document.prompt, document.text, *(content for _, content in document.turns or ()))
+            parts = (document.prompt, document.text, *(turn.content for turn in document.turns or ()))
             yield "\n".join(part for part in parts if part is not None)
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "SampleSection",
     "ScheduleSection",
     "SourceSection",
+    "TEXT_TASKS",
     "TokenizerSection",
     "changed_keys",
     "value_at",
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         SourceSection,
         TokenizerSection,
     )
-    from weft.spec.config.setting_types import FOLDER_TASKS
+    from weft.spec.config.setting_types import FOLDER_TASKS, TEXT_TASKS
 
 __getattr__ = loads(
     __name__,
@@ -54,6 +55,7 @@ __getattr__ = loads(
         "SampleSection": ".run_config",
         "ScheduleSection": ".run_config",
         "SourceSection": ".run_config",
+        "TEXT_TASKS": ".setting_types",
         "TokenizerSection": ".run_config",
         "changed_keys": ".changes",
         "value_at": ".changes",

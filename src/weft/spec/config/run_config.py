@@ -46,9 +46,10 @@ class TaskSection(Section):
     """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
 
     name: TaskName | None = None
-    """masked_lm, classify_text, classify_tokens, seq2seq or embed, with the Hugging Face folder of model.path;
-    classify_images, with a folder of pictures; or your own task as package.module:Class, importable from this folder,
-    or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text."""
+    """masked_lm, classify_text, classify_tokens, seq2seq or embed, with the Hugging Face folder of model.path; prefer,
+    which learns from preferred answers; distill, which follows a teacher; classify_images, with a folder of pictures; or
+    your own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form: `task =
+    "classify_text"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 
@@ -137,13 +138,15 @@ class SourceSection(Section):
     weight: PositiveFloat | None = None
     """Share of the training tokens; by default proportional to the source's size."""
     schema_: Annotated[
-        Literal["auto", "text", "messages", "instruction", "completion", "ids"], Field(alias="schema")
+        Literal["auto", "text", "messages", "instruction", "completion", "ids", "preference", "feedback"],
+        Field(alias="schema"),
     ] = "auto"
-    """Kind of record. auto detects it from the first records and prints the result."""
+    """Kind of record. auto detects it from the first records and prints the result. preference and feedback are for
+    task.name=prefer."""
     columns: dict[ColumnPart, str] = Field(default={})
     """Column names that differ from the schema's: {text = "body"}, {messages = "chat", role = "from",
     content = "value"}, {instruction = "question", output = "answer"}, {prompt = "start", completion = "rest"},
-    {ids = "input_ids", mask = "loss_mask"}."""
+    {ids = "input_ids", mask = "loss_mask"}, {chosen = "better", rejected = "worse"}, {label = "liked"}."""
 
 
 class DataSection(Section):
@@ -164,6 +167,12 @@ class DataSection(Section):
     """Longest record in bytes; longer ones are quarantined. Plain text files are read in pieces and have no limit."""
     max_bad_fraction: Fraction = 0.01
     """Maximum share of broken records; a larger share stops the run."""
+    check: Literal["refuse", "warn", "off"] = "refuse"
+    """What happens before the first step where answers could not be learned: see the shares below."""
+    max_untrained: Fraction = 0.1
+    """Maximum share of documents with a mask that have no trained token."""
+    max_cut: Fraction = 0.25
+    """Maximum share of documents with a mask whose answers train.seq_len cuts."""
     cache_dir: str = ""
     """Folder for tokenised data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
 

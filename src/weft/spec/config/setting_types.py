@@ -47,7 +47,9 @@ CodeName = Annotated[
 ]
 #: Tasks that have a name; `find_task` knows their classes. These train the model of a Hugging Face folder.
 FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
-TASK_NAMES = (*FOLDER_TASKS, "classify_images")
+#: These train the text decoder by another loss.
+TEXT_TASKS = ("prefer", "distill")
+TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, "classify_images")
 _TASK = rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$"
 _TASK_RULE = f"{', '.join(TASK_NAMES)}, or a class as package.module:Class or path/to/file.py:Class"
 TaskName = Annotated[
@@ -84,5 +86,5 @@ Duration = Annotated[
 
 ColumnPart = Literal[
     "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
-    "mask",
+    "mask", "tools", "chosen", "rejected", "label",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
-from weft.spec.config import FOLDER_TASKS, AdapterSection, RunConfig
+from weft.spec.config import FOLDER_TASKS, TEXT_TASKS, AdapterSection, RunConfig
 from weft.spec.files import origin_of, shown
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
@@ -58,6 +58,11 @@ def _beside_path(config: RunConfig) -> list[str]:
     return [*model, *words]
 
 
+def _is_on_text(config: RunConfig) -> bool:
+    """Whether the run trains the text decoder, by whatever loss."""
+    return config.task.name in (None, *TEXT_TASKS)
+
+
 def _warmup(config: RunConfig) -> int:
     return config.schedule.warmup(config.train.steps)
 
@@ -73,15 +78,14 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         reason="The default task, a decoder on text, has sections of its own.",
         predicate=lambda config: bool(config.task.options) and config.task.name is None,
         message=lambda config: (
-            f"{shown(config.task.options)}: only a task given as package.module:Class takes options. Set "
-            "task.name=package.module:Class, or leave them out."
+            f"{shown(config.task.options)}: only a task that is named takes options. Set task.name, or leave them out."
         ),
     ),
     ConfigRule(
         name="model-path-decides",
         keys=("model.path", "model", "tokenizer"),
         reason="The folder of a pretrained model holds its shape and its tokenizer.",
-        predicate=lambda config: bool(config.model.path) and config.task.name is None and bool(_beside_path(config)),
+        predicate=lambda config: bool(config.model.path) and _is_on_text(config) and bool(_beside_path(config)),
         message=lambda config: (
             f"{config.model.path}: the folder decides {', '.join(_beside_path(config))}. Leave "
             f"{'it' if len(_beside_path(config)) == 1 else 'them'} out, or leave model.path out."
@@ -247,7 +251,7 @@ def config_problems(
         if problem is not None:
             found.append((problem, rule.keys))
     model = None
-    if config.task.name is None and not config.model.path and not _touches("model", broken):
+    if _is_on_text(config) and not config.model.path and not _touches("model", broken):
         try:
             model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
         except ConfigError as error:
@@ -290,7 +294,7 @@ def _plan_problems(
         if _touches("plan", broken) or _touches("train.global_batch", broken)
         else config.train.global_batch,
         # What a task of one's own reads is not known before its class is loaded.
-        seq_len=None if config.task.name or _touches("train.seq_len", broken) else config.train.seq_len,
+        seq_len=None if not _is_on_text(config) or _touches("train.seq_len", broken) else config.train.seq_len,
         device=device,
         open_axis=open_axis,
     )

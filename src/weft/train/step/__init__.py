@@ -14,6 +14,7 @@ __all__ = [
     "ForwardFn",
     "LossFn",
     "Microbatches",
+    "RankForwards",
     "StepMetrics",
     "TrainStep",
     "WholeBatchLoss",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from weft.train.step.loss_check import LossFn
     from weft.train.step.microbatches import Microbatches, from_loader
     from weft.train.step.oom import live_bytes
+    from weft.train.step.rank_forwards import RankForwards
     from weft.train.step.step_metrics import StepMetrics
     from weft.train.step.train_step import ForwardFn, TrainStep
     from weft.train.step.whole_batch import WholeBatchLoss
@@ -40,6 +42,7 @@ __getattr__ = loads(
         "ForwardFn": ".train_step",
         "LossFn": ".loss_check",
         "Microbatches": ".microbatches",
+        "RankForwards": ".rank_forwards",
         "StepMetrics": ".step_metrics",
         "TrainStep": ".train_step",
         "WholeBatchLoss": ".whole_batch",

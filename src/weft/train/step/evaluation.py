@@ -45,8 +45,8 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
     if isinstance(task.loss, WholeBatchLoss):
         _compare_all(model, batches, mesh, task, totals)
     else:
-        _each_output(model, batches, mesh, task.loss, task.forward, add)
-    loss_sum, count, *sums = all_reduce(totals, _counted(mesh)).tolist()
+        each_output(model, batches, mesh, task.loss, task.forward, add)
+    loss_sum, count, *sums = all_reduce(totals, counted_ranks(mesh)).tolist()
     named = {"loss": loss_sum, "count": count, **dict(zip(task.sum_names, sums, strict=True))}
     return Evaluation(loss_sum / max(count, 1.0), round(count), dict(task.measure(named)))
 
@@ -65,7 +65,7 @@ def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Tas
         parts[-1].add(output)
         every.take(parts[-1])
 
-    _each_output(model, batches, mesh, loss, task.forward, add)
+    each_output(model, batches, mesh, loss, task.forward, add)
     for part in parts:
         loss_sum, count = part.compared(loss.compare)
         totals[0] += loss_sum
@@ -106,13 +106,13 @@ def mean_loss(
             totals[0] += loss_sum
             totals[1] += number
 
-    _each_output(model, one_by_one(), mesh, loss_fn, forward, add)
-    loss_sum, number = all_reduce(totals, _counted(mesh)).tolist()
+    each_output(model, one_by_one(), mesh, loss_fn, forward, add)
+    loss_sum, number = all_reduce(totals, counted_ranks(mesh)).tolist()
     return loss_sum / max(number, 1.0), round(number)
 
 
 @torch.no_grad()
-def _each_output(
+def each_output(
     model: nn.Module,
     batches: Iterable[Any],
     mesh: Mesh,
@@ -144,6 +144,6 @@ def _each_output(
         model.train(was_training)
 
 
-def _counted(mesh: Mesh) -> Axis:
+def counted_ranks(mesh: Mesh) -> Axis:
     """The ranks whose sums add up; of a pipeline, only the last stage has any, and all want to know."""
     return mesh.batch if mesh.plan.pp == 1 else mesh["pp", "dp_replicate", "dp_shard", "cp"]

@@ -116,7 +116,7 @@ class PretrainedTask(DecoderTask):
         found = model(input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False)
         return found.logits
 
-    def flops_per_count(self) -> float:
+    def flops_per_count(self) -> float | None:
         from weft.monitor import flops_per_token
         from weft.structure import hugging_face
 
