@@ -17,7 +17,6 @@ from weft.units import parse_seconds
 
 #: Steps that "the last good figures" are looked for among.
 _REMEMBERED = 512
-_SEVERITIES = ("info", "warning", "critical")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +181,3 @@ class AlertDesk:
             if since is None or step < since:
                 return {"step": step, **values}
         return {}
-
-
-def at_least(severity: str, least: str) -> bool:
-    """Return whether a severity is as grave as another or graver."""
-    return _SEVERITIES.index(severity) >= _SEVERITIES.index(least)

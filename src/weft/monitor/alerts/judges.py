@@ -10,6 +10,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 
 from weft.monitor.figures import Reading
 from weft.spec.figures import FIGURES, Condition, Span
@@ -302,7 +303,7 @@ class _TrendJudge(Judge):
         size = len(values) / _QUARTERS
         middles = [statistics.median(values[round(n * size) : round((n + 1) * size)]) for n in range(_QUARTERS)]
         way = 1.0 if self._condition.rises else -1.0
-        if any(way * (after - before) <= 0 for before, after in zip(middles, middles[1:], strict=False)):
+        if any(way * (after - before) <= 0 for before, after in pairwise(middles)):
             return None
         # The middles of the first and the last quarter are three quarters of the span apart.
         moved = way * (middles[-1] - middles[0]) * _QUARTERS / (_QUARTERS - 1)
