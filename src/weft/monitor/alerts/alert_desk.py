@@ -165,7 +165,7 @@ class AlertDesk:
 
     def _remember(self, kind: str, event: Mapping[str, Any]) -> None:
         step = event.get("step")
-        if type(step) is int and kind in ("step", "start"):
+        if type(step) is int and kind in ("step", "start", "eval"):
             self._step = step
         if kind == "eval":
             self._evaluated = number(event.get("loss"))
