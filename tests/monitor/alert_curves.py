@@ -17,7 +17,7 @@ FAULTS = {
     "leak": "memory-leak",
 }
 #: Within so many steps (evaluations, for the plateau) of its begin a fault must be found.
-FOUND_WITHIN = {"spike": 5, "plateau": 11 * 50, "nan": 1, "slow rank": 60, "leak": 3100}
+FOUND_WITHIN = {"spike": 5, "plateau": 11 * 50, "nan": 1, "slow rank": 90, "leak": 3100}
 
 
 @dataclass
