@@ -8,6 +8,8 @@ from weft.lazy import loads
 
 __all__ = [
     "AdapterSection",
+    "AlertSection",
+    "ChannelSection",
     "DataSection",
     "FOLDER_TASKS",
     "ModelSection",
@@ -15,6 +17,7 @@ __all__ = [
     "OptimizerSection",
     "RunConfig",
     "STDLIB_SOURCE",
+    "SinkSection",
     "SampleSection",
     "ScheduleSection",
     "SourceSection",
@@ -27,6 +30,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.spec.config.adapter_section import AdapterSection
     from weft.spec.config.changes import changed_keys, value_at
+    from weft.spec.config.monitor_sections import AlertSection, ChannelSection, SinkSection
     from weft.spec.config.run_config import (
         STDLIB_SOURCE,
         DataSection,
@@ -45,6 +49,9 @@ __getattr__ = loads(
     __name__,
     {
         "AdapterSection": ".adapter_section",
+        "AlertSection": ".monitor_sections",
+        "ChannelSection": ".monitor_sections",
+        "SinkSection": ".monitor_sections",
         "DataSection": ".run_config",
         "FOLDER_TASKS": ".setting_types",
         "ModelSection": ".run_config",

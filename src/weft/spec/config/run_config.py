@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from weft.spec.config.adapter_section import AdapterSection
+from weft.spec.config.monitor_sections import AlertSection, ChannelSection, MonitorSection, SinkSection
 from weft.spec.config.section import Section
 from weft.spec.config.setting_types import (
     CodeName,
@@ -369,8 +370,7 @@ class LaunchSection(Section):
     """When the same rank fails twice in a row, go on without it, with at least this many ranks: the planner makes a
     plan for them, and the global batch stays. Absent: always all ranks."""
     on_failure: Literal["stop", "hold"] = "stop"
-    """After the last restart: stop, or wait with the folder held and the devices free until a file `go_on` appears in
-    the run folder."""
+    """After the last restart: stop, or wait with the folder held and the devices free until `weft resume RUN`."""
 
 
 class RunConfig(Section):
@@ -400,3 +400,12 @@ class RunConfig(Section):
     sample: SampleSection = SampleSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
+    monitor: MonitorSection = MonitorSection()
+    alerts: Literal["none", "standard"] = "none"
+    """standard: a ready set of alerts (`weft alerts list` shows it), which all channels hear of."""
+    alert: tuple[AlertSection, ...] = Field(default=(), strict=False)
+    """Alerts of your own, each as a table [[alert]]."""
+    channel: tuple[ChannelSection, ...] = Field(default=(), strict=False)
+    """Who hears of alerts, each as a table [[channel]]."""
+    sink: tuple[SinkSection, ...] = Field(default=(), strict=False)
+    """Where figures go beside events.jsonl, each as a table [[sink]]."""
