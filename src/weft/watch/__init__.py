@@ -1,0 +1,25 @@
+"""One page to look at, and the same in a terminal: runs, read from their folders while they train and afterwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = ["RunIndex", "Serving", "Shelf", "serve", "show_top"]
+
+if TYPE_CHECKING:
+    from weft.watch.index import RunIndex, Shelf
+    from weft.watch.server import Serving, serve
+    from weft.watch.terminal import show_top
+
+__getattr__ = loads(
+    __name__,
+    {
+        "RunIndex": ".index",
+        "Serving": ".server",
+        "Shelf": ".index",
+        "serve": ".server",
+        "show_top": ".terminal",
+    },
+)
