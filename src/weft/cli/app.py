@@ -41,6 +41,8 @@ VERBS = {
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt.verbs", "app"),
     "resume-diff": Verb("Show what has changed since a run started.", "weft.cli.ckpt.since", "resume_diff"),
+    "resume": Verb("Let a held run go on.", "weft.cli.watching.resume_verb", "resume"),
+    "ask": Verb("Ask a run that trains to save, hold, stop or go back.", "weft.cli.watching.resume_verb", "ask_run"),
     "launch": Verb(
         "Print a job script that runs a config on several machines.", "weft.cli.launcher.jobs.verb_of_jobs", "launch"
     ),
@@ -49,8 +51,8 @@ VERBS = {
         "weft.cli.launcher.drill.drill_verb",
         "drill",
     ),
-    "models": Verb("List the model sizes that Weft knows.", "weft.cli.models", "list_models"),
-    "layout": Verb("Print how tensor parallelism splits a model, and why.", "weft.cli.layout_verb", "layout"),
+    "models": Verb("List the model sizes that Weft knows.", "weft.cli.planning.models_verb", "list_models"),
+    "layout": Verb("Print how tensor parallelism splits a model, and why.", "weft.cli.planning.layout_verb", "layout"),
     "doctor": Verb("Check this machine and print a report for bug reports.", "weft.cli.doctor.verb", "doctor"),
     "version": Verb("Print Weft's version.", "weft.cli.app", "version"),
 }

@@ -60,6 +60,13 @@ class Ledger:
         self._read()
         return self._entries.get((axis, operation), LedgerEntry())
 
+    def sent(self) -> dict[str, int]:
+        """Return the bytes sent so far by axis; may be asked by another thread, and waits for nothing."""
+        found: dict[str, int] = {}
+        for (axis, _), entry in list(self._entries.items()):
+            found[axis] = found.get(axis, 0) + entry.num_bytes
+        return found
+
     def rows(self) -> list[tuple[str, str, LedgerEntry]]:
         """Return all entries as (axis, operation, sums), the most bytes first."""
         self._read()

@@ -11,11 +11,13 @@ from torch import nn
 
 from weft.checkpoint import Checkpoint, SavedPiece, Together, list_checkpoints
 from weft.comm import Ledger, StoreTalk, barrier
-from weft.comm.watch import Watch
+from weft.comm.watch import StoreBoard, Watch
 from weft.data.batch import move_batch
+from weft.engines.held_memory import memory_by_class
 from weft.memory import HostCopies, offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models.adapters import adapted
+from weft.monitor.figures import OwnBoard
 from weft.monitor.times import Meter, TimeBook
 from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
@@ -24,8 +26,9 @@ from weft.parallel.placement import originals
 from weft.parallel.zero import load_base
 from weft.spec import Layout
 from weft.spec.cluster import device_by_torch_name
+from weft.spec.figures import series
 from weft.train import Microbatches, StepMetrics, TrainStep
-from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, derive_seed
+from weft.train.engine import EngineJob, Evaluation, LateResult, Measures, StepResult, derive_seed
 from weft.train.planned import report_times
 from weft.train.state import adapter_state, expected_bytes, gather, on_first, pieces, resume
 from weft.train.step import evaluate
@@ -114,6 +117,15 @@ class TorchEngine:
     def wants_stop(self, wanted: bool) -> None:
         self._step.wants_stop = wanted
 
+    @property
+    def asks(self) -> bool:
+        """Whether this rank asks all to look what is wished; the next step tells the others."""
+        return self._step.asks
+
+    @asks.setter
+    def asks(self, wanted: bool) -> None:
+        self._step.asks = wanted
+
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
         """Take one optimizer step on this rank's microbatches.
 
@@ -174,6 +186,16 @@ class TorchEngine:
             return Together()
         found = StoreTalk(rank, number)
         return Together(rank, number, found.on_first, found.gather)
+
+    def measures(self) -> Measures:
+        """Return the board in the ranks' store, bytes by axis, memory by class, and the GPU."""
+        rank, number, device = self.mesh.rank, self.mesh.world_size, self.mesh.device
+        return Measures(
+            board=StoreBoard(rank, number) if number > 1 else OwnBoard(),
+            traffic=lambda: {series("sent_bytes", axis): total for axis, total in self._ledger.sent().items()},
+            memory=lambda: memory_by_class(self.model, self._step.optimizer, self._step.held_gradients()),
+            gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+        )
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the other ranks; after an error at once, for they may never come."""

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from weft.spec.config.adapter_section import AdapterSection
+from weft.spec.config.monitor_sections import MonitorSection
 from weft.spec.config.section import Section
 from weft.spec.config.setting_types import (
     CodeName,
@@ -387,3 +388,4 @@ class RunConfig(Section):
     sample: SampleSection = SampleSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
+    monitor: MonitorSection = MonitorSection()

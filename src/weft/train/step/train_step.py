@@ -74,7 +74,7 @@ class TrainStep:
         self.precision = Precision.of(mesh.plan)
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm
-        self.wants_stop = self.has_trained = False
+        self.wants_stop = self.asks = self.has_trained = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
         self._loss = CheckedLoss(loss_fn, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
         trust_loss(model)
@@ -114,7 +114,8 @@ class TrainStep:
         self._data_parallel.begin_step()
         # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
         totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        totals[2].fill_(float(self.wants_stop))  # an assignment would send the number, and wait until it is there
+        # An assignment would send the number, and wait until it is there.
+        totals[2].fill_(float(self.wants_stop or self.asks))
         if self._looks_for_copies and not isinstance(batch, Microbatches):
             totals = torch.cat([totals, fingerprint(batch).to(self.mesh.device)])
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
