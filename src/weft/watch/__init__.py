@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from weft.lazy import loads
 
-__all__ = ["RunIndex", "Serving", "Shelf", "serve", "show_top"]
+__all__ = ["RunIndex", "Serving", "Shelf", "ledger_lines", "serve", "show_top"]
 
 if TYPE_CHECKING:
     from weft.watch.index import RunIndex, Shelf
     from weft.watch.server import Serving, serve
-    from weft.watch.terminal import show_top
+    from weft.watch.terminal import ledger_lines, show_top
 
 __getattr__ = loads(
     __name__,
@@ -19,6 +19,7 @@ __getattr__ = loads(
         "RunIndex": ".index",
         "Serving": ".server",
         "Shelf": ".index",
+        "ledger_lines": ".terminal",
         "serve": ".server",
         "show_top": ".terminal",
     },

@@ -112,6 +112,8 @@ class Ledger:
             self._spend("restart", when - self._looped)
         elif self._state == "held":
             self._spend("held", when - self._looped)
+        elif self._state == "told to go on":
+            self._spend("restart", when - self._looped)
         if math.isnan(self.first):
             self.first = when
         step, devices = event.get("step"), event.get("world_size")
@@ -134,6 +136,12 @@ class Ledger:
         elif kind == "failure":
             self.failures += 1
             self._state = "failed"
+        elif kind == "held":
+            self._spend("other" if self._state in ("ended", "held") else "restart", when - self._looped)
+            self._looped, self._state = when, "held"
+        elif kind == "go_on":
+            self._spend("held", when - self._looped)
+            self._looped, self._state = when, "told to go on"
         elif kind == "action" and event.get("action") == "hold":
             self._state = "will be held"
         elif kind in ("checkpoint", "copy"):

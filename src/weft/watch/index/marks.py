@@ -15,7 +15,7 @@ _MOST = 2000
 LEVELS = ("quiet", "good", "warning", "critical")
 _OF_KIND = {
     "start": "good", "end": "good", "checkpoint": "quiet", "copy": "quiet", "warning": "warning", "drift": "warning",
-    "alert": "warning", "failure": "critical", "action": "warning",
+    "alert": "warning", "failure": "critical", "action": "warning", "held": "warning", "go_on": "good",
 }  # fmt: skip
 _OF_SEVERITY = {"info": "quiet", "warning": "warning", "error": "critical", "critical": "critical"}
 #: Events that are columns of numbers, or say what another one says.
@@ -69,7 +69,7 @@ def _words(kind: str, event: Mapping[str, Any]) -> str:
     if kind == "action":
         why = f": {event['why']}" if event.get("why") else ""
         return f"{event.get('action', '')}, asked by {event.get('by', 'a person')}{why}"
-    said = event.get("text") or event.get("message") or event.get("reason") or ""
+    said = event.get("text") or event.get("message") or event.get("reason") or event.get("why") or ""
     name = event.get("name") or event.get("alert") or event.get("cause") or ""
     state = event.get("state") or ""
     return " ".join(str(word) for word in (name, f"({state})" if state else "", said) if word) or kind

@@ -174,6 +174,10 @@ class RunIndex:
             self.actual = event
         elif kind == "action" and event.get("action") == "hold":
             self._state, self._reason = "held", str(event.get("why", ""))
+        elif kind == "held":
+            self._state, self._reason = "held", str(event.get("why", ""))
+        elif kind == "go_on":
+            self._state, self._reason = "starting", ""
         elif kind == "failure":
             self._state, self._reason = "failed", str(event.get("text", event.get("cause", "")))
         elif kind == "end" and self._state != "held":

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from weft.errors import WeftError
+from weft.errors import ConfigError, WeftError
 from weft.monitor import Ledger, Price
 from weft.monitor.alerts import Wish, ask
 from weft.watch.index import RunIndex, Shelf
@@ -28,7 +28,7 @@ from weft.watch.server.guard import Guard
 _STATIC = Path(__file__).parent.parent / "static"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 #: What the page's buttons ask for; alerts may ask for more.
-ACTIONS = ("checkpoint", "hold", "stop")
+ACTIONS = ("checkpoint", "hold", "stop", "resume")
 _MOST_BODY = 4096
 _LOOK_S, _BEAT_S = 0.5, 15.0
 
@@ -40,10 +40,17 @@ class Page:
         shelf: the runs.
         access: who may ask.
         price: of one device, for what runs cost.
+        go_on: lets the held run of a folder go on; None: the page has no such button.
     """
 
-    def __init__(self, shelf: Shelf, access: Access, price: Price | None = None):
-        self.shelf, self.access, self.price = shelf, access, price
+    def __init__(
+        self,
+        shelf: Shelf,
+        access: Access,
+        price: Price | None = None,
+        go_on: Callable[[Path], None] | None = None,
+    ):
+        self.shelf, self.access, self.price, self.go_on = shelf, access, price, go_on
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -148,11 +155,18 @@ class Page:
             return JSONResponse({"error": "There is no run of this name here."}, 404)
         if action not in ACTIONS:
             return JSONResponse({"error": f"A run can be asked to {', '.join(ACTIONS)}."}, 400)
-        if (state := run.state()[0]) not in ("running", "starting", "silent"):
-            return JSONResponse({"error": f"This run does not train: it is {state}."}, 409)
+        state = run.state()[0]
+        if state not in (("held",) if action == "resume" else ("running", "starting", "silent")):
+            why = "only a held run can go on" if action == "resume" else "it does not train"
+            return JSONResponse({"error": f"This run is {state}: {why}."}, 409)
         try:
-            ask(run.folder, Wish(action, by="a person at the page"))
-        except WeftError as error:
+            if action == "resume":
+                if self.go_on is None:
+                    raise ConfigError(f"Type weft resume {run.folder}.")
+                self.go_on(run.folder)
+            else:
+                ask(run.folder, Wish(action, by="a person at the page"))
+        except (WeftError, OSError) as error:
             return JSONResponse({"error": str(error)}, 409)
         return JSONResponse({"asked": action})
 

@@ -20,7 +20,8 @@ class Serving:
     """How the page is served.
 
     host, port: where; port 0: one that is free. names: further names by which browsers may call it. token_file: holds
-    what visitors must know. certificate, key: PEM files for TLS. price: of one device.
+    what visitors must know. certificate, key: PEM files for TLS. price: of one device. go_on: lets the held run of a
+    folder go on.
     """
 
     host: str = "127.0.0.1"
@@ -30,6 +31,7 @@ class Serving:
     certificate: Path | None = None
     key: Path | None = None
     price: Price | None = None
+    go_on: Callable[[Path], None] | None = None
 
     def access(self) -> Access:
         """Return who may look; beyond this machine a token and TLS are a must.
@@ -85,7 +87,7 @@ def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
     if serving.token_file is not None:
         say(f"the token that it asks for is in {serving.token_file}")
     settings = uvicorn.Config(
-        make_app(page(shelf, access, serving.price)),
+        make_app(page(shelf, access, serving.price, serving.go_on)),
         log_level="warning",
         access_log=False,
         server_header=False,

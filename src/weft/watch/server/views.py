@@ -194,7 +194,8 @@ def _evaluations(run: RunIndex, first: float, last: float, points: int) -> dict[
     ends = np.append(edges[1:], len(steps)) - 1 if len(edges) else edges
     return {
         "step": steps[ends].tolist(),
-        **{name: thinned(run.evals.values(name)[rows], points)[0] for name in run.evals.names if name != "step"},
+        "time": [_short(one, 14) for one in run.evals.times[rows][ends].tolist()],
+        **{name: thinned(run.evals.values(name)[rows], points)[0] for name in run.evals.names if name not in ("step", "time")},
     }
 
 

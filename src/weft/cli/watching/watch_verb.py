@@ -40,7 +40,7 @@ def watch(
     from weft.watch import Serving, serve
 
     cost = None if price is None else Price.parse(price)
-    serving = Serving(host, port, tuple(name or ()), token_file, tls_cert, tls_key, cost)
+    serving = Serving(host, port, tuple(name or ()), token_file, tls_cert, tls_key, cost, _go_on)
     serve(root, serving, say)
 
 
@@ -69,3 +69,14 @@ def goodput(
 
     for line in ledger_lines(root, None if price is None else Price.parse(price), as_json=as_json):
         print(line)
+
+
+def _go_on(folder: Path) -> None:
+    """The word that a held run waits for. Raises LaunchError where no command waits."""
+    from weft.cli.launcher.hold import HoldPlace
+    from weft.errors import LaunchError
+
+    place = HoldPlace(folder)
+    if not place.is_held:
+        raise LaunchError(f"No command waits in {folder} any more. Start it there: weft resume {folder}.")
+    place.say([])
