@@ -43,6 +43,8 @@ VERBS = {
     "resume-diff": Verb("Show what has changed since a run started.", "weft.cli.ckpt.since", "resume_diff"),
     "resume": Verb("Let a held run go on.", "weft.cli.watching.resume_verb", "resume"),
     "ask": Verb("Ask a run that trains to save, hold, stop or go back.", "weft.cli.watching.resume_verb", "ask_run"),
+    "alerts": Verb("Try alerts on a run's events; list figures and alerts.", "weft.cli.watching.alerts_verb", "app"),
+    "send": Verb("Send a run's figures to the sinks of its config.", "weft.cli.watching.alerts_verb", "send"),
     "launch": Verb(
         "Print a job script that runs a config on several machines.", "weft.cli.launcher.jobs.verb_of_jobs", "launch"
     ),

@@ -8,12 +8,15 @@ from weft.lazy import loads
 
 __all__ = [
     "AdapterSection",
+    "AlertSection",
+    "ChannelSection",
     "DataSection",
     "ModelSection",
     "OptimizerGroup",
     "OptimizerSection",
     "RunConfig",
     "STDLIB_SOURCE",
+    "SinkSection",
     "SampleSection",
     "ScheduleSection",
     "SourceSection",
@@ -25,6 +28,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.spec.config.adapter_section import AdapterSection
     from weft.spec.config.changes import changed_keys, value_at
+    from weft.spec.config.monitor_sections import AlertSection, ChannelSection, SinkSection
     from weft.spec.config.run_config import (
         STDLIB_SOURCE,
         DataSection,
@@ -42,6 +46,9 @@ __getattr__ = loads(
     __name__,
     {
         "AdapterSection": ".adapter_section",
+        "AlertSection": ".monitor_sections",
+        "ChannelSection": ".monitor_sections",
+        "SinkSection": ".monitor_sections",
         "DataSection": ".run_config",
         "ModelSection": ".run_config",
         "OptimizerGroup": ".run_config",

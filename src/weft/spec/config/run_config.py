@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from weft.spec.config.adapter_section import AdapterSection
-from weft.spec.config.monitor_sections import MonitorSection
+from weft.spec.config.monitor_sections import AlertSection, ChannelSection, MonitorSection, SinkSection
 from weft.spec.config.section import Section
 from weft.spec.config.setting_types import (
     CodeName,
@@ -389,3 +389,11 @@ class RunConfig(Section):
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
     monitor: MonitorSection = MonitorSection()
+    alerts: Literal["none", "standard"] = "none"
+    """standard: a ready set of alerts (`weft alerts list` shows it), which all channels hear of."""
+    alert: tuple[AlertSection, ...] = Field(default=(), strict=False)
+    """Alerts of your own, each as a table [[alert]]."""
+    channel: tuple[ChannelSection, ...] = Field(default=(), strict=False)
+    """Who hears of alerts, each as a table [[channel]]."""
+    sink: tuple[SinkSection, ...] = Field(default=(), strict=False)
+    """Where figures go beside events.jsonl, each as a table [[sink]]."""

@@ -80,6 +80,33 @@ Duration = Annotated[
     WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
 ]
 
+_SECRET = r"^(env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:[^\x00]{1,4000})$"
+SecretRef = Annotated[
+    str,
+    StringConstraints(pattern=_SECRET),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _SECRET,
+            "x-secret": True,
+            "x-rule": "env:NAME or file:PATH, where the secret is (it must not stand in a config)",
+        }
+    ),
+]
+_ADDRESS = r"^(https?://[^/?#@\s]+(/[^?#@\s]*)?|env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:[^\x00]{1,4000})$"
+Address = Annotated[
+    str,
+    StringConstraints(pattern=_ADDRESS),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _ADDRESS,
+            "x-secret": True,
+            "x-rule": "a URL without user, password and query, or env:NAME or file:PATH where a secret one is",
+        }
+    ),
+]
+
 ColumnPart = Literal[
     "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
     "mask",

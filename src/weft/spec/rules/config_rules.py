@@ -17,6 +17,7 @@ from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan, is_auto, plan_fields
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import Facts
+from weft.spec.rules.watch_rules import watch_problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +244,8 @@ def config_problems(
             model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
         except ConfigError as error:
             found += [(problem, (problem.field, "model", "tokenizer.vocab_size")) for problem in error.problems]
+    if not any(_touches(key, broken) for key in ("alert", "channel", "sink")):
+        found += [(problem, (problem.field,)) for problem in watch_problems(config)]
     of_plan = _plan_problems(config, model, broken, world_size, device)
     found += [(problem, (problem.field, "plan", "model")) for problem in of_plan]
     return [replace(problem, origin=origin_of(origins or {}, keys, fallback)) for problem, keys in found]
