@@ -116,9 +116,9 @@ class Ledger:
             self._spend("restart", when - self._looped)
         if math.isnan(self.first):
             self.first = when
-        step, devices = event.get("step"), event.get("world_size")
-        self._forget_beyond(step if type(step) is int else 0)
-        self._devices = devices if type(devices) is int and devices > 0 else 1
+        devices = event.get("world_size")
+        self._forget_beyond(_step_of(event) or 0)
+        self._devices = devices if type(devices) is int and 0 < devices < 2**31 else 1
         self._compiles = "compile" in str(event.get("plan", ""))
         self._state, self._looped, self._waits_for_first = "runs", when, True
         self.starts += 1
@@ -162,8 +162,8 @@ class Ledger:
         if self._waits_for_first:
             self._first_steps.append((total - data, self._compiles))
             self._waits_for_first = False
-        step = event.get("step")
-        if event.get("skipped") or type(step) is not int:
+        step = _step_of(event)
+        if event.get("skipped") or step is None:
             self._seconds["lost work"] = self._seconds.get("lost work", 0.0) + total
             return
         self._forget_beyond(step - 1)
@@ -195,3 +195,8 @@ class Ledger:
         if not self._typical[0] or count >= self._typical[0] * 1.1 or count < self._typical[0]:
             self._typical = (count, float(np.median(np.asarray(self._work[-10_000:]))))
         return self._typical[1]
+
+
+def _step_of(event: Mapping[str, Any]) -> int | None:
+    step = event.get("step")
+    return step if type(step) is int and abs(step) < 2**62 else None

@@ -60,9 +60,11 @@ def drifts(
 
 
 def _beside(took: float, planned: float) -> str:
-    share = took / planned - 1
-    word = "more" if share > 0 else "less"
-    return f"takes {format_seconds(took)}, {abs(share):.0%} {word} than planned ({format_seconds(planned)})"
+    ratio, wanted = took / planned, format_seconds(planned)
+    if ratio >= 3:
+        return f"takes {format_seconds(took)}, {ratio:.1f} times what was planned ({wanted})"
+    word = "more" if ratio > 1 else "less"
+    return f"takes {format_seconds(took)}, {abs(ratio - 1):.0%} {word} than planned ({wanted})"
 
 
 def _part(part: str, planned: Mapping[str, float], measured: Mapping[str, float]) -> str:

@@ -10,6 +10,9 @@ import numpy as np
 
 from weft.monitor.events import number
 
+#: No figure is greater; sums of such stay finite.
+_GREATEST = 1e200
+
 
 class BoundedSeries:
     """A figure over a run: least, mean and greatest of its readings, in `places` places at most.
@@ -26,9 +29,9 @@ class BoundedSeries:
     def add(self, step: float, time: float, reading: tuple[float, float, float], at: tuple[str, str]) -> None:
         """Add a reading: (least, middle, greatest) and whose the ends are."""
         low, middle, high = reading
-        self.last = (low, middle, high, *at)
-        if not all(map(math.isfinite, reading)):
+        if not all(math.isfinite(one) and abs(one) < _GREATEST for one in reading):
             return
+        self.last = (low, middle, high, *at)
         if self._inside % self._width == 0:
             if len(self._rows) == self._places:
                 self._rows = [_joined(*self._rows[at : at + 2]) for at in range(0, self._places, 2)]

@@ -48,7 +48,7 @@ class Marks:
                 "id": self._next,
                 "kind": kind,
                 "time": number(event.get("time")) if event.get("time") is not None else 0.0,
-                "step": step if type(step) is int else None,
+                "step": step if type(step) is int and abs(step) < 2**62 else None,
                 "level": level,
                 "text": _words(kind, event)[:2000],
             }

@@ -79,14 +79,18 @@ class RunIndex:
     @property
     def step(self) -> int:
         """Steps done."""
-        return int(self.steps.steps[-1]) if len(self.steps) else int(self.start.get("step", 0) or 0)
+        if len(self.steps):
+            return int(self.steps.steps[-1])
+        begun = self.start.get("step")
+        return begun if type(begun) is int else 0
 
     @property
     def num_steps(self) -> int | None:
         """Steps that the run is to have."""
-        found = self.start.get("config", {}).get("train", {})
+        config = self.start.get("config")
+        found = config.get("train") if isinstance(config, dict) else None
         wanted = found.get("steps") if isinstance(found, dict) else None
-        return wanted if type(wanted) is int else None
+        return wanted if type(wanted) is int and 0 < wanted < 2**62 else None
 
     @property
     def bad_steps(self) -> list[int]:
@@ -120,7 +124,7 @@ class RunIndex:
         batch: list[dict[str, Any]] = []
         for event in events:
             self.ledger.feed(event)
-            if event.get("event") == "step" and type(event.get("step")) is int and 0 <= event["step"] < 2**62:
+            if event.get("event") == "step" and _step_of(event) is not None:
                 batch.append(event)
                 continue
             if batch:
@@ -155,15 +159,16 @@ class RunIndex:
         self._heard(times[-1])
 
     def _add(self, event: dict[str, Any]) -> None:
-        kind, step = event.get("event"), event.get("step")
+        kind, step = event.get("event"), _step_of(event)
         self._heard(event.get("time"))
         self.marks.add(event)
         if kind in ("start", "resume"):
-            self._go_back(step if type(step) is int else 0)
+            self._go_back(step or 0)
         if kind == "start":
-            self.start, self._state, self._reason = event, "starting", ""
+            self.start = {**event, "step": step or 0}
+            self._state, self._reason = "starting", ""
             self.planned, self.actual = {}, {}
-        elif kind == "eval" and type(step) is int:
+        elif kind == "eval" and step is not None:
             found = {key: value for key, value in event.items() if key not in ("event", "time", "step")}
             self.evals.append([step], [number(event.get("time"))], {key: [one] for key, one in list(found.items())[:40]})
         elif kind == "figures":
@@ -191,13 +196,13 @@ class RunIndex:
                 if len(self.figures) >= _MOST_SERIES:
                     continue
                 self.figures[name] = BoundedSeries()
-            at_step = self.step if one.step is None else one.step
+            at_step = self.step if one.step is None or abs(one.step) >= 2**62 else one.step
             self.figures[name].add(at_step, one.time, (one.low, one.value, one.high), (one.at_low, one.at_high))
         by_rank = event.get("by_rank")
         busy = by_rank.get("busy_s") if isinstance(by_rank, Mapping) else None
         if isinstance(busy, list) and len(busy) <= 100_000:
-            step = event.get("step")
-            self.heat.add(step if type(step) is int else self.step, busy)
+            step = _step_of(event)
+            self.heat.add(self.step if step is None else step, busy)
 
     def _go_back(self, step: int) -> None:
         self.steps.cut_beyond(step)
@@ -208,3 +213,8 @@ class RunIndex:
         found = number(when)
         if math.isfinite(found):
             self.last_time = found if math.isnan(self.last_time) else max(self.last_time, found)
+
+
+def _step_of(event: Mapping[str, Any]) -> int | None:
+    step = event.get("step")
+    return step if type(step) is int and 0 <= step < 2**62 else None

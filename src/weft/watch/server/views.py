@@ -13,6 +13,7 @@ import numpy as np
 
 from weft.monitor import Ledger, Price
 from weft.monitor.account import PRODUCTIVE
+from weft.monitor.events import number
 from weft.watch.index.columns import Columns, bucket_edges, thinned
 from weft.watch.index.run_index import RunIndex
 
@@ -43,7 +44,7 @@ def run_line(run: RunIndex, price: Price | None = None) -> dict[str, Any]:
             "begun": _short(run.ledger.first, 14),
             "model": str(run.start.get("model", "")),
             "plan": str(run.start.get("plan", "")),
-            "ranks": run.start.get("world_size"),
+            "ranks": _finite(run.start.get("world_size")),
             "device": str(run.start.get("device", "")),
             "unit": run.rate_unit,
             "now": {name: _short(run.steps.last(name)) for name in ("loss", "lr", "grad_norm", "rate", "mfu")},
@@ -62,15 +63,15 @@ def ledger_view(ledger: Ledger, price: Price | None) -> dict[str, Any]:
     seconds = ledger.seconds()
     wall = ledger.wall_s
     found: dict[str, Any] = {
-        "seconds": {cause: round(value, 3) for cause, value in seconds.items()},
-        "wall_s": round(wall, 3),
-        "share": round(seconds[PRODUCTIVE] / wall, 4) if wall > 0 else None,
+        "seconds": {cause: _short(value, 10) or 0.0 for cause, value in seconds.items()},
+        "wall_s": _short(wall, 10) or 0.0,
+        "share": _short(seconds[PRODUCTIVE] / wall, 4) if wall > 0 else None,
         "failures": ledger.failures,
         "starts": ledger.starts,
-        "device_s": round(ledger.device_s, 3),
+        "device_s": _short(ledger.device_s, 10) or 0.0,
     }
     if price is not None:
-        found["cost"] = {"total": round(price.of(ledger.device_s), 4), "currency": price.currency}
+        found["cost"] = {"total": _short(price.of(ledger.device_s), 8) or 0.0, "currency": price.currency}
     return found
 
 
@@ -153,20 +154,18 @@ def beside(run: RunIndex) -> dict[str, Any]:
     with run.lock:
         planned, actual = dict(run.planned), dict(run.actual)
     table = _measured_file(run)
-    expected = table.get("expected") if isinstance(table.get("expected"), dict) else None
     if not actual and isinstance(table.get("measured"), dict):
         actual = table["measured"]
+    expected = planned or (table["expected"] if isinstance(table.get("expected"), dict) else {})
+    drift = actual.get("drift")
     return {
-        "basis": planned.get("basis") or (expected or {}).get("basis", ""),
-        "unknown": table.get("unknown", "") if not planned else "",
-        "planned": planned.get("parts", {}),
-        "actual": actual.get("parts", {}),
-        "step_s": [planned.get("step_s") or (expected or {}).get("step_s"), actual.get("step_s")],
-        "memory_bytes": [
-            planned.get("memory_bytes") or (expected or {}).get("memory_bytes"),
-            actual.get("memory_bytes"),
-        ],
-        "drift": actual.get("drift", []),
+        "basis": str(expected.get("basis", ""))[:200],
+        "unknown": "" if expected else str(table.get("unknown") or "")[:500],
+        "planned": _numbers(expected.get("parts")),
+        "actual": _numbers(actual.get("parts")),
+        "step_s": [_finite(expected.get("step_s")), _finite(actual.get("step_s"))],
+        "memory_bytes": [_finite(expected.get("memory_bytes")), _finite(actual.get("memory_bytes"))],
+        "drift": [str(one)[:500] for one in drift[:20]] if isinstance(drift, list) else [],
     }
 
 
@@ -200,12 +199,18 @@ def _evaluations(run: RunIndex, first: float, last: float, points: int) -> dict[
 
 
 def _planned(run: RunIndex) -> dict[str, float]:
-    found = run.planned.get("figures")
-    return {
-        str(name): float(value)
-        for name, value in (found.items() if isinstance(found, Mapping) else ())
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
+    return _numbers(run.planned.get("figures"))
+
+
+def _numbers(table: object) -> dict[str, float]:
+    """What of a table of an event is numbers, 100 of them at most."""
+    pairs = list(table.items())[:100] if isinstance(table, Mapping) else []
+    return {str(name): found for name, value in pairs if (found := _finite(value)) is not None}
+
+
+def _finite(value: object) -> float | None:
+    found = number(value)
+    return found if math.isfinite(found) else None
 
 
 def _flatten(value: Any, name: str, into: dict[str, str], depth: int = 0) -> None:
