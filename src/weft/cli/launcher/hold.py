@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -32,7 +33,8 @@ class HoldPlace:
         """Leave the note; a word from before does not count."""
         self._word.unlink(missing_ok=True)
         note = {"since": round(time.time(), 3), "step": step, "why": why, "pid": os.getpid()}
-        self._note.write_text(json.dumps(note, indent=1) + "\n")
+        with contextlib.suppress(OSError):  # the disk may be full, and the run waits all the same
+            self._note.write_text(json.dumps(note, indent=1) + "\n")
 
     def word(self) -> list[str] | None:
         """Return the settings of a person's word, and take the word away; None where there is none yet."""

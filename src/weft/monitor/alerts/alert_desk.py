@@ -142,6 +142,11 @@ class AlertDesk:
             judge.tick(now)
         return self._changed(now)
 
+    def begin_anew(self) -> None:
+        """Keep what was seen, and take nothing as sent: what the past gave was told to nobody."""
+        for alert in self._alerts:
+            alert.sent_at = -math.inf
+
     def _changed(self, now: float) -> list[Notice]:
         found: list[Notice] = []
         for alert in self._alerts:
@@ -165,7 +170,7 @@ class AlertDesk:
 
     def _remember(self, kind: str, event: Mapping[str, Any]) -> None:
         step = event.get("step")
-        if type(step) is int and kind in ("step", "start"):
+        if type(step) is int and kind in ("step", "start", "eval"):
             self._step = step
         if kind == "eval":
             self._evaluated = number(event.get("loss"))

@@ -67,6 +67,7 @@ class Companion:
         self._follower.skip_to_tail(_PAST_BYTES)
         while self._read(lambda notice: None):
             pass
+        self._desk.begin_anew()
 
     def look(self) -> None:
         """Judge what is new."""

@@ -92,7 +92,7 @@ class _Window:
         self._values: deque[tuple[float, float]] = deque()
         self._number = 0
         self._least = _LEAST if span.unit == "s" else max(2, min(_LEAST, int(span.amount)))
-        self._known: tuple[float, float] | None = None
+        self._known: tuple[float, float, float] | None = None
         self._new = 0
 
     def add(self, value: float, time: float) -> None:
@@ -121,15 +121,17 @@ class _Window:
         self._values.clear()
         self._known = None
 
-    def usual(self) -> tuple[float, float] | None:
-        """(median, deviation); None while too few readings are known."""
+    def usual(self) -> tuple[float, float, float] | None:
+        """(median, median of the newest fifth, deviation from it); None while too few readings are known."""
         if len(self._values) < self._least:
             return None
         if self._known is None:
             values = [value for _, value in self._values]
             middle = statistics.median(values)
-            spread = _MAD * statistics.median(abs(value - middle) for value in values)
-            self._known = middle, max(spread, _LEAST_DEVIATION * abs(middle))
+            # From one reading to the next: a curve that falls would make the deviation from its median large.
+            moves = statistics.median(abs(after - before) for before, after in pairwise(values))
+            recent = statistics.median(values[-max(_LEAST, len(values) // 5) :])
+            self._known = middle, recent, max(_MAD * moves / math.sqrt(2), _LEAST_DEVIATION * abs(recent))
         return self._known
 
 
@@ -177,11 +179,12 @@ class _CompareJudge(Judge):
         assert condition.over is not None
         window = self._windows.setdefault(label, _Window(condition.over))
         usual = window.usual()
-        bound = None
+        bound, level = None, math.nan
         if usual is not None:
             way = 1.0 if condition.operator.startswith(">") else -1.0
-            middle, spread = usual
-            bound = condition.value * middle if condition.of == "median" else middle + way * condition.value * spread
+            middle, recent, spread = usual
+            level = recent if condition.of == "sigma" else middle
+            bound = level + way * condition.value * spread if condition.of == "sigma" else condition.value * level
         if bound is None or not _compared(value, condition.operator, bound):
             self._out[label] = 0
             if math.isfinite(value):
@@ -192,7 +195,7 @@ class _CompareJudge(Judge):
             most = condition.over.amount if condition.over.unit != "s" else _MOST_KEPT
             if self._out[label] > most:
                 window.clear()
-        return bound, "" if usual is None else f"usually {_shown(reading, usual[0])}"
+        return bound, "" if usual is None else f"usually {_shown(reading, level)}"
 
     def _text(self, reading: Reading, value: float, who: str, base: str) -> str:
         of = f" on {who}" if who else ""

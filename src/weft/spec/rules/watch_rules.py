@@ -48,7 +48,8 @@ def _of_alert(key: str, alert: AlertSection, channels: list[str]) -> Iterator[Pr
             if text is not None:
                 parse_condition(text)
         except ValueError as error:
-            yield Problem(f"{key}.{field}", f'{key}.{field}="{text}": {error}.')
+            said = str(error)
+            yield Problem(f"{key}.{field}", f'{key}.{field}="{text}": {said}{"" if said.endswith("?") else "."}')
     for action in alert.actions:
         known = [*RUN_WORDS, *channels]
         if action not in known:
