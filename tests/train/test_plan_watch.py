@@ -33,9 +33,13 @@ PLANNED = {"compute": 0.8, "over dp": 0.1, "optimizer": 0.1}
             "a step takes 1.50 s, 50% more than planned (1.00 s): data takes 500 ms, of which the plan knows nothing",
         ),
         # One part hides the other: the step is as planned, and yet two parts are not.
-        ({"compute": 0.6, "over dp": 0.3, "optimizer": 0.1}, ["compute", "over dp"], "compute takes 600 ms, planned 800 ms"),
+        (
+            {"compute": 0.6, "over dp": 0.3, "optimizer": 0.1},
+            ["compute", "over dp"],
+            "compute takes 600 ms, planned 800 ms",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_part_that_drifted_is_named(measured, what, text):
     found = drifts(PLANNED, measured)
     assert [one.what for one in found] == what
@@ -44,7 +48,11 @@ def test_the_part_that_drifted_is_named(measured, what, text):
 
 def test_memory_is_compared_where_it_can_be():
     (found,) = drifts(PLANNED, PLANNED, (2.0**30, 1.5 * 2**30))
-    assert (found.what, found.ratio, found.text) == ("memory", 1.5, "memory: 1.50 GiB, 50% more than planned (1.00 GiB)")
+    assert (found.what, found.ratio, found.text) == (
+        "memory",
+        1.5,
+        "memory: 1.50 GiB, 50% more than planned (1.00 GiB)",
+    )
     assert drifts(PLANNED, PLANNED, (2.0**30, 1.1 * 2**30)) == []
 
 
@@ -70,15 +78,22 @@ def test_a_run_tells_its_plan_once_and_each_drift_once():
     terms = {"gemm": 0.8, "dp_exposed": 0.1, "optimizer": 0.1}
     watch = PlanWatch(
         {"basis": "a profile", "step_s": 1.0, "memory_bytes": 100.0, "terms": terms},
-        on_gpu=False, book=book, write=lambda event: events.append(dict(event)),
-        warn=lambda step, text: told.append(text), now=lambda: clock[0],
-    )  # fmt: skip
+        on_gpu=False,
+        book=book,
+        write=lambda event: events.append(dict(event)),
+        warn=lambda step, text: told.append(text),
+        now=lambda: clock[0],
+    )
     for step in range(1, 301):
         clock[0] += 1.0
         if step == 100:
             book.said = {"compute": 0.8, "over dp_shard": 0.5, "optimizer": 0.1}
-        assert watch.on_step(StepRecord(step=step, loss=1.0, lr=0.1, grad_norm=1.0, count=64, count_per_s=64.0,
-                                        memory_bytes=10**9)) is None  # fmt: skip
+        assert (
+            watch.on_step(
+                StepRecord(step=step, loss=1.0, lr=0.1, grad_norm=1.0, count=64, count_per_s=64.0, memory_bytes=10**9)
+            )
+            is None
+        )
     kinds = [event["event"] for event in events]
     assert kinds[0] == "plan"
     assert kinds.count("plan") == 1

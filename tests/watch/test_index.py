@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -13,12 +14,14 @@ from hypothesis import strategies as st
 
 from tests.watch.made_run import MadeRun
 from weft.errors import ConfigError
-from weft.watch import RunIndex, Shelf
-from weft.watch.index.bounded import BoundedSeries, RankHeat
-from weft.watch.index.columns import Columns, bucket_edges, thinned
-from weft.watch.server.views import beside, config_of, curves, heat, marks, run_line
+from weft.monitor.page import RunIndex, Shelf
+from weft.monitor.page.index.bounded import BoundedSeries, RankHeat
+from weft.monitor.page.index.step_columns import StepColumns, bucket_edges, thinned
+from weft.monitor.page.server.views import beside, config_of, curves, heat, marks, run_line
 
-MADE = MadeRun(steps=400, ranks=6, slow_rank=4, slow_from=200, fails_at=170, save_every=50, eval_every=40, spike_at=90, end=1e9)
+MADE = MadeRun(
+    steps=400, ranks=6, slow_rank=4, slow_from=200, fails_at=170, save_every=50, eval_every=40, spike_at=90, end=1e9
+)
 
 
 def everything(run: RunIndex):
@@ -78,17 +81,41 @@ def test_damage_in_a_log_costs_its_line_alone(tmp_path):
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.sampled_from(["nan", "inf", "x", ""]),
-    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.sampled_from(["total", "busy_s", "a"]), inside, max_size=3),
+    lambda inside: (
+        st.lists(inside, max_size=4) | st.dictionaries(st.sampled_from(["total", "busy_s", "a"]), inside, max_size=3)
+    ),
     max_leaves=8,
 )
 _EVENT = st.fixed_dictionaries(
-    {"event": st.sampled_from(["start", "resume", "step", "eval", "figures", "plan", "actual", "alert", "end", "held", "zz"])},
-    optional={
-        key: _JSON
-        for key in ("time", "step", "loss", "lr", "seconds", "tokens_per_s", "figures", "by_rank", "config", "parts", "world_size",
-                    "plan", "text", "severity", "stall_s", "memory_bytes", "drift", "step_s")
+    {
+        "event": st.sampled_from(
+            ["start", "resume", "step", "eval", "figures", "plan", "actual", "alert", "end", "held", "zz"]
+        )
     },
-)  # fmt: skip
+    optional=dict.fromkeys(
+        (
+            "time",
+            "step",
+            "loss",
+            "lr",
+            "seconds",
+            "tokens_per_s",
+            "figures",
+            "by_rank",
+            "config",
+            "parts",
+            "world_size",
+            "plan",
+            "text",
+            "severity",
+            "stall_s",
+            "memory_bytes",
+            "drift",
+            "step_s",
+        ),
+        _JSON,
+    ),
+)
 
 
 @pytest.mark.full
@@ -105,7 +132,20 @@ def test_whatever_a_log_says_the_page_shows_something(tmp_path_factory, events):
 
 def test_an_event_with_nonsense_in_all_its_fields_is_shown(tmp_path):
     odd = ["nan", "x", None, True, -1, 2**70, 1e308, [None], {"a": [1]}, [[1, "x"], None]]
-    names = ("time", "step", "loss", "seconds", "figures", "by_rank", "config", "world_size", "plan", "parts", "step_s", "drift")
+    names = (
+        "time",
+        "step",
+        "loss",
+        "seconds",
+        "figures",
+        "by_rank",
+        "config",
+        "world_size",
+        "plan",
+        "parts",
+        "step_s",
+        "drift",
+    )
     events = [
         {"event": kind, **dict.fromkeys(names, value)}
         for kind in ("start", "resume", "step", "eval", "figures", "plan", "actual", "alert", "held", "end")
@@ -130,7 +170,7 @@ def test_a_thinned_curve_keeps_its_ends(values, points):
     mean, low, high = thinned(column, points)
     edges = [*bucket_edges(len(values), points).tolist(), len(values)]
     assert len(mean) == min(points, len(values))
-    for at, (first, last) in enumerate(zip(edges, edges[1:], strict=False)):
+    for at, (first, last) in enumerate(itertools.pairwise(edges)):
         finite = [one for one in values[first:last] if math.isfinite(one)]
         if not finite:
             assert (mean[at], low[at], high[at]) == (None, None, None)
@@ -143,7 +183,7 @@ def test_a_thinned_curve_keeps_its_ends(values, points):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=9), max_size=12))
 def test_columns_hold_the_last_word_about_each_step(batches):
-    columns, kept = Columns(), {}
+    columns, kept = StepColumns(), {}
     for number, batch in enumerate(batches):
         for step in batch:
             kept = {known: value for known, value in kept.items() if known < step} | {step: number}
@@ -183,8 +223,8 @@ def test_a_folder_without_runs_is_said(tmp_path):
     with pytest.raises(ConfigError) as told:
         Shelf(tmp_path)
     assert str(told.value) == (
-        f"{str(tmp_path)!r}: there is no run in it (no events.jsonl). Give a run folder, such as runs/quickstart, or the folder "
-        "of your runs; `weft train` writes both."
+        f"{str(tmp_path)!r}: there is no run in it (no events.jsonl). Give a run folder, such as runs/quickstart, or "
+        "the folder of your runs; `weft train` writes both."
     )
 
 

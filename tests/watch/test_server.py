@@ -17,10 +17,9 @@ from tests.watch.made_run import MadeRun
 from weft.errors import LaunchError
 from weft.monitor import Price
 from weft.monitor.alerts import WishBox
-from weft.watch import Shelf
-from weft.watch.server import Access, make_app
-from weft.watch.server.access import COOKIE
-from weft.watch.server.routes import Page
+from weft.monitor.page import Shelf
+from weft.monitor.page.server.access import COOKIE, Access
+from weft.monitor.page.server.addresses import Page, make_app
 
 LOCAL = frozenset({"localhost", "127.0.0.1"})
 HOST = "http://localhost:8765"
@@ -114,9 +113,19 @@ def test_no_answer_holds_a_secret_of_the_config(served):
 
 @pytest.mark.parametrize(
     "path",
-    ["../secret.txt", "..%2fsecret.txt", "%2e%2e/%2e%2e/secret.txt", "js/../../secret.txt", "/etc/passwd", "..\\secret.txt",
-     "index.html", "js/main.js%00.css", "../../../pyproject.toml", ""],
-)  # fmt: skip
+    [
+        "../secret.txt",
+        "..%2fsecret.txt",
+        "%2e%2e/%2e%2e/secret.txt",
+        "js/../../secret.txt",
+        "/etc/passwd",
+        "..\\secret.txt",
+        "index.html",
+        "js/main.js%00.css",
+        "../../../pyproject.toml",
+        "",
+    ],
+)
 def test_paths_that_climb_out_find_nothing(served, path):
     client, _ = served
     assert client.get(f"/static/{path}").status_code == 404
@@ -124,7 +133,9 @@ def test_paths_that_climb_out_find_nothing(served, path):
         assert client.get(f"/api/{endpoint}", params={"id": path}).status_code == 404
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "evil.example:8765", "", "127.0.0.1.nip.io", "[::2]"])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "evil.example:8765", "", "127.0.0.1.nip.io", "[::2]"]
+)
 def test_a_stranger_whose_name_points_here_is_refused(served, host):
     client, _ = served
     for path in ("/", "/api/runs", "/static/style.css"):
@@ -153,10 +164,17 @@ def test_who_is_not_this_page_may_not_ask(runs, served):
     client, access = served
     box, body = WishBox(runs / "one"), {"id": "one", "action": "stop"}
     refused = [
-        {"x-weft-csrf": None}, {"x-weft-csrf": ""}, {"x-weft-csrf": access.csrf[:-1]}, {"origin": "http://evil.example"},
-        {"origin": "null"}, {"origin": "https://localhost:8765"}, {"origin": "http://localhost:9999"}, {"sec-fetch-site": "cross-site"},
-        {"sec-fetch-site": "same-site"}, {"host": "evil.example", "origin": "http://evil.example"},
-    ]  # fmt: skip
+        {"x-weft-csrf": None},
+        {"x-weft-csrf": ""},
+        {"x-weft-csrf": access.csrf[:-1]},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "https://localhost:8765"},
+        {"origin": "http://localhost:9999"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+        {"host": "evil.example", "origin": "http://evil.example"},
+    ]
     for headers in refused:
         assert asked(client, access, body, **headers).status_code in (403, 421), headers
     assert asked(client, access, body, **{"content-type": "text/plain"}).status_code == 415
@@ -170,7 +188,10 @@ def test_who_is_not_this_page_may_not_ask(runs, served):
 def test_a_held_run_is_told_to_go_on(tmp_path):
     folder = MadeRun(steps=50, until=40, ranks=2).write(tmp_path / "run")
     with open(folder / "events.jsonl", "a") as file:
-        file.write('{"event": "action", "action": "hold", "time": 1.0}\n{"event": "held", "time": 2.0, "why": "held at step 40"}\n')
+        file.write(
+            '{"event": "action", "action": "hold", "time": 1.0}\n'
+            '{"event": "held", "time": 2.0, "why": "held at step 40"}\n'
+        )
     told = []
     client, access = client_of(folder, go_on=told.append)
     assert asked(client, access, {"id": "run", "action": "hold"}).status_code == 409
@@ -197,7 +218,10 @@ def test_with_a_token_nothing_is_seen_without_it(runs):
     assert client.get("/api/runs", headers={"cookie": f"{COOKIE}=x"}).status_code == 401
     wrong = client.post("/login", data={"token": "guess"}, headers={"origin": HOST})
     assert wrong.status_code == 403
-    assert client.post("/login", data={"token": access.token}, headers={"origin": "http://evil.example"}).status_code == 403
+    assert (
+        client.post("/login", data={"token": access.token}, headers={"origin": "http://evil.example"}).status_code
+        == 403
+    )
     right = client.post("/login", data={"token": access.token}, headers={"origin": HOST})
     assert (right.status_code, right.headers["location"]) == (303, "/")
     cookie = right.headers["set-cookie"]
@@ -225,6 +249,8 @@ def test_whatever_is_asked_for_gets_an_orderly_answer(served, times):
         assert answer.status_code in (200, 404), (path, params)
         json.loads(answer.text)
     for _ in range(times // 4):
-        body = rng.choice([word().encode(), json.dumps({"id": word(), "action": word()}).encode(), b"[" * 3000, b'{"id": {}}'])
+        body = rng.choice(
+            [word().encode(), json.dumps({"id": word(), "action": word()}).encode(), b"[" * 3000, b'{"id": {}}']
+        )
         headers = {"content-type": "application/json", "x-weft-csrf": access.csrf, "origin": HOST}
         assert client.post("/api/ask", content=body, headers=headers).status_code in (400, 404)

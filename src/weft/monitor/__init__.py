@@ -5,7 +5,7 @@ Importing this costs neither torch nor matplotlib nor rich.
 
 from __future__ import annotations
 
-from weft.monitor.account import Goodput, Ledger, Price, best_interval, goodput
+from weft.monitor.account import Goodput, Price, TimeLedger, best_interval, goodput
 from weft.monitor.events import EventLog, last_per_step, read_events, tail_events
 from weft.monitor.flops import flops_per_token, mfu
 from weft.monitor.garbage import GarbageTurns
@@ -17,7 +17,7 @@ __all__ = [
     "EventLog",
     "GarbageTurns",
     "Goodput",
-    "Ledger",
+    "TimeLedger",
     "NonFiniteGuard",
     "Price",
     "SpikeWatch",

@@ -10,9 +10,7 @@ import typer
 
 from weft.cli.console import say
 
-_ROOT = Annotated[
-    Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run folder, or the folder of several runs.")
-]
+_ROOT = Annotated[Path, typer.Argument(metavar="RUN_OR_FOLDER", help="A run folder, or the folder of several runs.")]
 _PRICE = Annotated[
     str | None,
     typer.Option("--price", metavar="PRICE", help="What one device costs, such as 2.5usd/h; costs are shown then."),
@@ -37,7 +35,7 @@ def watch(
 ) -> None:
     """Serve a page that shows runs while they train and afterwards."""
     from weft.monitor import Price
-    from weft.watch import Serving, serve
+    from weft.monitor.page import Serving, serve
 
     cost = None if price is None else Price.parse(price)
     serving = Serving(host, port, tuple(name or ()), token_file, tls_cert, tls_key, cost, _go_on)
@@ -53,7 +51,7 @@ def top(
 ) -> None:
     """Show a run in the terminal, as `weft watch` does on a page."""
     from weft.monitor import Price
-    from weft.watch import show_top
+    from weft.monitor.page import show_top
 
     show_top(root, sys.stdout, once=once, price=None if price is None else Price.parse(price))
 
@@ -65,7 +63,7 @@ def goodput(
 ) -> None:
     """Show where the time of runs went, over all their starts, and what it cost."""
     from weft.monitor import Price
-    from weft.watch import ledger_lines
+    from weft.monitor.page import ledger_lines
 
     for line in ledger_lines(root, None if price is None else Price.parse(price), as_json=as_json):
         print(line)

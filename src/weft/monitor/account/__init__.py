@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.monitor.account.goodput import Goodput, best_interval, goodput
-from weft.monitor.account.ledger import CAUSES, PRODUCTIVE, Ledger
 from weft.monitor.account.price import Price
+from weft.monitor.account.time_ledger import CAUSES, PRODUCTIVE, TimeLedger
 
-__all__ = ["CAUSES", "PRODUCTIVE", "Goodput", "Ledger", "Price", "best_interval", "goodput"]
+__all__ = ["CAUSES", "PRODUCTIVE", "Goodput", "TimeLedger", "Price", "best_interval", "goodput"]

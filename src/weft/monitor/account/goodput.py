@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weft.monitor.account.ledger import PRODUCTIVE, Ledger
+from weft.monitor.account.time_ledger import PRODUCTIVE, TimeLedger
 from weft.monitor.events import number
 from weft.units import format_seconds
 
@@ -18,9 +18,9 @@ class Goodput:
     """Seconds of a run, over all its starts.
 
     wall_s: from the first start to the end, without the time between an orderly stop and the next start. steps_s: of
-    steps that count, as the ledger has them (`Ledger`). redone_s: of steps that a later start did again. stalls_s: training waited for saves, and for
-    copies in memory. away_s: from the last sign of a start that failed to the next one. stall_s, step_s: of one save
-    and one step, medians.
+    steps that count, as `TimeLedger` has them. redone_s: of steps that a later start did again. stalls_s: training
+    waited for saves, and for copies in memory. away_s: from the last sign of a start that failed to the next one.
+    stall_s, step_s: of one save and one step, medians.
     """
 
     wall_s: float = 0.0
@@ -83,7 +83,7 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
     A start that ends without an "end", or with a failure after it, has failed; the failures that the launcher noted and
     those that only the next start shows (the launcher itself was killed) count alike.
     """
-    ledger = Ledger()
+    ledger = TimeLedger()
     kept: dict[int, float] = {}
     all_steps, stalls = [0.0], [0.0]
     wall = away = last = copies = 0.0

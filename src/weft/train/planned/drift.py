@@ -51,7 +51,11 @@ def drifts(
         if not any(one.what == "step" for one in found) and abs(more) > limit * step:
             ratio = measured.get(part, 0.0) / planned[part] if planned.get(part) else float("inf")
             found.append(Drift(part, ratio, _part(part, planned, measured)))
-    if memory is not None and memory[0] > 0 and abs(memory[1] / memory[0] - 1) > (BACK if "memory" in before else BEYOND):
+    if (
+        memory is not None
+        and memory[0] > 0
+        and abs(memory[1] / memory[0] - 1) > (BACK if "memory" in before else BEYOND)
+    ):
         wanted, used = memory
         share = used / wanted - 1
         text = f"memory: {format_bytes(int(used))}, {abs(share):.0%} {'more' if share > 0 else 'less'} than planned"

@@ -78,11 +78,8 @@ class PlanWatch(Hook):
         if self._num_steps == 1:
             self._write(self._plan_event(record))
         since = self._num_steps - self._looked_at
-        if self._looked_at == 0:
-            is_due = since >= _FIRST
-        else:
-            is_due = since >= _EVERY and self._now() - self._looked >= _EVERY_S
-        if is_due:
+        again = since >= _EVERY and self._now() - self._looked >= _EVERY_S
+        if again if self._looked_at else since >= _FIRST:
             self._looked_at, self._looked = self._num_steps, self._now()
             self._compare(record)
         return None

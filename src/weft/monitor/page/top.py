@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from weft.monitor import Price
 from weft.monitor.account import CAUSES, PRODUCTIVE
+from weft.monitor.page.index import RunIndex, Shelf
 from weft.units import format_bytes, format_seconds
-from weft.watch.index import RunIndex, Shelf
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -105,7 +105,9 @@ def _added(accounts: list[dict[str, Any]]) -> dict[str, Any]:
 def _words(name: str, account: dict[str, Any]) -> list[str]:
     wall, seconds = account["wall_s"], account["seconds"]
     share = f"{seconds[PRODUCTIVE] / wall:.1%}" if wall else "nothing"
-    failures = f", {account['failures']} failure{'' if account['failures'] == 1 else 's'}" if account["failures"] else ""
+    failures = (
+        f", {account['failures']} failure{'' if account['failures'] == 1 else 's'}" if account["failures"] else ""
+    )
     cost = f", {account['cost']:,.2f} {account['currency']}" if "cost" in account else ""
     lines = [f"{name}: {share} of {format_seconds(wall)} made steps that count{failures}{cost}"]
     for cause in (PRODUCTIVE, *CAUSES):
@@ -155,13 +157,18 @@ def _one(run: RunIndex, price: Price | None) -> RenderableType:
         f"  {reason}" if reason else "",
     )  # fmt: skip
     step_s, wanted = run.step_s(), run.num_steps
-    left = f", about {format_seconds((wanted - run.step) * step_s)} left" if wanted and step_s and wanted > run.step else ""
+    left = (
+        f", about {format_seconds((wanted - run.step) * step_s)} left"
+        if wanted and step_s and wanted > run.step
+        else ""
+    )
     facts = [
         f"step {run.step}{f' of {wanted}' if wanted else ''}{left if state == 'running' else ''}",
         f"loss {_number(run.steps.last('loss'))}   eval {_number(run.evals.last('loss'))}   "
         f"lr {_number(run.steps.last('lr'))}   gradient norm {_number(run.steps.last('grad_norm'))}",
         f"{_number(run.steps.last('rate'))} {run.rate_unit}/s{_against(run)}   step "
-        f"{format_seconds(step_s) if step_s else '-'}   memory {format_bytes(int(run.steps.last('memory_bytes') or 0))}",
+        f"{format_seconds(step_s) if step_s else '-'}   "
+        f"memory {format_bytes(int(run.steps.last('memory_bytes') or 0))}",
     ]
     body: list[RenderableType] = [head, *facts, Text(sparkline(run.steps.values("loss").tolist(), 70), style="blue")]
     body += [Panel(_ledger_text(run, price), title="goodput", title_align="left", border_style="dim")]
@@ -170,9 +177,14 @@ def _one(run: RunIndex, price: Price | None) -> RenderableType:
     told = [mark for mark in run.marks if mark["level"] != "quiet"][-6:]
     if told:
         lines = "\n".join(
-            f"{time.strftime('%H:%M:%S', time.localtime(mark['time']))}  {mark['kind']}: {mark['text']}" for mark in told
+            f"{time.strftime('%H:%M:%S', time.localtime(mark['time']))}  {mark['kind']}: {mark['text']}"
+            for mark in told
         )
-        body.append(Panel(Text(lines, overflow="ellipsis", no_wrap=True), title="events", title_align="left", border_style="dim"))
+        body.append(
+            Panel(
+                Text(lines, overflow="ellipsis", no_wrap=True), title="events", title_align="left", border_style="dim"
+            )
+        )
     return Group(*body)
 
 
@@ -213,6 +225,10 @@ def _ranks_text(run: RunIndex) -> Any:
 def _against(run: RunIndex) -> str:
     planned, rate = run.planned.get("figures", {}).get("tokens_per_s"), run.steps.last("rate")
     return f" ({rate / planned - 1:+.0%} against the plan)" if planned and rate else ""
+
+
+def _clock(when: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(when))
 
 
 def _number(value: float | None) -> str:

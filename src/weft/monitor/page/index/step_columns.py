@@ -1,4 +1,4 @@
-"""Columns of numbers by step: appended in pieces, cut where steps are done again, thinned out for a picture."""
+"""StepColumns of numbers by step: appended in pieces, cut where steps are done again, thinned out for a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.monitor.events import number
 _FIRST = 1024
 
 
-class Columns:
+class StepColumns:
     """Rows in ascending order of steps; a value that a row lacks is nan. Values are kept with 24 bits."""
 
     def __init__(self) -> None:

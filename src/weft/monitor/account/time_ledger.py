@@ -36,7 +36,7 @@ _OF_THE_LOOP = frozenset({"start", "step", "eval", "end"})
 
 
 @dataclass
-class Ledger:
+class TimeLedger:
     """Adds up events in their order; may be asked at any time. first, last: times of its first and last event (s)."""
 
     first: float = math.nan
@@ -69,7 +69,7 @@ class Ledger:
         if self.starts:
             self.last = when if math.isnan(self.last) else max(self.last, when)
 
-    def feed_all(self, events: Iterable[Mapping[str, Any]]) -> Ledger:
+    def feed_all(self, events: Iterable[Mapping[str, Any]]) -> TimeLedger:
         """Add many, and return this ledger."""
         for event in events:
             self.feed(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -59,13 +60,17 @@ class Marks:
 def _words(kind: str, event: Mapping[str, Any]) -> str:
     if kind == "start":
         ranks = event.get("world_size", 1)
-        return f"starts at step {event.get('step', 0)} on {ranks} rank{'' if ranks == 1 else 's'}: {event.get('plan', '')}"
+        return (
+            f"starts at step {event.get('step', 0)} on {ranks} rank{'' if ranks == 1 else 's'}: {event.get('plan', '')}"
+        )
     if kind == "end":
         return f"ends: {event.get('reason', '')}"
     if kind in ("checkpoint", "copy"):
         stall, durable = number(event.get("stall_s")), number(event.get("durable_s"))
-        times = f": training waited {format_seconds(stall)}, safe after {format_seconds(durable)}" if stall == stall else ""
-        return f"{event.get('path') or 'copy in memory'}{times}"
+        what = str(event.get("path") or "copy in memory")
+        if not (math.isfinite(stall) and math.isfinite(durable)):
+            return what
+        return f"{what}: training waited {format_seconds(stall)}, safe after {format_seconds(durable)}"
     if kind == "action":
         why = f": {event['why']}" if event.get("why") else ""
         return f"{event.get('action', '')}, asked by {event.get('by', 'a person')}{why}"

@@ -9,9 +9,9 @@ from weft.lazy import loads
 __all__ = ["RunIndex", "Serving", "Shelf", "ledger_lines", "serve", "show_top"]
 
 if TYPE_CHECKING:
-    from weft.watch.index import RunIndex, Shelf
-    from weft.watch.server import Serving, serve
-    from weft.watch.terminal import ledger_lines, show_top
+    from weft.monitor.page.index import RunIndex, Shelf
+    from weft.monitor.page.server import Serving, serve
+    from weft.monitor.page.top import ledger_lines, show_top
 
 __getattr__ = loads(
     __name__,
@@ -19,8 +19,8 @@ __getattr__ = loads(
         "RunIndex": ".index",
         "Serving": ".server",
         "Shelf": ".index",
-        "ledger_lines": ".terminal",
+        "ledger_lines": ".top",
         "serve": ".server",
-        "show_top": ".terminal",
+        "show_top": ".top",
     },
 )

@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 from weft.errors import ConfigError
-from weft.watch.index.run_index import RunIndex
+from weft.monitor.page.index.run_index import RunIndex
 
 #: Seconds between two looks for runs, and between two looks into their logs.
 _SCAN_S, _LOOK_S = 5.0, 0.4
@@ -63,7 +63,7 @@ class Shelf:
         self._runs = {name: self._runs.get(name) or RunIndex(path, name) for name, path in found.items()}
 
     def refresh(self) -> bool:
-        """Read a piece of each run's log, of the wanted one first; whether there was anything new."""
+        """Read a piece of each run's log, of the wanted one first, and return whether there was anything new."""
         runs = dict(self._runs)
         wanted = runs.pop(self._wanted or "", None)
         changed = False

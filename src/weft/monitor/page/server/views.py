@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from weft.monitor import Ledger, Price
+from weft.monitor import Price, TimeLedger
 from weft.monitor.account import PRODUCTIVE
 from weft.monitor.events import number
-from weft.watch.index.columns import Columns, bucket_edges, thinned
-from weft.watch.index.run_index import RunIndex
+from weft.monitor.page.index import RunIndex, StepColumns, bucket_edges, thinned
 
 #: Points of one curve at most: more than pixels are of no use.
 MOST_POINTS = 2000
@@ -58,7 +57,7 @@ def run_line(run: RunIndex, price: Price | None = None) -> dict[str, Any]:
     return found
 
 
-def ledger_view(ledger: Ledger, price: Price | None) -> dict[str, Any]:
+def ledger_view(ledger: TimeLedger, price: Price | None) -> dict[str, Any]:
     """A ledger: seconds by cause, the share that was productive, failures, device-seconds and what they cost."""
     seconds = ledger.seconds()
     wall = ledger.wall_s
@@ -180,7 +179,7 @@ def _measured_file(run: RunIndex) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _curve(columns: Columns, name: str, rows: slice, points: int) -> dict[str, Any]:
+def _curve(columns: StepColumns, name: str, rows: slice, points: int) -> dict[str, Any]:
     values = columns.values(name)[rows]
     mean, low, high = thinned(values, points)
     return {"mean": mean} if low is mean else {"mean": mean, "low": low, "high": high}
@@ -194,7 +193,11 @@ def _evaluations(run: RunIndex, first: float, last: float, points: int) -> dict[
     return {
         "step": steps[ends].tolist(),
         "time": [_short(one, 14) for one in run.evals.times[rows][ends].tolist()],
-        **{name: thinned(run.evals.values(name)[rows], points)[0] for name in run.evals.names if name not in ("step", "time")},
+        **{
+            name: thinned(run.evals.values(name)[rows], points)[0]
+            for name in run.evals.names
+            if name not in ("step", "time")
+        },
     }
 
 

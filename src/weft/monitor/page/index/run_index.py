@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from weft.monitor import Ledger
+from weft.monitor import TimeLedger
 from weft.monitor.events import number
 from weft.monitor.figures import readings
-from weft.watch.index.bounded import BoundedSeries, RankHeat
-from weft.watch.index.columns import Columns
-from weft.watch.index.log_tail import LogTail
-from weft.watch.index.marks import Marks
+from weft.monitor.page.index.bounded import BoundedSeries, RankHeat
+from weft.monitor.page.index.log_tail import LogTail
+from weft.monitor.page.index.marks import Marks
+from weft.monitor.page.index.step_columns import StepColumns
 
-#: Columns of a step beside its phases; what a run counts per second is called "rate", whatever its unit.
+#: StepColumns of a step beside its phases; what a run counts per second is called "rate", whatever its unit.
 _OF_STEP = ("loss", "lr", "grad_norm", "samples_per_s", "mfu", "memory_bytes", "loss_scale")
 _PHASE = "phase "
 #: Series of figures that one run may have; a log that names more is not ours.
@@ -45,11 +45,11 @@ class RunIndex:
         self._clear()
 
     def _clear(self) -> None:
-        self.steps, self.evals = Columns(), Columns()
+        self.steps, self.evals = StepColumns(), StepColumns()
         self.figures: dict[str, BoundedSeries] = {}
         self.heat = RankHeat()
         self.marks = Marks()
-        self.ledger = Ledger()
+        self.ledger = TimeLedger()
         self.start: dict[str, Any] = {}
         self.planned: dict[str, Any] = {}
         self.actual: dict[str, Any] = {}
@@ -60,7 +60,7 @@ class RunIndex:
         self._bad: set[int] = set()
 
     def refresh(self) -> bool:
-        """Read the next piece of the log; whether there was anything new."""
+        """Read the next piece of the log, and return whether there was anything new."""
         if not self.tail.changed():
             return False
         with self.lock:
@@ -103,11 +103,11 @@ class RunIndex:
         return [name.removeprefix(_PHASE) for name in self.steps.names if name.startswith(_PHASE)]
 
     def phase(self, name: str) -> np.ndarray:
-        """Seconds of one part, by row."""
+        """Return the seconds of one part, by row."""
         return self.steps.values(_PHASE + name)
 
     def step_s(self) -> float | None:
-        """The median of the last steps' seconds."""
+        """Return the median of the last steps' seconds."""
         total = self.phase("total")[-200:]
         finite = total[np.isfinite(total)]
         return float(np.median(finite)) if len(finite) else None
@@ -170,16 +170,16 @@ class RunIndex:
             self.planned, self.actual = {}, {}
         elif kind == "eval" and step is not None:
             found = {key: value for key, value in event.items() if key not in ("event", "time", "step")}
-            self.evals.append([step], [number(event.get("time"))], {key: [one] for key, one in list(found.items())[:40]})
+            self.evals.append(
+                [step], [number(event.get("time"))], {key: [one] for key, one in list(found.items())[:40]}
+            )
         elif kind == "figures":
             self._add_figures(event)
         elif kind == "plan":
             self.planned = event
         elif kind == "actual":
             self.actual = event
-        elif kind == "action" and event.get("action") == "hold":
-            self._state, self._reason = "held", str(event.get("why", ""))
-        elif kind == "held":
+        elif (kind == "action" and event.get("action") == "hold") or kind == "held":
             self._state, self._reason = "held", str(event.get("why", ""))
         elif kind == "go_on":
             self._state, self._reason = "starting", ""

@@ -103,7 +103,9 @@ def read_token(path: Path) -> str:
     except FileExistsError:
         pass
     except OSError as error:
-        raise ConfigError(f"--token-file={path}: cannot be written ({error.strerror}). Choose another place.") from error
+        raise ConfigError(
+            f"--token-file={path}: cannot be written ({error.strerror}). Choose another place."
+        ) from error
     try:
         mode, token = stat.S_IMODE(path.stat().st_mode), path.read_text(errors="replace").strip()
     except OSError as error:

@@ -8,7 +8,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.watch.server.access import COOKIE, HEADERS, Access
+from weft.monitor.page.server.access import COOKIE, HEADERS, Access
 
 _READS = frozenset({"GET", "HEAD"})
 #: What a visitor needs to show the token.

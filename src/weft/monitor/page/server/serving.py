@@ -11,8 +11,8 @@ from typing import Any
 from weft.errors import ConfigError, LaunchError
 from weft.lazy import named_object
 from weft.monitor import Price
-from weft.watch.index import Shelf
-from weft.watch.server.access import Access, is_loopback, read_token
+from weft.monitor.page.index import Shelf
+from weft.monitor.page.server.access import Access, is_loopback, read_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
     try:
         import uvicorn
 
-        make_app: Any = named_object("weft.watch.server.routes:make_app")
-        page: Any = named_object("weft.watch.server.routes:Page")
+        make_app: Any = named_object("weft.monitor.page.server.addresses:make_app")
+        page: Any = named_object("weft.monitor.page.server.addresses:Page")
     except ImportError as error:
         raise LaunchError(f"weft watch needs {error.name}. Type pip install starlette uvicorn.") from error
     listening = _socket(serving)
@@ -116,6 +116,7 @@ def _socket(serving: Serving) -> socket.socket:
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise LaunchError(
-            f"--port={serving.port}: {serving.host} cannot be listened on ({why}). Use another --port; 0 takes a free one."
+            f"--port={serving.port}: {serving.host} cannot be listened on ({why}). "
+            f"Use another --port; 0 takes a free one."
         ) from error
     return listening

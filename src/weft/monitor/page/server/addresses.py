@@ -18,12 +18,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from weft.errors import ConfigError, WeftError
-from weft.monitor import Ledger, Price
+from weft.monitor import Price, TimeLedger
 from weft.monitor.alerts import Wish, ask
-from weft.watch.index import RunIndex, Shelf
-from weft.watch.server import views
-from weft.watch.server.access import COOKIE, HEADERS, Access
-from weft.watch.server.guard import Guard
+from weft.monitor.page.index import RunIndex, Shelf
+from weft.monitor.page.server import views
+from weft.monitor.page.server.access import COOKIE, HEADERS, Access
+from weft.monitor.page.server.guard import Guard
 
 _STATIC = Path(__file__).parent.parent / "static"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -78,7 +78,9 @@ class Page:
         if request.method == "GET":
             return Response(static_files()["login.html"], media_type="text/html")
         body = (await _body(request)).decode(errors="replace")
-        said = next((value for key, _, value in (part.partition("=") for part in body.split("&")) if key == "token"), "")
+        said = next(
+            (value for key, _, value in (part.partition("=") for part in body.split("&")) if key == "token"), ""
+        )
         if not self.access.is_token(said.strip()):
             await asyncio.sleep(1.0)  # whoever guesses has to wait
             return PlainTextResponse("This is not the token. It is the line in the file of --token-file.", 403)
@@ -109,7 +111,7 @@ class Page:
             "one": self.shelf.is_one,
             "price": None if self.price is None else f"{self.price.per_s * 3600:.4g} {self.price.currency}/h",
             "runs": lines,
-            "causes": list(Ledger().seconds()),
+            "causes": list(TimeLedger().seconds()),
         }
 
     async def curves(self, request: Request) -> Response:
