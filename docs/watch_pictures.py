@@ -62,7 +62,7 @@ def _take(browser, address: str, name: str, where: str, width: int, height: int,
     context.close()
     assert not errors, errors
     path = PICTURES / f"{name}.png"
-    picture.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size // 1000} kB")
     assert path.stat().st_size < MOST_BYTES
 

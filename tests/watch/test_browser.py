@@ -72,9 +72,7 @@ def test_runs_side_by_side_a_reload_a_phone_and_both_themes(tmp_path):
         assert page.locator(".u-over").count() == 6
         page.goto(f"{address}/#/run/one")
         page.wait_for_selector(".heat", timeout=LONG)
-        page.wait_for_function(
-            "document.querySelector('.card .note') && document.body.innerText.includes('rank 9 is the slowest now')"
-        )
+        until(page, "rank 9 is the slowest now")
         assert page.inner_text(".pill") == "running"
         steps = step_of(page)
         page.reload()
@@ -136,10 +134,7 @@ def test_a_run_is_seen_live_held_let_go_on_and_stopped(tmp_path):
             page.goto(address)
             ready(page)
             first = step_of(page)
-            page.wait_for_function(
-                f"Number(document.querySelector('.progress b').innerText.replaceAll(',', '')) > {first + 2}",
-                timeout=LONG,
-            )
+            later(page, first + 2)
             page.get_by_role("button", name="Checkpoint").click()
             until(page, "step_0")
             page.get_by_role("button", name="Hold").click()
@@ -152,9 +147,7 @@ def test_a_run_is_seen_live_held_let_go_on_and_stopped(tmp_path):
             held = step_of(page)
             page.get_by_role("button", name="Resume").click()
             page.wait_for_selector(".pill.running", timeout=LONG)
-            page.wait_for_function(
-                f"Number(document.querySelector('.progress b').innerText.replaceAll(',', '')) > {held}", timeout=LONG
-            )
+            later(page, held)
             page.get_by_role("button", name="Stop").click()
             page.wait_for_selector(".pill.stopped", timeout=LONG)
             assert training.wait(120) is not None

@@ -20,7 +20,7 @@ export function stack(seconds, className = "stack") {
 
 export function ledgerRows(ledger) {
   const rows = Object.entries(ledger.seconds).filter(([, value]) => value > 0.0005);
-  const money = ledger.cost ? (value) => `${num((ledger.cost.total * value) / (ledger.wall_s || 1), 4)} ${ledger.cost.currency}` : null;
+  const money = ledger.cost ? (value) => `${((ledger.cost.total * value) / (ledger.wall_s || 1)).toFixed(2)} ${ledger.cost.currency}` : null;
   return h("div", { className: "scroll" }, h("table", {},
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Cause"), h("th", { scope: "col", className: "wide-only" }, ""), h("th", { className: "n", scope: "col" }, "Time"), h("th", { className: "n", scope: "col" }, "Share"), money ? h("th", { className: "n", scope: "col" }, "Cost") : null)),
     h("tbody", {}, ...rows.map(([cause, value]) => h("tr", {},
@@ -35,12 +35,12 @@ export function ledgerCard(ledger, width = "w6") {
   const words = [`${percent(ledger.share)} of ${secs(ledger.wall_s)} made steps that count`];
   if (ledger.failures) words.push(`${ledger.failures} failure${ledger.failures > 1 ? "s" : ""}`);
   if (ledger.starts > 1) words.push(`${ledger.starts} starts`);
-  if (ledger.cost) words.push(`${num(ledger.cost.total, 5)} ${ledger.cost.currency}`);
+  if (ledger.cost) words.push(`${ledger.cost.total.toFixed(2)} ${ledger.cost.currency}`);
   return card(width, "Goodput", words.join(" · "), stack(ledger.seconds), ledgerRows(ledger));
 }
 
-function pair(name, planned, actual, text) {
-  const most = Math.max(planned || 0, actual || 0) || 1;
+function pair(name, planned, actual, text, whole) {
+  const most = Math.max(planned || 0, actual || 0, planned ? 0 : whole || 0) || 1;
   const off = planned && actual ? actual / planned - 1 : null;
   return h("div", { className: "pair" },
     h("span", {}, name),
@@ -48,7 +48,7 @@ function pair(name, planned, actual, text) {
       h("i", { style: { width: `${(100 * (planned || 0)) / most}%`, background: "var(--stone)" } }),
       h("i", { style: { width: `${(100 * (actual || 0)) / most}%`, background: off !== null && Math.abs(off) > 0.15 ? "var(--madder)" : "var(--indigo)" } })),
     h("span", { className: `off ${off !== null && off > 0.15 ? "down" : ""}` }, off === null ? "–" : signed(off)),
-    h("span", { className: "figs" }, `planned ${text(planned)}, measured ${text(actual)}`));
+    h("span", { className: "figs" }, planned ? `planned ${text(planned)}, measured ${text(actual)}` : `measured ${text(actual)}`));
 }
 
 export function besideCard(found, width = "w6") {
@@ -58,7 +58,7 @@ export function besideCard(found, width = "w6") {
     const why = found.unknown || "nothing is known of this machine: run weft calibrate once, and the planner tells what to expect";
     if (!names.length) return card(width, "Plan beside actual", null, h("p", { className: "empty" }, why));
   }
-  const rows = [pair("step", step[0], step[1], secs), ...names.map((name) => pair(name, found.planned[name], found.actual[name], secs)), pair("memory", memory[0], memory[1], bytes)];
+  const rows = [pair("step", step[0], step[1], secs), ...names.map((name) => pair(name, found.planned[name], found.actual[name], secs, step[1])), pair("memory", memory[0], memory[1], bytes)];
   const drift = (found.drift || []).length ? h("p", { className: "read down" }, found.drift.join(" ")) : null;
   return card(width, "Plan beside actual", found.basis ? `expected from ${found.basis}` : found.unknown, drift, ...rows);
 }

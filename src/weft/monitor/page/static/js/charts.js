@@ -121,6 +121,7 @@ export class Chart {
     this.data = data;
     if (this.plot) this.plot.setData(data);
     else this.resize();
+    for (const [at, el] of this.values || []) el.parentElement.hidden = !(data[at] || []).some((value) => value !== null && value !== undefined);
     this.tell(null);
   }
 

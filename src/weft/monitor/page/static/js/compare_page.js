@@ -87,7 +87,7 @@ export class ComparePage {
         row("Loss", (line) => fixed(line.now.loss)), row("Evaluation", (line) => fixed(line.eval.loss)),
         row("Per second", (line) => `${big(line.now.rate)} ${line.unit}`), row("Step time", (line) => secs(line.step_s)), row("Memory", (line) => bytes(line.memory)),
         row("Goodput", (line) => h("span", {}, percent(line.ledger.share), stack(line.ledger.seconds, "mini"))),
-        ...(lines.some((line) => line.ledger.cost) ? [row("Cost", (line) => (line.ledger.cost ? `${num(line.ledger.cost.total, 5)} ${line.ledger.cost.currency}` : "–"))] : []),
+        ...(lines.some((line) => line.ledger.cost) ? [row("Cost", (line) => (line.ledger.cost ? `${line.ledger.cost.total.toFixed(2)} ${line.ledger.cost.currency}` : "–"))] : []),
         row("Plan", (line) => h("code", {}, line.plan)))));
   }
 

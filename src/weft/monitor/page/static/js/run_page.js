@@ -158,7 +158,7 @@ export class RunPage {
       tile("Step", secs(run.step_s), "", against(run.step_s, plan.step_s, 1)),
       run.now.mfu !== null ? tile("MFU", percent(run.now.mfu), "", "of the devices' peak") : tile("Learning rate", num(run.now.lr, 3), "", ""),
       tile("Memory", bytes(run.memory), "", against(run.memory, plan["memory.bytes"], 1) || "first rank, peak"),
-      tile("Goodput", percent(run.ledger.share), "", run.ledger.cost ? `${num(run.ledger.cost.total, 5)} ${run.ledger.cost.currency} so far` : `of ${secs(run.ledger.wall_s)}`));
+      tile("Goodput", percent(run.ledger.share), "", run.ledger.cost ? `${run.ledger.cost.total.toFixed(2)} ${run.ledger.cost.currency} so far` : `of ${secs(run.ledger.wall_s)}`));
     this.slots.ledger.replaceChildren(ledgerCard(run.ledger));
   }
 
