@@ -18,7 +18,7 @@ from weft.errors import LaunchError
 from weft.monitor import Price
 from weft.monitor.alerts import WishBox
 from weft.monitor.page import Shelf
-from weft.monitor.page.server.access import COOKIE, Access
+from weft.monitor.page.server.access import COOKIE, AccessRules
 from weft.monitor.page.server.addresses import Page, make_app
 
 LOCAL = frozenset({"localhost", "127.0.0.1"})
@@ -26,7 +26,7 @@ HOST = "http://localhost:8765"
 
 
 def client_of(folder, access=None, **more):
-    access = access or Access(LOCAL)
+    access = access or AccessRules(LOCAL)
     shelf = Shelf(folder)
     shelf.read_all()
     page = Page(shelf, access, **more)
@@ -207,7 +207,7 @@ def test_a_held_run_is_told_to_go_on(tmp_path):
 
 
 def test_with_a_token_nothing_is_seen_without_it(runs):
-    access = Access(LOCAL, token="a-token-of-enough-letters")
+    access = AccessRules(LOCAL, token="a-token-of-enough-letters")
     client, _ = client_of(runs, access)
     assert client.get("/").headers["location"] == "/login"
     for path in ("/api/runs", "/api/stream", "/static/js/main.js", "/api/curves?id=one"):

@@ -93,6 +93,9 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
         kind, when = event.get("event"), number(event.get("time"))
         if kind == "resume" or not math.isfinite(when):
             continue  # the next start writes "resume" just before its "start"
+        if kind == "go_on":
+            last = when  # while it was held nobody waited for it
+            continue
         if kind == "start":
             if begun and not in_order:
                 failures += 1

@@ -357,8 +357,7 @@ class LaunchSection(Section):
     """When the same rank fails twice in a row, go on without it, with at least this many ranks: the planner makes a
     plan for them, and the global batch stays. Absent: always all ranks."""
     on_failure: Literal["stop", "hold"] = "stop"
-    """After the last restart: stop, or wait with the folder held and the devices free until a file `go_on` appears in
-    the run folder."""
+    """After the last restart: stop, or wait with the folder held and the devices free until `weft resume RUN`."""
 
 
 class RunConfig(Section):

@@ -149,8 +149,7 @@ class _RankRun:
         recorder = limit = watch = None
         if is_first:
             watch = WishWatch(self.folder.path, time.time() - (time.monotonic() - began), self.engine)
-            limit = self._watch_resources(began)
-            recorder = self._recorder(progress, notes)
+            limit, recorder = self._watch_resources(began), self._recorder(progress, notes)
         figures, book = self._figures(recorder), TimeBook()
         beside = self._plan_watch(recorder, book) if recorder else None
         trainer = Trainer(

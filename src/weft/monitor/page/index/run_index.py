@@ -150,8 +150,8 @@ class RunIndex:
         for name in list(known)[:_MOST_PHASES]:
             columns[_PHASE + str(name)] = [part.get(name) for part in parts]
         steps = [event["step"] for event in batch]
-        times = [event.get("time") for event in batch]
-        self.steps.append(steps, times, columns)  # type: ignore[arg-type]  # None becomes nan
+        times: list[Any] = [event.get("time") for event in batch]
+        self.steps.append(steps, times, columns)
         for event in batch:
             if isinstance(event.get("loss"), str) and len(self._bad) < 1000:
                 self._bad.add(event["step"])

@@ -41,12 +41,12 @@ class StepColumns:
         return self._time[: self._count]
 
     def values(self, name: str) -> np.ndarray:
-        """One column; all nan where there is none of this name."""
+        """Return one column; all nan where there is none of this name."""
         found = self._values.get(name)
         return np.full(self._count, np.nan, np.float32) if found is None else found[: self._count]
 
     def last(self, name: str) -> float | None:
-        """The newest finite value."""
+        """Return the newest finite value; None where there is none among the last rows."""
         found = self._values.get(name)
         if found is None:
             return None
@@ -55,7 +55,13 @@ class StepColumns:
         return float(finite[-1]) if len(finite) else None
 
     def append(self, steps: Sequence[int], times: Sequence[float], values: Mapping[str, Sequence[Any]]) -> None:
-        """Add rows. Where a step is not beyond the one before it, the rows from that step on are replaced."""
+        """Add rows. Where a step is not beyond the one before it, the rows from that step on are replaced.
+
+        Args:
+            steps: of the rows.
+            times: seconds since 1970.
+            values: columns by name; what is no number becomes nan.
+        """
         if not len(steps):
             return
         new = np.asarray(steps, np.int64)
@@ -84,7 +90,7 @@ class StepColumns:
             self._count = int(np.searchsorted(self.steps, step, side="right"))
 
     def rows(self, first: float, last: float) -> slice:
-        """The rows with first <= step <= last."""
+        """Return the rows with first <= step <= last."""
         begin = int(np.searchsorted(self.steps, first, side="left"))
         return slice(begin, max(begin, int(np.searchsorted(self.steps, last, side="right"))))
 
@@ -117,7 +123,7 @@ def thinned(values: np.ndarray, points: int) -> tuple[list[float | None], list[f
 
 
 def bucket_edges(count: int, points: int) -> np.ndarray:
-    """The first row of each bucket."""
+    """Return the first row of each bucket."""
     number = max(1, min(count, points))
     return (np.arange(number) * count // number).astype(np.int64) if count else np.empty(0, np.int64)
 

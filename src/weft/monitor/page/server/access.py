@@ -31,7 +31,7 @@ HEADERS = {
 
 
 @dataclass(frozen=True)
-class Access:
+class AccessRules:
     """What one server asks of a request.
 
     hosts: names, without ports, by which it may be called; what else a Host header says is a page of a stranger that

@@ -22,7 +22,7 @@ from weft.monitor import Price, TimeLedger
 from weft.monitor.alerts import Wish, ask
 from weft.monitor.page.index import RunIndex, Shelf
 from weft.monitor.page.server import views
-from weft.monitor.page.server.access import COOKIE, HEADERS, Access
+from weft.monitor.page.server.access import COOKIE, HEADERS, AccessRules
 from weft.monitor.page.server.guard import Guard
 
 _STATIC = Path(__file__).parent.parent / "static"
@@ -46,7 +46,7 @@ class Page:
     def __init__(
         self,
         shelf: Shelf,
-        access: Access,
+        access: AccessRules,
         price: Price | None = None,
         go_on: Callable[[Path], None] | None = None,
     ):

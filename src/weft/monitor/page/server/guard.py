@@ -8,7 +8,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.monitor.page.server.access import COOKIE, HEADERS, Access
+from weft.monitor.page.server.access import COOKIE, HEADERS, AccessRules
 
 _READS = frozenset({"GET", "HEAD"})
 #: What a visitor needs to show the token.
@@ -23,7 +23,7 @@ class Guard:
         access: the rules.
     """
 
-    def __init__(self, app: ASGIApp, access: Access):
+    def __init__(self, app: ASGIApp, access: AccessRules):
         self.app, self.access = app, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,7 +12,7 @@ from weft.errors import ConfigError, LaunchError
 from weft.lazy import named_object
 from weft.monitor import Price
 from weft.monitor.page.index import Shelf
-from weft.monitor.page.server.access import Access, is_loopback, read_token
+from weft.monitor.page.server.access import AccessRules, is_loopback, read_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Serving:
     price: Price | None = None
     go_on: Callable[[Path], None] | None = None
 
-    def access(self) -> Access:
+    def access(self) -> AccessRules:
         """Return who may look; beyond this machine a token and TLS are a must.
 
         Raises:
@@ -57,7 +57,7 @@ class Serving:
         elif not self.names:
             names.add(socket.gethostname().lower())
         token = None if self.token_file is None else read_token(self.token_file)
-        return Access(frozenset(names), token, secure=self.certificate is not None)
+        return AccessRules(frozenset(names), token, secure=self.certificate is not None)
 
 
 def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
