@@ -8,6 +8,7 @@
 | | beside them `"by_rank": {"busy_s": [seconds of each rank, null where it is silent]}`, and "ranks", "over_s" |
 | checkpoint | checkpoint.stall_s, checkpoint.durable_s |
 | failure | failures |
+| actual | plan.drift, by part: `"ratios": {"over dp": 1.3}` |
 | plan | planned, by the figure's name: `"figures": {"step_s": 0.12}` |
 """
 
@@ -88,6 +89,8 @@ def _values(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "failures", event.get("count", 1)
     elif kind == "plan":
         yield from ((series("planned", key), value) for key, value in _table(event.get("figures")).items())
+    elif kind == "actual":
+        yield from ((series("plan.drift", key), value) for key, value in _table(event.get("ratios")).items())
 
 
 def _of_step(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -182,6 +182,13 @@ _RUN = (
         help="What the planner expects of a figure of this run, by that figure's name.",
         label="figure",
     ),
+    Figure(
+        name="plan.drift",
+        unit="ratio",
+        help="Measured over planned: of a step, of its parts, of memory. Alerts ask e.g. plan.drift{over dp} > 1.15.",
+        label="part",
+        worse="high",
+    ),
 )
 
 #: By name, in the order of the docs.

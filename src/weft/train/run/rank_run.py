@@ -18,11 +18,13 @@ from weft.lazy import named_object
 from weft.monitor import tail_events
 from weft.monitor.alerts import Wish
 from weft.monitor.screen import busy, make_display, tell
+from weft.monitor.times import TimeBook
 from weft.train.engine import Engine, EngineJob
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook
 from weft.train.injected import FaultHook, asked_fault
 from weft.train.loop import ASKED_TO_STOP, GOES_BACK, Trainer
+from weft.train.planned import PlanWatch
 from weft.train.progress import Progress
 from weft.train.run.folder_lock import run_lock
 from weft.train.run.keeping import Keeper
@@ -147,9 +149,9 @@ class _RankRun:
         recorder = limit = watch = None
         if is_first:
             watch = WishWatch(self.folder.path, time.time() - (time.monotonic() - began), self.engine)
-            limit = self._watch_resources(began)
-            recorder = self._recorder(progress, notes)
-        figures = self._figures(recorder)
+            limit, recorder = self._watch_resources(began), self._recorder(progress, notes)
+        figures, book = self._figures(recorder), TimeBook()
+        beside = self._plan_watch(recorder, book) if recorder else None
         trainer = Trainer(
             task=self.task,
             engine=self.engine,
@@ -158,7 +160,8 @@ class _RankRun:
             ended=keeper.ended,
             confirm=keeper.confirm,
             halted=keeper.halted,
-            hooks=[hook for hook in (limit, figures, recorder, *hooks) if hook],
+            hooks=[hook for hook in (limit, figures, recorder, beside, *hooks) if hook],
+            book=book,
             left_out=steps_left_out(self.folder),
             progress=progress,
             wishes=watch.take if watch else tuple,
@@ -198,6 +201,12 @@ class _RankRun:
             return None
         publish = recorder.on_figures if recorder else None
         return FigureHook(self.engine, self.place, self.folder.path, parse_seconds(settings.every), publish)
+
+    def _plan_watch(self, recorder: RunRecorder, book: TimeBook) -> PlanWatch | None:
+        """The observer that lays the plan beside what happens; None where nothing is known of this machine."""
+        engine = self.engine
+        with engine.pulse.doing("asks the planner what to expect"):
+            return PlanWatch.of(self.task, engine.plan, engine.device, book, recorder.on_figures, recorder.on_note)
 
     def _parting(self, keeper: Keeper, trainer: Trainer) -> Wish | None:
         """The wish that the launcher is to act on; all ranks. What cannot be gone back from is held."""

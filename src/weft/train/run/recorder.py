@@ -68,6 +68,10 @@ class RunRecorder(Hook):
             self._log.write({"event": "action", "step": step, **{key: one for key, one in told.items() if one}})
         self._display.note(action_line(step, wish))
 
+    def on_note(self, step: int, text: str) -> None:
+        """Show a line, which an event of its own has said already."""
+        self._display.note(text)
+
     def on_figures(self, event: Mapping[str, object]) -> None:
         """Write an event of figures; the thread that makes it calls this."""
         self._log.write(event)

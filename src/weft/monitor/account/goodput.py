@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from weft.monitor.account.time_ledger import PRODUCTIVE, TimeLedger
 from weft.monitor.events import number
 from weft.units import format_seconds
 
@@ -17,9 +18,9 @@ class Goodput:
     """Seconds of a run, over all its starts.
 
     wall_s: from the first start to the end, without the time between an orderly stop and the next start. steps_s: of
-    steps that count. redone_s: of steps that a later start did again. stalls_s: training waited for saves, and for
-    copies in memory. away_s: from the last sign of a start that failed to the next one. stall_s, step_s: of one save
-    and one step, medians.
+    steps that count, as `TimeLedger` has them. redone_s: of steps that a later start did again. stalls_s: training
+    waited for saves, and for copies in memory. away_s: from the last sign of a start that failed to the next one.
+    stall_s, step_s: of one save and one step, medians.
     """
 
     wall_s: float = 0.0
@@ -82,11 +83,13 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
     A start that ends without an "end", or with a failure after it, has failed; the failures that the launcher noted and
     those that only the next start shows (the launcher itself was killed) count alike.
     """
+    ledger = TimeLedger()
     kept: dict[int, float] = {}
     all_steps, stalls = [0.0], [0.0]
     wall = away = last = copies = 0.0
     failures, in_order, begun = 0, True, False
     for event in events:
+        ledger.feed(event)
         kind, when = event.get("event"), number(event.get("time"))
         if kind == "resume" or not math.isfinite(when):
             continue  # the next start writes "resume" just before its "start"
@@ -115,7 +118,7 @@ def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
     saves, steps = stalls[1:] or [0.0], all_steps[1:] or [0.0]
     return Goodput(
         wall_s=wall,
-        steps_s=sum(kept.values()),
+        steps_s=ledger.seconds()[PRODUCTIVE],
         redone_s=sum(all_steps) - sum(kept.values()),
         stalls_s=sum(stalls) + copies,
         away_s=away,
