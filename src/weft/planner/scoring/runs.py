@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import ConfigError, Problem
-from weft.planner.scoring.cells import Row, count, number, refused, size
+from weft.planner.scoring.cells import Row, count, in_numbers, number, refused, size
 from weft.planner.scoring.names import cluster_of
 from weft.planner.scoring.shapes import iteration_s, shape_of
 from weft.planner.scoring.stacks import counts_causal_half, stack_of
@@ -92,8 +92,10 @@ def _run(name: str, row: Row) -> PublishedRun:
     lacking = [key for key in NEEDED if not row.get(key)]
     if lacking:
         raise refused(row, f"no {', '.join(lacking)}")
+    row = in_numbers(row)
     notes = row.get("notes", "")
-    text = f"{row.get('source', '')}; {row.get('table', '')}; {notes}".lower()
+    written = f"{row.get('source', '')}; {row.get('table', '')}; {notes}"
+    text = written.lower()
     gpus = size(row, "gpus")
     per_node = size(row, "gpus_per_node", 8)
     stack, selective = stack_of(text, row["gpu"].lower())
@@ -113,7 +115,7 @@ def _run(name: str, row: Row) -> PublishedRun:
         group=_found(notes, r"grp=(\w+)") or name,
         core="core=1" in notes,
         job=job,
-        cluster=cluster_of(row["gpu"], gpus, per_node, text),
+        cluster=cluster_of(row["gpu"], gpus, per_node, written),
         num_devices=gpus,
         pp=pp,
         dp=dp,
