@@ -19,6 +19,8 @@ Array = NDArray[np.float64]
 
 #: Calls of kernels by one layer: forward, and backward over forward (autograd's C++ calls cost about as much).
 _CALLS_FUSED, _CALLS_EAGER = 22, 40
+#: Speed of the first FlashAttention over the second (Dao 2023, arXiv 2307.08691: about half).
+_FLASH_1 = 0.55
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def traced_kernels(job: Job, shape: TracedShape, columns: Columns, tables: Table
     """Of a model that was traced: its own products, attention and passes in the place of formulas."""
     own = own_cut(job, columns, rate=cut.rate, half=cut.half)
     gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
-    attn_f, attn_b = attention_s(shape, None, own, tables, job.stack.attn_gain)
+    attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables))
     if (columns.cp > 1).any():
         is_cut = context_cost.is_cut(columns)
         pieces = [context_cost.pieces_s(job, columns, tables, cut.q, backward, cut.half) for backward in (False, True)]
@@ -201,7 +203,7 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
         mean = (seen + 128) / 2 if seen == s else seen - seen * seen / (2 * s)
         width = q * (1 + shape.rope_dim / (2 * shape.head_dim))
         flops = 4.0 * rows * mean * width
-        share = layers / shape.layers / stack.attn_gain
+        share = layers / shape.layers / attention_gain(job, tables)
         pair = [
             flash_s(tables, (2.5 if back else 1.0) * flops, seen, shape.head_dim, back, peak) for back in (False, True)
         ]
@@ -212,6 +214,12 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
             ]
         forward, backward = forward + share * pair[0], backward + share * pair[1]
     return forward, backward
+
+
+def attention_gain(job: Job, tables: Tables) -> float:
+    """Speed of the stack's attention kernels over those that were made for the device."""
+    second = tables.flash2_gain if job.stack.flash_version < 3 else 1.0
+    return job.stack.attn_gain * second * (_FLASH_1 if job.stack.flash_version == 1 else 1.0)
 
 
 def _unfused_attention(
