@@ -163,6 +163,7 @@ def _linears(
         if width and share:
             parts += [(tokens, np.ceil(ups * width / t), h * one, one, share)]
             parts += [(tokens, h * one, np.ceil(width / t), one, share)]
+    grouped = 0
     if shape.moe_layers:
         split = one if job.stack.fold_experts else t
         local = np.maximum(1.0, shape.num_experts / columns.ep)
@@ -170,9 +171,13 @@ def _linears(
         wide = shape.expert_ffn / split
         parts += [(each, ups * wide, h * one, local, 1 - dense_share), (each, h * one, wide, local, 1 - dense_share)]
         parts += [(tokens / t, shape.num_experts * one, h * one, one, 1 - dense_share)]
+        grouped = len(parts) - 3
     m, n, k, batch = (np.stack([part[i] for part in parts]) for i in range(4))
     share = np.array([part[4] for part in parts])[:, None]
-    times = gemm_s(tables, np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m]), batch, rate)
+    ramps = np.full((len(parts), 1), tables.gemm_k0)
+    if shape.moe_layers:
+        ramps[grouped : grouped + 2] = tables.grouped_k0
+    times = gemm_s(tables, np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m]), batch, rate, ramps)
     forward, dgrad, wgrad = (times * share).sum(axis=1)
     return forward, dgrad, wgrad
 

@@ -24,7 +24,8 @@ class PublishedRun:
     """One row that can be predicted. Settings that the row does not give are None: see `fill.py`.
 
     source: the id without its number. group: rows that repeat one configuration. recompute: "none", "full",
-    "attention", "selective" or "half" (full in every second layer). counter: what the memory counts, "allocated",
+    "attention", "selective", "half" (full in every second layer) or "experts" (these and the norms). host_optimizer, host_activations: what is kept and done on
+    the host. counter: what the memory counts, "allocated",
     "reserved", "total" or "" (not known). out_of_memory: the run failed so, or did not; None: not said.
     """
 
@@ -40,8 +41,8 @@ class PublishedRun:
     dp: int
     cp: int
     tp: int
-    ep: int
-    zero: int
+    ep: int | None
+    zero: int | None
     shard: int
     sp: bool
     precision: str
@@ -52,6 +53,8 @@ class PublishedRun:
     measured_s: float | None
     measured_gib: float | None
     counter: str
+    host_optimizer: bool
+    host_activations: bool
     out_of_memory: bool | None
 
 
@@ -107,7 +110,6 @@ def _run(name: str, row: Row) -> PublishedRun:
     shape = shape_of(row)
     job = Job(shape=shape, seq_len=size(row, "seq_len"), global_batch=max(batch, dp), stack=stack)
     precision = _precision(row)
-    run_zero = count(row, "zero_stage", 0)
     return PublishedRun(
         id=name,
         source=name.rsplit("-", 1)[0],
@@ -121,8 +123,8 @@ def _run(name: str, row: Row) -> PublishedRun:
         dp=dp,
         cp=cp,
         tp=tp,
-        ep=ep,
-        zero=run_zero,
+        ep=ep if row.get("ep") or not shape.moe_layers else None,
+        zero=count(row, "zero_stage", 0) if row.get("zero_stage") else _zero(dp),
         shard=_shard(text, dp, per_node),
         sp=row.get("sequence_parallel") in ("1", "true", "True"),
         precision=precision,
@@ -133,8 +135,15 @@ def _run(name: str, row: Row) -> PublishedRun:
         measured_s=iteration_s(row, shape, gpus, counts_causal_half(text)),
         measured_gib=number(row, "measured_mem_gib"),
         counter=_counter(text),
+        host_optimizer=bool(re.search(r"zero[- ]offload|optimizer (?:step )?(?:on|to) (?:the )?(?:cpu|host)", text)),
+        host_activations=bool(re.search(r"(?:ac \+|activation|checkpoint)[\w ]* offload", text)),
         out_of_memory={"1": True, "0": False}.get(_found(notes, r"OOM=([01])") or ""),
     )
+
+
+def _zero(dp: int) -> int | None:
+    """What a row that says nothing of ZeRO may have: with one data-parallel rank there is none."""
+    return None if dp > 1 else 0
 
 
 def _recompute(word: str, selective: str) -> str | None:
