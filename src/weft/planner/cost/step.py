@@ -189,7 +189,8 @@ def _step_terms(
     own = (trained.dense + trained.ends) / group + trained.experts / expert_group
     terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, trained)
     nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
-    around = tables.step_s + tables.barrier_s * np.log2(nodes)
+    domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
+    around = tables.step_s + tables.barrier_s * np.log2(domains)
     terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + around
     each = np.maximum(1.0, layers)
     work = LayerWork(forward=forward / each, backward=backward / each, layers=layers, own=own)
