@@ -10,14 +10,12 @@ from numpy.typing import NDArray
 
 from weft.planner.cost import CLASSES, TERMS, LayerCosts, Parts, device_parts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables
+from weft.planner.foresight import fits_chance, memory_spread, shipped
 from weft.planner.measured import HostTables, host
 from weft.planner.space import Columns, Job
 from weft.spec import ClusterSpec
 
 Array = NDArray[np.float64]
-
-#: Relative standard deviation of predicted memory, as `fits_probability` takes it.
-_MEMORY_SD = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class Estimates:
 
     terms: seconds of one optimizer step by name (TERMS); they sum to `step_s`. memory: bytes on the fullest rank by
     class (CLASSES); they sum to `total_bytes`. usable_bytes: what a run can use of the device's memory.
-    tokens: of one step. model_flops: of one step, by the convention of `model_flops`.
+    tokens: of one step. memory_spread: scale of the errors of memory, as a logarithm.
     """
 
     terms: Mapping[str, Array]
@@ -34,6 +32,7 @@ class Estimates:
     usable_bytes: float
     tokens: float
     world_size: NDArray[np.int64]
+    memory_spread: float
 
     @property
     def step_s(self) -> Array:
@@ -64,8 +63,7 @@ class Estimates:
     @property
     def fits_probability(self) -> Array:
         """Chance that the plan runs without falling short of memory, 0 to 1."""
-        room = np.log(self.usable_bytes / np.maximum(self.total_bytes, 1.0)) / _MEMORY_SD
-        return 1.0 / (1.0 + np.exp(-1.702 * np.clip(room, -40, 40)))  # the logistic curve nearest to the normal one
+        return fits_chance(np.log(self.usable_bytes / np.maximum(self.total_bytes, 1.0)), self.memory_spread)
 
 
 def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
@@ -78,8 +76,8 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
         tables: constants of the device, or of a host that was measured.
     """
     if isinstance(tables, HostTables):
-        return _estimates(job, columns, tables, [host.host_parts(job, columns, tables.laws)])
-    return _estimates(job, columns, tables, list(device_parts(job, cluster, columns, tables)))
+        return _estimates(job, cluster, columns, tables, [host.host_parts(job, columns, tables.laws)])
+    return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables)))
 
 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
@@ -89,7 +87,7 @@ def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tab
     return layer_costs(job, columns, tables, Fabric.of(tables, cluster.devices_per_node))
 
 
-def _estimates(job: Job, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
+def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
     none = [np.zeros(len(columns))]
     return Estimates(
         terms={
@@ -101,4 +99,5 @@ def _estimates(job: Job, columns: Columns, tables: Tables, parts: Sequence[Parts
         usable_bytes=tables.memory_bytes * tables.usable,
         tokens=float(job.global_batch) * job.seq_len,
         world_size=columns.world_size,
+        memory_spread=shipped().memory.spread if isinstance(tables, HostTables) else memory_spread(job, cluster),
     )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.planner.scoring.bandwidths import (
+from weft.planner.scoring.rows.bandwidths import (
     device_gib,
     gibibytes,
     memory_bytes_per_s,

@@ -7,10 +7,10 @@ import pytest
 from weft.errors import ConfigError
 from weft.planner.cost.machine.tables import Tables
 from weft.planner.scoring.fill import candidates, predict
-from weft.planner.scoring.names import cluster_of, device_named, network_rate
-from weft.planner.scoring.runs import read_runs
-from weft.planner.scoring.shapes import shape_of, step_flops
-from weft.planner.scoring.stacks import stack_of, stack_rules
+from weft.planner.scoring.rows.names import cluster_of, device_named, network_rate
+from weft.planner.scoring.rows.runs import read_runs
+from weft.planner.scoring.rows.shapes import shape_of, step_flops
+from weft.planner.scoring.rows.stacks import stack_of, stack_rules
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,21 @@ def plan(
     tier: options.Tier = "tables",
     refine: options.Refine = 0.0,
     score: options.Score = None,
+    experience: options.ExperienceFile = None,
     profile: options.ProfileFile = None,
     learn: options.Learn = None,
 ) -> None:
     """Find the best plans for a model on a cluster, and say why."""
-    if _needs_no_question(score, learn, profile, as_json=json, has_model=model is not None):
-        return
+    if score:
+        from weft.cli.planning.plan_score import score_runs
+
+        return score_runs([*score, *(Path(each) for each in (model, cluster) if each)], json, experience)
+    if learn is not None:
+        from weft.cli.planning.plan_learn import learn_from
+
+        learn_from(learn, profile)
+        if model is None:
+            return
     if model is None or cluster is None:
         raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
     from weft.planner.search import Question
@@ -114,23 +123,6 @@ def _task_of(file: str) -> Task | None:
     from weft.train.tasks import find_task
 
     return find_task(config)
-
-
-def _needs_no_question(
-    score: Path | None, learn: Path | None, profile: Path | None, *, as_json: bool, has_model: bool
-) -> bool:
-    """Score, or teach a profile; whether that was all."""
-    if score is not None:
-        from weft.cli.planning.plan_score import score_runs
-
-        score_runs(score, as_json)
-        return True
-    if learn is None:
-        return False
-    from weft.cli.planning.plan_learn import learn_from
-
-    learn_from(learn, profile)
-    return not has_model
 
 
 def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:

@@ -14,7 +14,7 @@ import numpy as np
 
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import Estimates, estimate
-from weft.planner.scoring.runs import PublishedRun
+from weft.planner.scoring.rows import PublishedRun
 from weft.planner.space import PRECISIONS, Columns
 from weft.spec.plan import RECOMPUTES, SCHEDULES
 
@@ -36,7 +36,9 @@ class Remade:
     budget: float = math.inf
 
 
-_STATED = {"half": Remade("full", 0.5), "experts": Remade("none", budget=0.4)} | {name: Remade(name) for name in ("none", "attention", "selective", "full")}
+_STATED = {"half": Remade("full", 0.5), "experts": Remade("none", budget=0.4)} | {
+    name: Remade(name) for name in ("none", "attention", "selective", "full")
+}
 #: From nothing to all, in steps: recipes name single kernels or a number of layers.
 _NOT_STATED = (
     Remade("none"),

@@ -38,7 +38,7 @@ class StackRule:
 
 @functools.cache
 def _file() -> dict[str, Any]:
-    text = resources.files("weft.planner.scoring").joinpath("stacks.toml").read_text(encoding="utf-8")
+    text = resources.files("weft.planner.scoring.rows").joinpath("stacks.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 

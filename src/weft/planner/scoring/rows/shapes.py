@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from weft.planner.scoring.cells import Row, count, number, size
+from weft.planner.scoring.rows.cells import Row, count, number, size
 from weft.planner.space import Shape
 
 #: Families whose heads are not hidden / heads wide, or that look back over a window in a part of their layers.

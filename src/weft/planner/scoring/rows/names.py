@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 
 from weft.errors import ConfigError
-from weft.planner.scoring.bandwidths import device_gib, memory_bytes_per_s, network_bytes_per_s
-from weft.planner.scoring.stacks import known_network
+from weft.planner.scoring.rows.bandwidths import device_gib, memory_bytes_per_s, network_bytes_per_s
+from weft.planner.scoring.rows.stacks import known_network
 from weft.spec import ClusterSpec, DeviceSpec
 from weft.spec.cluster import device, devices
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import ConfigError, Problem
-from weft.planner.scoring.cells import Row, count, in_numbers, number, refused, size
-from weft.planner.scoring.names import cluster_of
-from weft.planner.scoring.shapes import iteration_s, shape_of
-from weft.planner.scoring.stacks import counts_causal_half, stack_of
+from weft.planner.scoring.rows.cells import Row, count, in_numbers, number, refused, size
+from weft.planner.scoring.rows.names import cluster_of
+from weft.planner.scoring.rows.shapes import iteration_s, shape_of
+from weft.planner.scoring.rows.stacks import counts_causal_half, stack_of
 from weft.planner.space import PRECISIONS, Job
 from weft.spec import ClusterSpec
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from weft.errors import ConfigError, Problem
-from weft.planner.scoring import bandwidths
+from weft.planner.scoring.rows import bandwidths
 
 Row = Mapping[str, str]
 
