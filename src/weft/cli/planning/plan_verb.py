@@ -58,7 +58,7 @@ def plan(
 
         learn_from(learn, profile)
         if model is None:
-            return
+            return None
     if model is None or cluster is None:
         raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
     from weft.planner.search import Question

@@ -13,7 +13,6 @@ import numpy as np
 from weft.planner.scoring.prediction import Prediction
 from weft.planner.scoring.rows import step_flops
 
-
 #: Chance from which on a plan is said to fit.
 SURE = 0.99
 

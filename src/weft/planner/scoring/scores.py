@@ -14,7 +14,6 @@ from weft.planner.scoring.families import FAMILIES, families
 from weft.planner.scoring.fill import predict
 from weft.planner.scoring.metrics import constant_rate, scored, summary, time_errors
 from weft.planner.scoring.prediction import Prediction
-from weft.planner.scoring.rows import PublishedRun, Skipped, read_runs
 from weft.planner.scoring.refit import Refit, refit
 from weft.planner.scoring.residuals import (
     Residual,
@@ -23,6 +22,7 @@ from weft.planner.scoring.residuals import (
     memory_residuals,
     time_residuals,
 )
+from weft.planner.scoring.rows import PublishedRun, Skipped, read_runs
 from weft.planner.scoring.scalars import stack_scalars
 
 #: Tiers of a score: those of the tables, and one scalar per software stack on top.

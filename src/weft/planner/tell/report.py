@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.planner.search import Answer, Candidate, Question
 from weft.planner.foresight import unmeasured
+from weft.planner.search import Answer, Candidate, Question
 from weft.planner.tell.basis import band_of, circumstances, time_by_rung
 from weft.planner.tell.comparison import Comparison
 from weft.planner.tell.scenario import Scenario

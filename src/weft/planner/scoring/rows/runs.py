@@ -136,7 +136,9 @@ def _run(name: str, row: Row) -> PublishedRun:
         measured_gib=number(row, "measured_mem_gib"),
         counter=_counter(text),
         host_optimizer=bool(re.search(r"zero[- ]offload|optimizer (?:step )?(?:on|to) (?:the )?(?:cpu|host)", text)),
-        host_activations=bool(re.search(r"(?:ac \+|activation|checkpoint)[\w ]* offload", text)),
+        host_activations=bool(
+            re.search(r"activations? (?:cpu )?offload|offload(?:ed|ing)? (?:of )?activations|proj_offloaded", text)
+        ),
         out_of_memory={"1": True, "0": False}.get(_found(notes, r"OOM=([01])") or ""),
     )
 
