@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost import CLASSES, TERMS, LayerCosts, Parts, device_parts, layer_costs
+from weft.planner.cost import (
+    CLASSES,
+    HOST,
+    TERMS,
+    LayerCosts,
+    Parts,
+    device_parts,
+    host_limit,
+    layer_costs,
+    memory_parts,
+)
 from weft.planner.cost.machine import Fabric, Tables
 from weft.planner.foresight import fits_chance, memory_spread, shipped
 from weft.planner.measured import HostTables, host
@@ -24,6 +35,7 @@ class Estimates:
 
     terms: seconds of one optimizer step by name (TERMS); they sum to `step_s`. memory: bytes on the fullest rank by
     class (CLASSES); they sum to `total_bytes`. usable_bytes: what a run can use of the device's memory.
+    host_bytes: of a rank in its host's memory, of which it may pin host_limit.
     tokens: of one step. memory_spread: scale of the errors of memory, as a logarithm.
     """
 
@@ -33,6 +45,8 @@ class Estimates:
     tokens: float
     world_size: NDArray[np.int64]
     memory_spread: float
+    host_bytes: Array
+    host_limit: float
 
     @property
     def step_s(self) -> Array:
@@ -63,7 +77,8 @@ class Estimates:
     @property
     def fits_probability(self) -> Array:
         """Chance that the plan runs without falling short of memory, 0 to 1."""
-        return fits_chance(np.log(self.usable_bytes / np.maximum(self.total_bytes, 1.0)), self.memory_spread)
+        room = np.log(self.usable_bytes / np.maximum(self.total_bytes, 1.0))
+        return np.where(self.host_bytes > self.host_limit, 0.0, fits_chance(room, self.memory_spread))
 
 
 def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
@@ -80,6 +95,20 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables)))
 
 
+def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
+    """Predict the memory of every row; without terms where that is less work.
+
+    Args:
+        job: model, sequence and batch.
+        cluster: gives the size of a node.
+        columns: the plans.
+        tables: constants of the device, or of a host that was measured.
+    """
+    if isinstance(tables, HostTables) or job.stack.balanced_stages:
+        return estimate(job, cluster, columns, tables)
+    return _estimates(job, cluster, columns, tables, list(memory_parts(job, cluster, columns, tables)))
+
+
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
     """Seconds of one layer and of the ends by part: what the terms of `estimate` are made of."""
     if isinstance(tables, HostTables):
@@ -89,6 +118,7 @@ def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tab
 
 def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
     none = [np.zeros(len(columns))]
+    on_host = isinstance(tables, HostTables)
     return Estimates(
         terms={
             name: np.concatenate([part[0][name] for part in parts if name in part[0]] or none)
@@ -99,5 +129,7 @@ def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables,
         usable_bytes=tables.memory_bytes * tables.usable,
         tokens=float(job.global_batch) * job.seq_len,
         world_size=columns.world_size,
-        memory_spread=shipped().memory.spread if isinstance(tables, HostTables) else memory_spread(job, cluster),
+        memory_spread=shipped().memory.spread if on_host else memory_spread(job, cluster),
+        host_bytes=np.concatenate([part[1][HOST] for part in parts if HOST in part[1]] or none),
+        host_limit=math.inf if on_host or not cluster.device.memory_bytes else host_limit(cluster.device),
     )

@@ -20,6 +20,7 @@ from weft.spec.rules.plan_rules import LASTING, check
 def question(monkeypatch) -> Question:
     monkeypatch.setattr(moves, "estimate", stub.estimate)
     monkeypatch.setattr(search, "estimate", stub.estimate)
+    monkeypatch.setattr(search, "estimate_memory", stub.estimate)
     return Question.of(
         "llama3-8b",
         "8xh100",

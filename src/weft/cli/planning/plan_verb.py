@@ -52,13 +52,14 @@ def plan(
     if score:
         from weft.cli.planning.plan_score import score_runs
 
-        return score_runs([*score, *(Path(each) for each in (model, cluster) if each)], json, experience)
+        score_runs([*score, *(Path(each) for each in (model, cluster) if each)], json, experience)
+        return
     if learn is not None:
         from weft.cli.planning.plan_learn import learn_from
 
         learn_from(learn, profile)
         if model is None:
-            return None
+            return
     if model is None or cluster is None:
         raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
     from weft.planner.search import Question

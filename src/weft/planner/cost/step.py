@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost.host_cost import LayerWork, offload_s
+from weft.planner.cost.host_memory import host_bytes
 from weft.planner.cost.layer_cost import LayerCosts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s
 from weft.planner.cost.memory_cost import memory_bytes, rank_shares, trained_shares
@@ -48,6 +49,8 @@ TERMS = (
     "offload",
     "straggler",
 )
+#: Beside the classes of a device's memory: bytes of a rank in its host's.
+HOST = "host"
 #: Host time of a layer's backward over that of its forward.
 _HOST_BACKWARD = 1.3
 #: Rows that are worked on at a time: their columns stay in the processor's cache.
@@ -94,7 +97,27 @@ def _chunk(
             terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
     _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
     _step_terms(job, columns, cluster, tables, fabric, (costs, idle_f, idle_b), stages, terms)
-    return terms, memory_bytes(job, columns, tables, stages, cluster.device.memory_bytes)
+    return terms, _memory(job, cluster, columns, tables, stages)
+
+
+def memory_parts(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Iterator[Parts]:
+    """Yield what `device_parts` does, without the seconds: a small part of the work.
+
+    Args:
+        job: model, sequence and batch.
+        cluster: gives the device's memory.
+        columns: the plans.
+        tables: constants of the device.
+    """
+    for start in range(0, max(1, len(columns)), _CHUNK):
+        some = columns[slice(start, start + _CHUNK)]
+        yield {}, _memory(job, cluster, some, tables, split_layers(job.shape.layers, some))
+
+
+def _memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:
+    """Bytes by class, and what is kept in the host's memory."""
+    device = memory_bytes(job, columns, tables, stages, cluster.device.memory_bytes)
+    return {**device, HOST: host_bytes(job, columns, stages)}
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:

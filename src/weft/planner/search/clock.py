@@ -71,6 +71,8 @@ def _timed(one: Candidate, parts: Passes, layers: list[int]) -> Candidate:
         tokens=0.0,
         world_size=np.ones(1, dtype=np.int64),
         memory_spread=memory_spread(one.question.job, one.question.cluster),
+        host_bytes=np.array([one.host_bytes]),
+        host_limit=one.host_limit,
     )
     return replace(
         one,

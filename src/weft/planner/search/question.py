@@ -22,6 +22,8 @@ from weft.units import counted
 
 #: Probability of fitting into memory from which on a plan is listed.
 FITS = 0.9
+#: What a command line may say, as an example.
+_USUAL = {"seq-len": 8192, "global-batch": 128}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +223,9 @@ def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: 
 
 def _positive(name: str, value: int) -> int:
     if isinstance(value, bool) or not 1 <= value <= 10**9:
-        raise _error(name, f"{name}={value}: a whole number from 1 to 10**9 is needed. Use e.g. --{name} 8192.")
+        raise _error(
+            name, f"{name}={value}: a whole number from 1 to 10**9 is needed. Use e.g. --{name} {_USUAL[name]}."
+        )
     return value
 
 

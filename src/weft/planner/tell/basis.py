@@ -86,8 +86,9 @@ def band_words(one: Candidate) -> list[str]:
         known = shipped()
         low, high = (format_seconds(one.step_s * factor) for factor in (band.low, band.high))
         lines = [
-            f"trust   {low} to {high} a step in {band.level:.0%} of cases ({band.low - 1:+.0%} to {band.high - 1:+.0%}): "
-            f"errors on {known.runs} published runs, each predicted without its source ({known.sources} sources)",
+            f"trust   {low} to {high} a step in {band.level:.0%} of cases "
+            f"({band.low - 1:+.0%} to {band.high - 1:+.0%}), by the errors on {known.runs} published runs of "
+            f"{known.sources} sources, each predicted without its source",
             f"        basis: {basis}",
         ]
     if "here" not in shares:

@@ -106,8 +106,8 @@ def device_gib(name: str) -> int | None:
 def tokens(text: str) -> float | None:
     """A length: "8192", "8,192", "8k" and "128K" (1024 each), "131k" (131,072), "1M"; None for what is none.
 
-    k stands for 1024 after a multiple of 8 or a power of two, else for thousands, cut or rounded, of the nearest length that
-    models are trained with: a multiple of 1024, of 4096 from 16k on.
+    k stands for 1024 after a multiple of 8 or a power of two, else for thousands, cut or rounded, of the nearest
+    length that models are trained with: a multiple of 1024, of 4096 from 16k on.
     """
     match = re.fullmatch(rf"({_NUMBER})\s?([kKmM]?)(?:\s?(?:tokens|tok))?", text.strip())
     if match is None:

@@ -24,8 +24,8 @@ class PublishedRun:
     """One row that can be predicted. Settings that the row does not give are None: see `fill.py`.
 
     source: the id without its number. group: rows that repeat one configuration. recompute: "none", "full",
-    "attention", "selective", "half" (full in every second layer) or "experts" (these and the norms). host_optimizer, host_activations: what is kept and done on
-    the host. counter: what the memory counts, "allocated",
+    "attention", "selective", "half" (full in every second layer) or "experts" (these and the norms).
+    host_optimizer, host_activations: what is kept and done on the host. counter: what the memory counts, "allocated",
     "reserved", "total" or "" (not known). out_of_memory: the run failed so, or did not; None: not said.
     """
 
