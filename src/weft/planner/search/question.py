@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ from weft.planner.search.model_source import PlannedModel, default_batch, defaul
 from weft.planner.space import Job, Shape, Stack
 from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel
 from weft.spec.cluster import device_by_torch_name
-from weft.spec.plan import PLAN_FIELDS, Plan, split_plan
+from weft.spec.divisors import common_divisors
+from weft.spec.plan import AXES, PLAN_FIELDS, Plan, split_plan
 from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule
 from weft.units import counted
 
@@ -89,6 +91,7 @@ class Question:
             rule = f"{planned.name} reads at most {planned.spec.max_seq_len} tokens"
             raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
         decided = read_fixed(fixed) if isinstance(fixed, str) else dict(fixed)
+        _expect_divisors(decided, machines.num_devices)
         _expect_measured(decided.get("precision"), known, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
         return cls(
@@ -209,6 +212,18 @@ def read_fixed(text: str) -> dict[str, Any]:
     plan = Plan.from_mapping(words)
     values = {name: getattr(plan, name) for name in words}
     return {name: value for name, value in values.items() if not value or value != PLAN_FIELDS[name].open_word}
+
+
+def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
+    """ConfigError for sizes of axes that do not divide the devices: no plan has them."""
+    sizes = {axis: decided[axis] for axis in AXES if isinstance(decided.get(axis), int)}
+    needed = math.prod(sizes.values())
+    if needed and num_devices % needed:
+        words = " ".join(f"{axis}={size}" for axis, size in sizes.items())
+        rule = f"{counted(num_devices, 'device')} are no multiple of {needed}"
+        raise _error(
+            "fix", f"fix={words}: {rule}. Use a divisor: {', '.join(map(str, common_divisors(num_devices)[:12]))}."
+        )
 
 
 def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:
