@@ -9,17 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost import (
-    CLASSES,
-    HOST,
-    TERMS,
-    LayerCosts,
-    Parts,
-    device_parts,
-    host_limit,
-    layer_costs,
-    memory_parts,
-)
+from weft.planner.cost import CLASSES, TERMS, LayerCosts, Parts, device_parts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables
 from weft.planner.foresight import fits_chance, memory_spread, shipped
 from weft.planner.measured import HostTables, host
@@ -106,7 +96,7 @@ def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Ta
     """
     if isinstance(tables, HostTables) or job.stack.balanced_stages:
         return estimate(job, cluster, columns, tables)
-    return _estimates(job, cluster, columns, tables, list(memory_parts(job, cluster, columns, tables)))
+    return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables, timed=False)))
 
 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
@@ -130,6 +120,6 @@ def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables,
         tokens=float(job.global_batch) * job.seq_len,
         world_size=columns.world_size,
         memory_spread=shipped().memory.spread if on_host else memory_spread(job, cluster),
-        host_bytes=np.concatenate([part[1][HOST] for part in parts if HOST in part[1]] or none),
-        host_limit=math.inf if on_host or not cluster.device.memory_bytes else host_limit(cluster.device),
+        host_bytes=np.concatenate([part[1]["host"] for part in parts if "host" in part[1]] or none),
+        host_limit=math.inf if on_host or not cluster.device.memory_bytes else cluster.device.pinnable_bytes,
     )

@@ -144,13 +144,15 @@ def test_rules_do_not_overwrite_each_other_unawares():
 def _never_together(one, other) -> bool:
     """Whether a sample of what sources write meets both rules nowhere."""
     texts = [
-        "megatron-lm sc21 (2021)", "megatron-lm readme (sep 2020)", "megatron-deepspeed bloom", "korthikanti", "mosaicml",
+        "megatron-lm sc21 (2021)", "megatron-lm readme (sep 2020)", "megatron-deepspeed bloom", "korthikanti",
+        "mosaicml",
         "mosaicml; mp mode default; alibi+flash attn", "mosaicml; mp mode pure; alibi", "torchtitan; fsdp2",
         "hf nanotron", "internevo", "aleph alpha; kernel=flash_attentionv1", "aleph alpha; kernel=torch",
         "aleph alpha; kernel=fused", "aleph alpha; kernel=flash_attention2 + rms kernel", "nvidia jax-toolbox pax; xla",
         "pax; te on xla", "nemo automodel; fsdp2; deepep", "nvidia megatron-bridge; container 24.09", "mlperf; nemo",
         "megatron-moe-modelzoo; deepep; recompute norm+act", "moe parallel folding; mcore 5d",
-        "moe parallel folding; mcore folding; etp=1", "torchtitan; selective layer ac", "stas00; liger", "primus; megatron",
+        "moe parallel folding; mcore folding; etp=1", "torchtitan; selective layer ac", "stas00; liger",
+        "primus; megatron",
         "megatron-moe-modelzoo; selective recompute of layernorm+moe", "zero bubble pipeline", "open beta nemo",
     ]  # fmt: skip
     gpus = ("a100-80gb-sxm", "h100-80gb-sxm", "v100-32gb-sxm3", "b200", "mi355x")
@@ -182,7 +184,10 @@ def test_a_token_that_goes_to_a_node_once_crosses_the_network_less():
 
 def test_what_a_row_leaves_out_is_inferred(tmp_path):
     path = tmp_path / "open.csv"
-    head = "id,source,layers,hidden,heads,seq_len,gpu,gpus,tp,pp,dp,zero_stage,global_batch,precision,experts,top_k,ep,notes"
+    head = (
+        "id,source,layers,hidden,heads,seq_len,gpu,gpus,tp,pp,dp,zero_stage,global_batch,precision,experts,top_k,ep,"
+        "notes"
+    )
     path.write_text(
         f"{head}\n"
         "x-1,Megatron-LM,126,16384,128,8k,h100-80gb-sxm,2048,8,16,16,,256,bf16,,,,d_iter=9\n"

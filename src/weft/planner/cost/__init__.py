@@ -8,18 +8,15 @@ from weft.lazy import loads
 
 __all__ = [
     "CLASSES",
-    "HOST",
     "TERMS",
     "LayerCosts",
     "Parts",
     "budget_s",
     "cut_loss_bytes",
     "device_parts",
-    "host_limit",
     "is_loss_cut",
     "layer_bytes",
     "layer_costs",
-    "memory_parts",
     "model_flops",
     "padded_vocab",
     "rank_bytes",
@@ -29,30 +26,26 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.planner.cost.host_memory import host_limit
     from weft.planner.cost.layer_cost import LayerCosts, layer_costs, padded_vocab
     from weft.planner.cost.loss_memory import cut_loss_bytes, is_loss_cut
     from weft.planner.cost.memory_cost import CLASSES, layer_bytes, rank_bytes, rank_shares, stays_loose
     from weft.planner.cost.recompute_cost import budget_s, replay_s
-    from weft.planner.cost.step import HOST, TERMS, Parts, device_parts, memory_parts
+    from weft.planner.cost.step import TERMS, Parts, device_parts
     from weft.planner.cost.traced_cost import model_flops
 
 __getattr__ = loads(
     __name__,
     {
         "CLASSES": ".memory_cost",
-        "HOST": ".step",
         "LayerCosts": ".layer_cost",
         "Parts": ".step",
         "TERMS": ".step",
         "budget_s": ".recompute_cost",
         "cut_loss_bytes": ".loss_memory",
         "device_parts": ".step",
-        "host_limit": ".host_memory",
         "is_loss_cut": ".loss_memory",
         "layer_bytes": ".memory_cost",
         "layer_costs": ".layer_cost",
-        "memory_parts": ".step",
         "model_flops": ".traced_cost",
         "padded_vocab": ".layer_cost",
         "rank_bytes": ".memory_cost",

@@ -1,4 +1,4 @@
-"""Bytes that a rank keeps in its host's memory, and what it may pin there."""
+"""Bytes that a rank keeps in its host's memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,8 @@ from numpy.typing import NDArray
 from weft.planner.cost.memory_cost import layer_bytes, rank_shares, trained_shares
 from weft.planner.cost.pipeline import Stages, in_flight
 from weft.planner.space import Columns, Job
-from weft.spec import DeviceSpec
 
 Array = NDArray[np.float64]
-
-#: Of a host's memory, what all its ranks may pin: as the setting `memory.pinned_limit` has it by default.
-PINNED_SHARE = 0.6
-
-
-def host_limit(device: DeviceSpec) -> float:
-    """Return the bytes that one rank may pin in its host's memory."""
-    return device.host_memory * PINNED_SHARE
 
 
 def host_bytes(job: Job, columns: Columns, stages: Stages) -> Array:

@@ -49,26 +49,31 @@ TERMS = (
     "offload",
     "straggler",
 )
-#: Beside the classes of a device's memory: bytes of a rank in its host's.
-HOST = "host"
 #: Host time of a layer's backward over that of its forward.
 _HOST_BACKWARD = 1.3
 #: Rows that are worked on at a time: their columns stay in the processor's cache.
 _CHUNK = 1 << 15
 
 
-def device_parts(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Iterator[Parts]:
-    """Yield the seconds by term (TERMS) and bytes by class (CLASSES) of every row, some rows at a time.
+def device_parts(
+    job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, *, timed: bool = True
+) -> Iterator[Parts]:
+    """Yield the seconds by term (TERMS) and bytes by class (CLASSES, and "host") of every row, some rows at a time.
 
     Args:
         job: model, sequence and batch.
         cluster: gives the size of a node.
         columns: the plans.
         tables: constants of the device.
+        timed: with seconds; without them it is a small part of the work.
     """
     fabric = Fabric.of(tables, cluster.devices_per_node)
     for start in range(0, max(1, len(columns)), _CHUNK):
-        yield _chunk(job, cluster, columns[slice(start, start + _CHUNK)], tables, fabric)
+        some = columns[slice(start, start + _CHUNK)]
+        if timed:
+            yield _chunk(job, cluster, some, tables, fabric)
+        else:
+            yield {}, _memory(job, cluster, some, tables, split_layers(job.shape.layers, some))
 
 
 def _chunk(
@@ -100,24 +105,10 @@ def _chunk(
     return terms, _memory(job, cluster, columns, tables, stages)
 
 
-def memory_parts(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Iterator[Parts]:
-    """Yield what `device_parts` does, without the seconds: a small part of the work.
-
-    Args:
-        job: model, sequence and batch.
-        cluster: gives the device's memory.
-        columns: the plans.
-        tables: constants of the device.
-    """
-    for start in range(0, max(1, len(columns)), _CHUNK):
-        some = columns[slice(start, start + _CHUNK)]
-        yield {}, _memory(job, cluster, some, tables, split_layers(job.shape.layers, some))
-
-
 def _memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:
     """Bytes by class, and what is kept in the host's memory."""
     device = memory_bytes(job, columns, tables, stages, cluster.device.memory_bytes)
-    return {**device, HOST: host_bytes(job, columns, stages)}
+    return {**device, "host": host_bytes(job, columns, stages)}
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:

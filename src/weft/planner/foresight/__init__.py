@@ -14,12 +14,19 @@ from weft.planner.foresight.bands import (
     shipped,
     time_bands,
 )
-from weft.planner.foresight.circumstances import Circumstances, circumstances_of, generation, unmeasured
+from weft.planner.foresight.circumstances import (
+    WELL_KNOWN,
+    Circumstances,
+    circumstances_of,
+    generation,
+    unmeasured,
+)
 
 __all__ = [
     "LEVELS",
     "MEMORY_DOUBTS",
     "TIME_DOUBTS",
+    "WELL_KNOWN",
     "Band",
     "Circumstances",
     "Doubts",

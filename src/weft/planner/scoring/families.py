@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from weft.planner.foresight import Circumstances, circumstances_of
-from weft.planner.foresight.circumstances import WELL_KNOWN
+from weft.planner.foresight import WELL_KNOWN, Circumstances, circumstances_of
 from weft.planner.scoring.rows import PublishedRun
 
 #: The kinds, as they are printed.

@@ -33,8 +33,10 @@ EVERY = "all"
 
 @dataclass(frozen=True, slots=True)
 class ScoreReport:
-    """Everything that `weft plan --score` says. predictions: one per run and tier. refitted: predictions of the tables
-    with what is fitted, refitted; experience: what the errors of runs teach whose source took no part."""
+    """Everything that `weft plan --score` says.
+
+    predictions: one per run and tier. refitted: predictions of the tables with what is fitted, refitted.
+    """
 
     predictions: Sequence[Prediction]
     skipped: Sequence[Skipped]

@@ -16,8 +16,10 @@ _MOST_DEVICES = 4096
 
 
 def nearest_yes(question: Question) -> list[Scenario]:
-    """Return up to four changed questions that have an answer: an adapter, more devices, a larger device, shorter
-    sequences."""
+    """Return up to four changed questions that have an answer.
+
+    An adapter, more devices, a larger device, shorter sequences.
+    """
     found: list[Scenario] = []
     for ways in (_adapters, _more_devices, _larger_devices, _shorter_sequences):
         scenario = _first_that_fits(question, ways(question))

@@ -13,7 +13,7 @@ from weft.spec.rules import LASTING, Violation, check
 from weft.units import format_bytes, format_seconds
 
 #: Changes that are shown; how many are made one after another, and from how many plans each time.
-_MOST, _DEPTH, _BEAM = 6, 5, 12
+_MOST, _DEPTH, _BEAM = 6, 8, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +207,13 @@ def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
         if fitting:
             return _smallest(candidate, fitting)
         seen |= set(reached)
-        beam = [one.plan for one in sorted(nearby, key=lambda one: one.total_bytes)[:_BEAM]]
+        beam = [one.plan for one in sorted(nearby, key=_need)[:_BEAM]]
     return []
+
+
+def _need(one: Candidate) -> float:
+    """What a plan needs over what there is: of the device's memory or of its host's, whichever is scarcer."""
+    return max(one.total_bytes / one.usable_bytes, one.host_bytes / one.host_limit)
 
 
 def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:

@@ -21,6 +21,8 @@ from weft.errors import ConfigError, Problem, did_you_mean, shown
 TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
 
 _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
+#: Of a host's memory, what all its ranks may pin: as the setting `memory.pinned_limit` has it by default.
+_PINNED_SHARE = 0.6
 _TURNED = re.compile(r"(.+)x([0-9]{1,7})")
 #: Number of a device file -> (field of DeviceSpec, factor to its base unit).
 _NUMBERS = {
@@ -73,9 +75,9 @@ class DeviceSpec:
     note: str = ""
 
     @property
-    def host_memory(self) -> float:
-        """Its share of its host's memory in bytes; where nothing is known, twice its own memory."""
-        return 2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes
+    def pinnable_bytes(self) -> float:
+        """What its rank may pin of its host's memory; where nothing is known of that, it has twice the device's."""
+        return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
 
     def peak_flops(self, precision: str) -> float | None:
         """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None where the device has none."""

@@ -67,7 +67,11 @@ class Skipped:
 
 
 def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
-    """All rows of a CSV file. Raises ConfigError where it is no such file."""
+    """Return all rows of a CSV file, and those that say too little.
+
+    Raises:
+        ConfigError: where it is no such file.
+    """
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))

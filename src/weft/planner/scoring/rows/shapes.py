@@ -123,9 +123,13 @@ def iteration_s(row: Row, shape: Shape, gpus: int, causal: bool = False) -> floa
 
 
 def step_flops(shape: Shape, seq_len: float, tokens: float, with_recompute: bool = False) -> float:
-    """FLOPs of a step as most tables count them: forward three times, attention over the whole square.
+    """Return the FLOPs of a step as most tables count them: forward three times, attention over the whole square.
 
-    with_recompute: layers four times (Narayanan et al. 2021, arXiv 2104.04473, and what follows it).
+    Args:
+        shape: of the model.
+        seq_len: tokens of a sequence.
+        tokens: of a step.
+        with_recompute: layers four times (Narayanan et al. 2021, arXiv 2104.04473, and what follows it).
     """
     width = shape.heads * shape.head_dim
     ups = 3 if shape.gated else 2

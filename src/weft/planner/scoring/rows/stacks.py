@@ -30,7 +30,7 @@ class StackRule:
     factors: tuple[tuple[str, float], ...]
 
     def holds(self, text: str, gpu: str) -> bool:
-        """Whether the rule speaks of a row."""
+        """Return whether the rule speaks of a row."""
         if self.unless is not None and self.unless.search(text):
             return False
         return bool(self.words.search(text) and self.gpu.search(gpu))
