@@ -26,7 +26,7 @@ def test_shorthand():
 
 def test_the_table_is_complete_and_plausible():
     table = devices()
-    assert len(table) == 29
+    assert len(table) == 31
     for spec in table.values():
         assert spec.title
         assert spec.sources

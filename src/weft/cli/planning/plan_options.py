@@ -73,8 +73,18 @@ Price = Annotated[
 ]
 Tier = Annotated[str, typer.Option("--tier", help="datasheet: data sheets only; tables: also published measurements.")]
 Score = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--score",
+        metavar="RUNS.csv",
+        help="Compare predictions with measured runs instead of planning; more files may follow.",
+    ),
+]
+ExperienceFile = Annotated[
     Path | None,
-    typer.Option("--score", metavar="RUNS.csv", help="Compare predictions with measured runs instead of planning."),
+    typer.Option(
+        "--experience", metavar="FILE.toml", help="With --score: write what the errors on unseen runs teach the bands."
+    ),
 ]
 ProfileFile = Annotated[
     Path | None,

@@ -16,6 +16,7 @@ __all__ = [
     "changed_words",
     "drawn_schedule",
     "estimated",
+    "host_message",
     "memory_by_rank",
     "neighbours",
     "of_decoder",
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.planner.search.best_plans import answer
+    from weft.planner.search.best_plans import answer, host_message
     from weft.planner.search.candidate import Answer, Candidate
     from weft.planner.search.model_source import CODE, PlannedModel, of_decoder, read_model
     from weft.planner.search.moves import changed_words, estimated, neighbours
@@ -42,6 +43,7 @@ __getattr__ = loads(
         "changed_words": ".moves",
         "drawn_schedule": ".ranks",
         "estimated": ".moves",
+        "host_message": ".best_plans",
         "memory_by_rank": ".ranks",
         "neighbours": ".moves",
         "of_decoder": ".model_source",

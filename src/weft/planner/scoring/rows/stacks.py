@@ -13,19 +13,24 @@ from typing import Any
 from weft.planner.space import Stack
 
 _FEATURES = frozenset(each.name for each in dataclasses.fields(Stack))
+_DEFAULTS = {each.name: each.default for each in dataclasses.fields(Stack)}
 
 
 @dataclass(frozen=True, slots=True)
 class StackRule:
-    """One rule of stacks.toml."""
+    """One rule of stacks.toml. over: the rules that it is more special than."""
 
+    name: str
     words: re.Pattern[str]
     unless: re.Pattern[str] | None
     gpu: re.Pattern[str]
+    over: frozenset[str]
+    cite: str
     values: tuple[tuple[str, Any], ...]
+    factors: tuple[tuple[str, float], ...]
 
     def holds(self, text: str, gpu: str) -> bool:
-        """Whether the rule speaks of a row."""
+        """Return whether the rule speaks of a row."""
         if self.unless is not None and self.unless.search(text):
             return False
         return bool(self.words.search(text) and self.gpu.search(gpu))
@@ -33,19 +38,23 @@ class StackRule:
 
 @functools.cache
 def _file() -> dict[str, Any]:
-    text = resources.files("weft.planner.scoring").joinpath("stacks.toml").read_text(encoding="utf-8")
+    text = resources.files("weft.planner.scoring.rows").joinpath("stacks.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 @functools.cache
 def stack_rules() -> tuple[StackRule, ...]:
-    """The rules, in the order in which they apply."""
+    """Return the rules, the more special ones after those that they are more special than."""
     return tuple(
         StackRule(
+            name=rule["name"],
             words=re.compile(rule["words"]),
             unless=re.compile(rule["unless"]) if "unless" in rule else None,
             gpu=re.compile(rule.get("gpu", "")),
+            over=frozenset(rule.get("over", ())),
+            cite=rule.get("cite", ""),
             values=tuple(rule["set"].items()),
+            factors=tuple(rule.get("times", {}).items()),
         )
         for rule in _file()["rule"]
     )
@@ -75,9 +84,12 @@ def stack_of(text: str, gpu: str, rules: tuple[StackRule, ...] | None = None) ->
 
     text: source, table and notes in lower case.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(_file()["start"])
+    factors: dict[str, float] = {}
     for rule in stack_rules() if rules is None else rules:
         if rule.holds(text, gpu):
             values |= dict(rule.values)
+            factors |= {name: factors.get(name, 1.0) * factor for name, factor in rule.factors}
+    values |= {name: values.get(name, _DEFAULTS[name]) * factor for name, factor in factors.items()}
     selective = str(values.pop("selective", "attention"))
     return Stack(**{name: value for name, value in values.items() if name in _FEATURES}), selective

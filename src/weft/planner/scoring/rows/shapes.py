@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from weft.planner.scoring.cells import Row, count, number, size
+from weft.planner.scoring.rows.cells import Row, count, number, size
 from weft.planner.space import Shape
 
 #: Families whose heads are not hidden / heads wide, or that look back over a window in a part of their layers.
@@ -28,13 +28,15 @@ def shape_of(row: Row) -> Shape:
     have = {key: size(row, key) for key in _COUNTS if count(row, key, 0)}
     hidden, heads = have["hidden"], have["heads"]
     family = f"{row.get('model_family', '')} {row.get('table', '')}".lower()
+    notes = row.get("notes", "").lower()
     ffn = have.get("ffn_hidden", 4 * hidden)
     gated = row["gated_mlp"] in ("1", "true", "True") if row.get("gated_mlp") else ffn != 4 * hidden
     experts = have.get("experts", 0)
     mixture = experts > 1
     head_dim = 128 if "deepseek" in family else max(1, hidden // heads)
     head_dim = next((width for word, width in _HEAD_DIMS if word in family), head_dim)
-    window = next((width for word, width in _WINDOWS if word in family), 0)
+    head_dim = int(said[1]) if (said := re.search(r"head_dim[ =](\d+)", notes)) else head_dim
+    window, windowed = _windows(family, notes, have["layers"])
     gpt = not gated and have.get("kv_heads", heads) == heads
     return Shape(
         vocab=have.get("vocab", _GPT_VOCAB),
@@ -48,29 +50,41 @@ def shape_of(row: Row) -> Shape:
         biases=gpt and "no bias" not in row.get("notes", "").lower(),
         layer_norm=not gated,
         learned_positions=have["seq_len"] if gpt else 0,
-        **_latent(family, hidden),
-        **_shared(family, hidden, mixture, ffn),
+        **_latent(family, notes, hidden),
+        **_shared(f"{family} {notes}", hidden, have["layers"], mixture, ffn),
         num_experts=experts if mixture else 0,
         top_k=have.get("top_k", 1) if mixture else 0,
         expert_ffn=ffn if mixture else 0,
         window=window,
-        windowed_layers=have["layers"] // 2 if window else 0,
+        windowed_layers=windowed,
     )
 
 
 _COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "experts", "top_k")
 
 
-def _latent(family: str, hidden: int) -> dict[str, int]:
-    if "deepseek" not in family or hidden not in _LATENT:
+def _windows(family: str, notes: str, layers: int) -> tuple[int, int]:
+    """The window of attention and how many layers have it: "5:1 with 1024 window", or as in the model's family."""
+    said = re.search(r"(\d+):(\d+) with (\d+) window", notes)
+    if said:
+        local, whole, width = (int(each) for each in said.groups())
+        return width, layers * local // (local + whole)
+    window = next((width for word, width in _WINDOWS if word in family), 0)
+    return window, layers // 2 if window else 0
+
+
+def _latent(family: str, notes: str, hidden: int) -> dict[str, int]:
+    if ("deepseek" not in family and not re.search(r"\bmla\b", notes)) or hidden not in _LATENT:
         return {}
     return dict(zip(("q_rank", "kv_rank", "rope_dim"), _LATENT[hidden], strict=True))
 
 
-def _shared(family: str, hidden: int, mixture: bool, ffn: int) -> dict[str, int]:
+def _shared(family: str, hidden: int, layers: int, mixture: bool, ffn: int) -> dict[str, int]:
     """The feed-forward layer, the shared one beside experts, and how many layers have no experts."""
     if not mixture:
         return {"ffn": ffn}
+    if "every other layer" in family:
+        return {"ffn": 2 * ffn, "shared_ffn": ffn, "dense_layers": layers // 2}
     for (word, width), (shared, dense) in _SHARED.items():
         if word in family and width == hidden:
             return {"ffn": 9 * ffn if dense else 0, "shared_ffn": shared, "dense_layers": dense}
@@ -109,9 +123,13 @@ def iteration_s(row: Row, shape: Shape, gpus: int, causal: bool = False) -> floa
 
 
 def step_flops(shape: Shape, seq_len: float, tokens: float, with_recompute: bool = False) -> float:
-    """FLOPs of a step as most tables count them: forward three times, attention over the whole square.
+    """Return the FLOPs of a step as most tables count them: forward three times, attention over the whole square.
 
-    with_recompute: layers four times (Narayanan et al. 2021, arXiv 2104.04473, and what follows it).
+    Args:
+        shape: of the model.
+        seq_len: tokens of a sequence.
+        tokens: of a step.
+        with_recompute: layers four times (Narayanan et al. 2021, arXiv 2104.04473, and what follows it).
     """
     width = shape.heads * shape.head_dim
     ups = 3 if shape.gated else 2

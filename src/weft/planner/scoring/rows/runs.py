@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import ConfigError, Problem
-from weft.planner.scoring.cells import Row, count, number, refused, size
-from weft.planner.scoring.names import cluster_of
-from weft.planner.scoring.shapes import iteration_s, shape_of
-from weft.planner.scoring.stacks import counts_causal_half, stack_of
+from weft.planner.scoring.rows.cells import Row, count, in_numbers, number, refused, size
+from weft.planner.scoring.rows.names import cluster_of
+from weft.planner.scoring.rows.shapes import iteration_s, shape_of
+from weft.planner.scoring.rows.stacks import counts_causal_half, stack_of
 from weft.planner.space import PRECISIONS, Job
 from weft.spec import ClusterSpec
 
@@ -24,7 +24,8 @@ class PublishedRun:
     """One row that can be predicted. Settings that the row does not give are None: see `fill.py`.
 
     source: the id without its number. group: rows that repeat one configuration. recompute: "none", "full",
-    "attention", "selective" or "half" (full in every second layer). counter: what the memory counts, "allocated",
+    "attention", "selective", "half" (full in every second layer) or "experts" (these and the norms).
+    host_optimizer, host_activations: what is kept and done on the host. counter: what the memory counts, "allocated",
     "reserved", "total" or "" (not known). out_of_memory: the run failed so, or did not; None: not said.
     """
 
@@ -40,8 +41,8 @@ class PublishedRun:
     dp: int
     cp: int
     tp: int
-    ep: int
-    zero: int
+    ep: int | None
+    zero: int | None
     shard: int
     sp: bool
     precision: str
@@ -52,6 +53,8 @@ class PublishedRun:
     measured_s: float | None
     measured_gib: float | None
     counter: str
+    host_optimizer: bool
+    host_activations: bool
     out_of_memory: bool | None
 
 
@@ -64,7 +67,11 @@ class Skipped:
 
 
 def read_runs(path: Path | str) -> tuple[list[PublishedRun], list[Skipped]]:
-    """All rows of a CSV file. Raises ConfigError where it is no such file."""
+    """Return all rows of a CSV file, and those that say too little.
+
+    Raises:
+        ConfigError: where it is no such file.
+    """
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.DictReader(file))
@@ -92,8 +99,10 @@ def _run(name: str, row: Row) -> PublishedRun:
     lacking = [key for key in NEEDED if not row.get(key)]
     if lacking:
         raise refused(row, f"no {', '.join(lacking)}")
+    row = in_numbers(row)
     notes = row.get("notes", "")
-    text = f"{row.get('source', '')}; {row.get('table', '')}; {notes}".lower()
+    written = f"{row.get('source', '')}; {row.get('table', '')}; {notes}"
+    text = written.lower()
     gpus = size(row, "gpus")
     per_node = size(row, "gpus_per_node", 8)
     stack, selective = stack_of(text, row["gpu"].lower())
@@ -105,7 +114,6 @@ def _run(name: str, row: Row) -> PublishedRun:
     shape = shape_of(row)
     job = Job(shape=shape, seq_len=size(row, "seq_len"), global_batch=max(batch, dp), stack=stack)
     precision = _precision(row)
-    run_zero = count(row, "zero_stage", 0)
     return PublishedRun(
         id=name,
         source=name.rsplit("-", 1)[0],
@@ -113,14 +121,14 @@ def _run(name: str, row: Row) -> PublishedRun:
         group=_found(notes, r"grp=(\w+)") or name,
         core="core=1" in notes,
         job=job,
-        cluster=cluster_of(row["gpu"], gpus, per_node, text),
+        cluster=cluster_of(row["gpu"], gpus, per_node, written),
         num_devices=gpus,
         pp=pp,
         dp=dp,
         cp=cp,
         tp=tp,
-        ep=ep,
-        zero=run_zero,
+        ep=ep if row.get("ep") or not shape.moe_layers else None,
+        zero=count(row, "zero_stage", 0) if row.get("zero_stage") else _zero(dp),
         shard=_shard(text, dp, per_node),
         sp=row.get("sequence_parallel") in ("1", "true", "True"),
         precision=precision,
@@ -131,8 +139,17 @@ def _run(name: str, row: Row) -> PublishedRun:
         measured_s=iteration_s(row, shape, gpus, counts_causal_half(text)),
         measured_gib=number(row, "measured_mem_gib"),
         counter=_counter(text),
+        host_optimizer=bool(re.search(r"zero[- ]offload|optimizer (?:step )?(?:on|to) (?:the )?(?:cpu|host)", text)),
+        host_activations=bool(
+            re.search(r"activations? (?:cpu )?offload|offload(?:ed|ing)? (?:of )?activations|proj_offloaded", text)
+        ),
         out_of_memory={"1": True, "0": False}.get(_found(notes, r"OOM=([01])") or ""),
     )
+
+
+def _zero(dp: int) -> int | None:
+    """What a row that says nothing of ZeRO may have: with one data-parallel rank there is none."""
+    return None if dp > 1 else 0
 
 
 def _recompute(word: str, selective: str) -> str | None:

@@ -6,22 +6,16 @@ import re
 from dataclasses import replace
 
 from weft.errors import ConfigError
-from weft.planner.scoring.stacks import known_network
+from weft.planner.scoring.rows.bandwidths import device_gib, memory_bytes_per_s, network_bytes_per_s
+from weft.planner.scoring.rows.stacks import known_network
 from weft.spec import ClusterSpec, DeviceSpec
 from weft.spec.cluster import device, devices
 
-_MEMORY = re.compile(r"(\d+)gb")
-_WATTS = re.compile(r"(\d+)w\b")
+_WATTS = re.compile(r"(\d+)\s?w\b")
 #: Rate of memory, in GB/s, that a name's memory type stands for, by device.
 _MEMORY_TYPES = {("h100", "hbm2e"): 2400.0}
 #: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
 _POWER_EXPONENT = 0.85
-_PER_NODE = (
-    re.compile(r"(?P<count>\d+)\s?x\s?(?P<gbit>\d+)\s?gb(?:it)?(?:/s|ps)?"),
-    re.compile(r"(?P<gbit>\d+)\s?gbps(?: roce)?(?: node-node| per node)"),
-    re.compile(r"network (?P<gbit>\d+)\s?gb/s per node"),
-)
-_PER_DEVICE = re.compile(r"(\d+)\s?gb/s per gpu")
 
 
 def device_named(name: str) -> DeviceSpec:
@@ -29,9 +23,9 @@ def device_named(name: str) -> DeviceSpec:
     text = name.strip().lower().replace("_", "-").replace("nvidia-", "").replace("amd-", "")
     spec = _base(text)
     changes: dict[str, object] = {}
-    memory, watts = _MEMORY.search(text), _WATTS.search(text)
-    if memory and abs(int(memory[1]) * 2**30 - spec.memory_bytes) > 0.02 * spec.memory_bytes:
-        changes["memory_bytes"] = int(memory[1]) * 2**30
+    memory, watts = device_gib(text), _WATTS.search(text)
+    if memory and abs(memory * 2**30 - spec.memory_bytes) > 0.02 * spec.memory_bytes:
+        changes["memory_bytes"] = memory * 2**30
     for (family, kind), rate in _MEMORY_TYPES.items():
         if spec.name == family and kind in text:
             changes["memory_bytes_per_s"] = rate * 1e9
@@ -54,38 +48,45 @@ def _base(text: str) -> DeviceSpec:
 def _shortened(text: str) -> list[str]:
     words = text.split("-")
     family = words[0]
-    memory = _MEMORY.search(text)
+    memory = device_gib(text)
     found: list[str] = []
     if "pcie" in words:
         found.append(f"{family}-pcie")
     if "nvl" in words or "nvl72" in words:
         found.append(f"{family}-nvl")
     if memory:
-        found.append(f"{family}-{memory[1]}")
+        found.append(f"{family}-{memory}")
     return [*found, "-".join(words[:2]), family]
 
 
 def cluster_of(name: str, num_devices: int, per_node: int, text: str) -> ClusterSpec:
-    """The cluster of a run: `text` (notes, lower case) may give the network. Raises ConfigError."""
+    """Return the cluster of a run.
+
+    Args:
+        name: of the device.
+        num_devices: of the run.
+        per_node: devices of a node.
+        text: notes, as they were written: they may give the rates of network and memory.
+
+    Raises:
+        ConfigError: for an unknown device.
+    """
     spec = device_named(name)
-    rate = network_rate(text, per_node)
+    rate, memory = network_rate(text, per_node), memory_bytes_per_s(text)
     if rate is not None:
         spec = replace(spec, nic_bytes_per_s=rate)
+    if memory is not None:
+        spec = replace(spec, memory_bytes_per_s=memory)
     per_node = max(1, min(per_node, num_devices))
     return ClusterSpec(nodes=max(1, -(-num_devices // per_node)), devices_per_node=per_node, device=spec)
 
 
 def network_rate(text: str, per_node: int) -> float | None:
-    """Bytes per second and device of the network between nodes, where the text says so."""
-    each = _PER_DEVICE.search(text)
-    if each:
-        return float(each[1]) / 8 * 1e9
-    for pattern in _PER_NODE:
-        match = pattern.search(text)
-        if match:
-            count = int(match.groupdict().get("count") or 1)
-            return count * float(match["gbit"]) / 8 * 1e9 / max(1, per_node)
-    known = known_network(text)
+    """Bytes per second and device of the network between nodes, where the text says so or its machine is known."""
+    stated = network_bytes_per_s(text, per_node)
+    if stated is not None:
+        return stated
+    known = known_network(text.lower())
     return known / max(1, per_node) if known is not None else None
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from weft.errors import ConfigError, Problem
+from weft.planner.scoring.rows import bandwidths
 
 Row = Mapping[str, str]
 
@@ -40,6 +41,20 @@ def size(row: Row, key: str, default: int = 1) -> int:
     if value < 1:
         raise refused(row, f"{key}={value} must be at least 1")
     return value
+
+
+def in_numbers(row: Row) -> Row:
+    """The row with lengths, batches and sizes of memory as plain numbers, however they are written ("8k", "4M tokens",
+    "47.6 GB"); what is none of these stays as it is."""
+    plain = dict(row)
+    length = bandwidths.tokens(row.get("seq_len", ""))
+    found = {
+        "seq_len": length,
+        "global_batch": bandwidths.sequences(row.get("global_batch", ""), length or 1.0),
+        "vocab": bandwidths.tokens(row.get("vocab", "")),
+        "measured_mem_gib": bandwidths.gibibytes(row.get("measured_mem_gib", "")),
+    }
+    return plain | {key: repr(value) for key, value in found.items() if value is not None}
 
 
 def refused(row: Row, reason: str) -> ConfigError:
