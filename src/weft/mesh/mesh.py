@@ -12,7 +12,6 @@ import gc
 import ipaddress
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -53,12 +52,34 @@ class Waited(Protocol):
         ...
 
 
-#: Told of each collective: (axis name, operation, bytes on this rank, seconds that the computation waited).
-Record = Callable[[str, str, int, float | Waited], None]
+class RecordsCall(Protocol):
+    """Told of each collective."""
+
+    def __call__(
+        self, axis: str, operation: str, num_bytes: int, seconds: float | Waited, sent_bytes: int, off_host_bytes: int
+    ) -> None:
+        """Hear of one call.
+
+        Args:
+            axis: its name.
+            operation: such as "all_reduce".
+            num_bytes: of the tensor on this rank, as it travels.
+            seconds: that the computation waited.
+            sent_bytes: that this rank handed to others.
+            off_host_bytes: what of them left its host.
+        """
+        ...
 
 
-def _ignore(axis: str, operation: str, num_bytes: int, seconds: float | Waited) -> None:
+def _ignore(
+    axis: str, operation: str, num_bytes: int, seconds: float | Waited, sent_bytes: int, off_host_bytes: int
+) -> None:
     """The record of a mesh that nobody counts."""
+
+
+#: How bytes go between hosts: the better way, every rank to every rank, or first within each host. No number depends
+#: on it.
+ROUTES = ("auto", "flat", "two_level")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +95,7 @@ class Axis:
     rank: int
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None = None
-    record: Record = field(default=_ignore, repr=False, compare=False)
+    record: RecordsCall = field(default=_ignore, repr=False, compare=False)
     #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
     links: dict[tuple[object, ...], object] = field(
         default_factory=dict[tuple[object, ...], object], repr=False, compare=False
@@ -85,6 +106,10 @@ class Axis:
     staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
     #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
     operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
+    #: How bytes go between hosts: one of ROUTES.
+    route: str = field(default="auto", repr=False, compare=False)
+    #: The host of each rank, by global rank, of those that have met: one dict, shared by all axes of a mesh.
+    hosts: dict[int, bytes] = field(default_factory=dict[int, bytes], repr=False, compare=False)
     used: str = field(default="", repr=False, compare=False)
 
     @property
@@ -104,14 +129,17 @@ class Mesh:
         rank: this process's global rank.
         device: where this rank computes.
         record: called after each collective with what a ledger counts.
+        route: how bytes go between hosts, one of ROUTES.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, record: Record = _ignore):
+    def __init__(self, plan: Plan, rank: int, device: torch.device, record: RecordsCall = _ignore, route: str = "auto"):
         self.plan = plan
         self.rank = rank
         self.world_size = plan.world_size
         self.device = device
         self._record = record
+        self._route = route
+        self._hosts: dict[int, bytes] = {}
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._links: dict[tuple[object, ...], object] = {}
         self._staged: list[Any] = []
@@ -177,6 +205,8 @@ class Mesh:
             ranks=ranks,
             group=self._group(ranks),
             record=self._record,
+            route=self._route,
+            hosts=self._hosts,
             links=self._links,
             staged=self._staged,
             pulse=self.pulse,
@@ -208,17 +238,22 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     return made
 
 
-def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = _ignore) -> Mesh:
+def build_mesh(
+    plan: Plan, device: torch.device | str = "cpu", record: RecordsCall = _ignore, route: str = "auto"
+) -> Mesh:
     """Return the mesh of `plan` on this rank. Ranks have joined before (`join_ranks`) unless the plan has one rank.
 
     Args:
         plan: the sizes of the axes.
         device: where this rank computes.
         record: called after each collective with what a ledger counts, such as `Ledger().record`.
+        route: how bytes go between hosts: "auto", "flat" or "two_level".
 
     Raises:
-        PlanError: when the number of started ranks is not the plan's.
+        PlanError: when the number of started ranks is not the plan's, or the route is not known.
     """
+    if route not in ROUTES:
+        raise PlanError(f"route={route}: not one of {', '.join(ROUTES)}. Use auto.")
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan.world_size != world_size:
         sizes = " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "one rank"
@@ -227,7 +262,7 @@ def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = 
             f"Start {plan.world_size} ranks, or let one axis take all that are there, such as dp_replicate=*."
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return Mesh(plan, rank, torch.device(device), record)
+    return Mesh(plan, rank, torch.device(device), record, route)
 
 
 def join_ranks(

@@ -47,9 +47,9 @@ class WireOracle:
 
 
 def _add(flats: Sequence[torch.Tensor], added_in: torch.dtype) -> torch.Tensor:
-    """In order of rank; summands and the sum are rounded to `added_in`, which is added in float32 at least."""
+    """In a tree over ranks; summands and the sum are rounded to `added_in`, which is added in float32 at least."""
     wide = torch.promote_types(added_in, torch.float32)
-    total = flats[0].to(added_in).to(wide)
-    for flat in flats[1:]:
-        total = total + flat.to(added_in).to(wide)
-    return total.to(added_in).to(flats[0].dtype)
+    level = [flat.to(added_in).to(wide) for flat in flats]
+    while len(level) > 1:
+        level = [sum(level[at + 1 : at + 2], start=level[at]) for at in range(0, len(level), 2)]
+    return level[0].to(added_in).to(flats[0].dtype)

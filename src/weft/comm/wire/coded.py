@@ -82,12 +82,13 @@ class CodedSum(Pending):
                 self._over.staged.remove(self)
             if self._gather is None:
                 self.go_on()
-            seconds = self.seconds
+            seconds, sent, off_host = self.seconds, self.sent_bytes, self.off_host_bytes
             if self._gather is not None:
                 self._gather.wait()
                 seconds += self._gather.seconds
+                sent, off_host = sent + self._gather.sent_bytes, off_host + self._gather.off_host_bytes
             seconds = waited(stream_wait, self._out.device, seconds)
-            self._over.record(self._over.name, self._name, self._num_bytes, seconds)
+            self._over.record(self._over.name, self._name, self._num_bytes, seconds, sent, off_host)
             self._done = True
         return self._out
 

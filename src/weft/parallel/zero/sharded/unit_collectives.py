@@ -62,7 +62,7 @@ class UnitGather(_Buffers, GatherBase):
         stream_wait = None if there is None else StreamWait.begin(there[1])
         wait()
         if there is not None and stream_wait is not None:
-            self._axis.record(self._axis.name, "unshard", 0, stream_wait.end(there[0]))
+            self._axis.record(self._axis.name, "unshard", 0, stream_wait.end(there[0]), 0, 0)
 
 
 class UnitReduce(_Buffers, ReduceBase):
@@ -118,4 +118,4 @@ def _until_summed(axis: Axis, device: torch.device, wait: Callable[[], None]) ->
     stream_wait = StreamWait.begin(device)
     wait()
     if stream_wait is not None:
-        axis.record(axis.name, "sums", 0, stream_wait.end())
+        axis.record(axis.name, "sums", 0, stream_wait.end(), 0, 0)
