@@ -12,14 +12,14 @@ import gc
 import ipaddress
 import socket
 import sys
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft import env
 from weft.errors import CommError, PlanError
+from weft.mesh.axis import ROUTES, Axis, RecordsCall, ignore
 from weft.mesh.places import ENDS, EXPERT_AXES, joined, members_of, strides
 from weft.mesh.pulse import Pulse
 from weft.private_torch import (
@@ -44,80 +44,6 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 _untyped: Any = dist
 
 
-class Waited(Protocol):
-    """How long a device's stream waited, which is known later."""
-
-    def seconds(self) -> float:
-        """Return the seconds; the host waits until they are known."""
-        ...
-
-
-class RecordsCall(Protocol):
-    """Told of each collective."""
-
-    def __call__(
-        self, axis: str, operation: str, num_bytes: int, seconds: float | Waited, sent_bytes: int, off_host_bytes: int
-    ) -> None:
-        """Hear of one call.
-
-        Args:
-            axis: its name.
-            operation: such as "all_reduce".
-            num_bytes: of the tensor on this rank, as it travels.
-            seconds: that the computation waited.
-            sent_bytes: that this rank handed to others.
-            off_host_bytes: what of them left its host.
-        """
-        ...
-
-
-def _ignore(
-    axis: str, operation: str, num_bytes: int, seconds: float | Waited, sent_bytes: int, off_host_bytes: int
-) -> None:
-    """The record of a mesh that nobody counts."""
-
-
-#: How bytes go between hosts: the better way, every rank to every rank, or first within each host. No number depends
-#: on it.
-ROUTES = ("auto", "flat", "two_level")
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One axis of the mesh, or several joined, seen from this rank.
-
-    rank: this rank's index on the axis. ranks: global ranks of the group, in order of the axis.
-    group: torch's process group; None where size is 1. used: of joined axes, the names of those with several ranks.
-    """
-
-    name: str
-    size: int
-    rank: int
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None = None
-    record: RecordsCall = field(default=_ignore, repr=False, compare=False)
-    #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
-    links: dict[tuple[object, ...], object] = field(
-        default_factory=dict[tuple[object, ...], object], repr=False, compare=False
-    )
-    #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
-    pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
-    #: Collectives under way that have a second stage to begin; one list, shared by all axes of a mesh.
-    staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
-    #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
-    operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
-    #: How bytes go between hosts: one of ROUTES.
-    route: str = field(default="auto", repr=False, compare=False)
-    #: The host of each rank, by global rank, of those that have met: one dict, shared by all axes of a mesh.
-    hosts: dict[int, bytes] = field(default_factory=dict[int, bytes], repr=False, compare=False)
-    used: str = field(default="", repr=False, compare=False)
-
-    @property
-    def label(self) -> str:
-        """Its name for people: without the axes that have one rank. `name` is the same under every plan."""
-        return self.used or self.name
-
-
 class Mesh:
     """Axes by name: `mesh["tp"]`; several joined: `mesh["dp_replicate", "dp_shard"]`.
 
@@ -132,7 +58,7 @@ class Mesh:
         route: how bytes go between hosts, one of ROUTES.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, record: RecordsCall = _ignore, route: str = "auto"):
+    def __init__(self, plan: Plan, rank: int, device: torch.device, record: RecordsCall = ignore, route: str = "auto"):
         self.plan = plan
         self.rank = rank
         self.world_size = plan.world_size
@@ -239,7 +165,7 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
 
 
 def build_mesh(
-    plan: Plan, device: torch.device | str = "cpu", record: RecordsCall = _ignore, route: str = "auto"
+    plan: Plan, device: torch.device | str = "cpu", record: RecordsCall = ignore, route: str = "auto"
 ) -> Mesh:
     """Return the mesh of `plan` on this rank. Ranks have joined before (`join_ranks`) unless the plan has one rank.
 
