@@ -6,6 +6,7 @@ A step may not be taken: what `encode` leaves is kept when the step was (`commit
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -14,17 +15,33 @@ from weft.comm.wire.wire import State, Wire
 
 
 class Coder:
-    """A wire and what it carries for one tensor; `wire=` of the collectives takes it."""
+    """A wire and what it carries for one tensor; `wire=` of the collectives takes it.
 
-    def __init__(self, wire: Wire):
+    name: of the tensor, the same on all ranks. turn, calls: steps that were taken, and uses in this one: what rounds by
+    chance draws from them.
+    """
+
+    def __init__(self, wire: Wire, name: str = ""):
         self.wire = wire
+        self.name = name
+        self.turn = self.calls = 0
         self._kept: dict[str, State] = {}
         self._next: dict[str, State] = {}
 
-    def encode(self, role: str, x_RN: torch.Tensor) -> torch.Tensor:
-        """Encode rows. role: which of the tensors that one collective encodes: its summands, or their sums."""
+    def encode(self, role: str, x_RN: torch.Tensor, place: int) -> torch.Tensor:
+        """Encode rows.
+
+        Args:
+            role: which of the tensors that one collective encodes: its summands, or their sums.
+            x_RN: the rows.
+            place: of this rank on the axis.
+        """
         key = f"{role}-{x_RN.shape[0]}x{x_RN.shape[1]}"
-        codes, state = self.wire.encode(x_RN, self._next.get(key, self._kept.get(key)))
+        wire = self.wire
+        if wire.by_chance:
+            wire = wire.at(chance_key(self.turn, self.calls, self.name, role, place))
+            self.calls += 1
+        codes, state = wire.encode(x_RN, self._next.get(key, self._kept.get(key)))
         if state is not None:
             self._next[key] = state
         return codes
@@ -38,10 +55,16 @@ class Coder:
         """Take over the states of this step: it was taken."""
         self._kept.update(self._next)
         self._next = {}
+        self.turn, self.calls = self.turn + 1, 0
 
     def discard(self) -> None:
         """Forget the states of this step: it was not taken."""
         self._next = {}
+        self.calls = 0
+
+    def take_turn(self, turn: int) -> None:
+        """Go on as after so many steps."""
+        self.turn, self.calls = turn, 0
 
     def states(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is kept, as (`role/name`, tensor)."""
@@ -57,17 +80,38 @@ class Coder:
 
 
 class Coders:
-    """The coders of an engine's tensors, by name."""
+    """The coders of an engine's tensors, by name.
 
-    def __init__(self, wire: Wire):
+    Args:
+        wire: of gradients.
+        outer: of gradients over the outermost data axis; None: the same.
+    """
+
+    def __init__(self, wire: Wire, outer: Wire | None = None):
         self.wire = wire
+        self.outer_wire = outer or wire
+        #: Steps that were taken: what rounds by chance draws from it.
+        self.turn = 0
         self._coders: dict[str, Coder] = {}
 
     def __getitem__(self, name: str) -> Coder:
         """The coder of that tensor, made when it is first asked for. name: without "/"."""
+        return self._coder(name, self.wire)
+
+    def outer(self, name: str) -> Coder:
+        """Return the coder of a tensor that travels over the outermost data axis. name: without "/"."""
+        return self._coder(f"{name} outer", self.outer_wire)
+
+    def _coder(self, name: str, wire: Wire) -> Coder:
         if name not in self._coders:
-            self._coders[name] = Coder(self.wire)
+            self._coders[name] = Coder(wire, name)
+            self._coders[name].take_turn(self.turn)
         return self._coders[name]
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether what travels depends on `turn`."""
+        return self.wire.by_chance or self.outer_wire.by_chance
 
     @property
     def carries(self) -> bool:
@@ -76,6 +120,7 @@ class Coders:
 
     def commit(self) -> None:
         """Take over the states of this step: it was taken."""
+        self.turn += 1
         for coder in self._coders.values():
             coder.commit()
 
@@ -89,6 +134,12 @@ class Coders:
         for coder in self._coders.values():  # which others hold
             coder.load({})
 
+    def take_turn(self, turn: int) -> None:
+        """Go on as after so many steps."""
+        self.turn = turn
+        for coder in self._coders.values():
+            coder.take_turn(turn)
+
     def states(self) -> dict[str, torch.Tensor]:
         """Return what this rank keeps, as `tensor/role/name`."""
         return {f"{name}/{key}": t for name, coder in self._coders.items() for key, t in coder.states()}
@@ -101,4 +152,11 @@ class Coders:
             name, _, rest = full_name.partition("/")
             found.setdefault(name, {})[rest] = tensor
         for name, parts in found.items():
-            self[name].load(parts)
+            coder = self._coder(name, self.outer_wire if name.endswith(" outer") else self.wire)
+            coder.load(parts)
+
+
+def chance_key(turn: int, call: int, name: str, role: str, place: int) -> int:
+    """Return what rounding by chance is drawn from, of 64 bits: another for each step, tensor, use of it, and rank."""
+    text = f"{turn} {call} {place} {role} {name}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -97,9 +97,8 @@ class FlatModel:
         shards = any(axes.shard.size > 1 for axes in self._kinds.values())
         stage = mesh.plan.zero if shards else 0
         each = each_microbatch and stage == 2
-        self.reducer = Reducer(
-            self._slots, self.axes, stage, mesh.device, self.own_loop.note, self.precision.wire, each
-        )
+        wires = self.precision.wire, self.precision.outer_wire
+        self.reducer = Reducer(self._slots, self.axes, stage, mesh.device, self.own_loop.note, *wires, each)
         self.coders = self.reducer.coders
         self.own_loop.even_out(self._slots, self._kinds)
         self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)

@@ -44,7 +44,7 @@ from weft.parallel.zero.sharded.param_shards import find_shards
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
 from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
-from weft.parallel.zero.sharded.unit_collectives import connect_unit
+from weft.parallel.zero.sharded.unit_collectives import connect_unit, unit_wires
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
 from weft.private_torch import foreach_mul_, graph_task, uncompiled
@@ -123,12 +123,13 @@ class FullyShardedModel:
         self._undivided: dict[nn.Module, ReplicaSum] = {}
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
-            connect_unit(module, index, axis, orders[axis.ranks], self.coders, mesh.device)
+            over_shard, over_replicas = unit_wires(self.coders, index, mesh.plan)
+            connect_unit(module, index, axis, orders[axis.ranks], over_shard, mesh.device)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
                 over = self._replicas
-                self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], self.coders))
+                self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], over_replicas))
                 module.set_all_reduce_hook(self._sums[-1])
                 if axis.size == 1:
                     self._undivided[module] = self._sums[-1]
