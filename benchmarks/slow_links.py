@@ -1,8 +1,8 @@
-"""Training steps over slow links: Weft's routes and wires beside torch's DDP and its hooks, in turns, on one machine.
+"""Training steps over slow links: Weft's routes and wires beside torch's DDP and its hooks, on one machine.
 
-Hosts are network and process namespaces. Each has one interface, limited to a rate by a token bucket, and a bridge joins
-them; ranks of one host reach each other over its own loopback interface or shared memory. What leaves a host is read
-from its interface, so bytes are exact however busy the machine is. Seconds are those of the slowest rank.
+Hosts are network and process namespaces. Each has one interface, limited to a rate by a token bucket, and a bridge
+joins them; ranks of one host reach each other over its own loopback interface or shared memory. What leaves a host is
+read from its interface, so bytes are exact however busy the machine is. Seconds are those of the slowest rank.
 
     sudo python benchmarks/slow_links.py [--rates 100mbit,1gbit] [--hosts 2] [--ranks 2] [--turns 7] [--only ddp,weft]
 

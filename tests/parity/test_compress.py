@@ -1,9 +1,9 @@
-"""compress: gradients encoded over the outermost data axis are, under every layout, what the codec alone makes of them.
+"""compress: gradients encoded over the outermost data axis become, under every layout, what the codec alone gives.
 
-Three proofs join. What is encoded are exact sums: with a wire that rounds nothing, on the same way, every plan trains as
-one process. What comes of them is what the codec gives: collectives of all ranks replaced by `WireOracle` on each rank,
-with all summands in one place, train the same bits. And for plans of two ranks one process alone, without a collective,
-trains the same to 1e-10.
+Three proofs join. What is encoded are exact sums: with a wire that rounds nothing, on the same way, every plan trains
+as one process. What comes of them is what the codec gives: collectives of all ranks replaced by `WireOracle` on each
+rank, with all summands in one place, train the same bits. And for plans of two ranks one process alone, without a
+collective, trains the same to 1e-10.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ class WireSpec:
     name: in the plan. codec: its class as "module:Class", loaded when ranks use it. exact: nothing is rounded.
     element_bytes: of one value on the wire; 0: as many as it has in memory. block, block_bytes: so many values share
     so many bytes more (a scale). state_bytes: what each rank keeps from step to step, for each value it sends.
+    outer_only: a value of `compress` alone.
     """
 
     name: str
@@ -29,6 +30,7 @@ class WireSpec:
     block: int = 1
     block_bytes: float = 0.0
     state_bytes: float = 0.0
+    outer_only: bool = False
 
     def num_bytes(self, numel: Any, own_bytes: Any = 4.0) -> Any:
         """Return the bytes of `numel` values that have `own_bytes` each in memory. Numbers, or arrays of numpy."""
@@ -79,7 +81,7 @@ class _Names(Sequence[str]):
         return name in self._all()
 
     def _all(self) -> tuple[str, ...]:
-        return tuple(_KNOWN)
+        return tuple(name for name, wire in _KNOWN.items() if not wire.outer_only)
 
 
 class _RoundingNames(_Names):
@@ -95,4 +97,15 @@ COMPRESSES = _RoundingNames()
 
 register(WireSpec("fp32", "weft.comm.wire.formats:AsIs", exact=True))
 register(WireSpec("bf16", "weft.comm.wire.formats:Bf16", element_bytes=2.0))
-register(WireSpec("int8", "weft.comm.wire.blocks:Int8", element_bytes=1.0, block=256, block_bytes=2.0))
+register(WireSpec("int8", "weft.comm.wire.block_codes:Int8", element_bytes=1.0, block=256, block_bytes=2.0))
+register(
+    WireSpec(
+        "int4",
+        "weft.comm.wire.block_codes:Int4",
+        element_bytes=0.5,
+        block=64,
+        block_bytes=2.0,
+        state_bytes=4.0,
+        outer_only=True,
+    )
+)

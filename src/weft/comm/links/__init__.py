@@ -21,21 +21,16 @@ __all__ = [
     "failed",
     "finish",
     "host_mark",
-    "network_mark",
-    "same_memory",
     "unobserved",
     "waited",
-    "wide",
 ]
 
 if TYPE_CHECKING:
     from weft.comm.links.backend import BackendLink, ExchangeLink
-    from weft.comm.links.combine import wide
     from weft.comm.links.link import Link, Operation, failed, finish, unobserved
     from weft.comm.links.nccl_formats import NCCL_FORMATS, as_moved
     from weft.comm.links.parts import Parts
-    from weft.comm.links.routes import same_memory
-    from weft.comm.links.segment import Segment, host_mark, network_mark
+    from weft.comm.links.segment import Segment, host_mark
     from weft.comm.links.shared import SharedLink
     from weft.comm.links.staged import StagedLink
     from weft.comm.links.stream_wait import StreamWait, waited
@@ -57,10 +52,7 @@ __getattr__ = loads(
         "failed": ".link",
         "finish": ".link",
         "host_mark": ".segment",
-        "network_mark": ".segment",
-        "same_memory": ".routes",
         "unobserved": ".link",
         "waited": ".stream_wait",
-        "wide": ".combine",
     },
 )

@@ -11,16 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
+from weft.comm.links.link import combined_in
+
 #: Bytes combined at a time: small enough to stay in a core's cache while all parts are added.
 BLOCK_BYTES = 1 << 19
 
 _FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-_HALVES = (torch.bfloat16, torch.float16)
-
-
-def wide(dtype: torch.dtype, op: str) -> torch.dtype:
-    """Return the format that values of `dtype` are combined in before they are rounded once."""
-    return torch.float32 if op == "sum" and dtype in _HALVES else dtype
 
 
 def branch(size: int) -> int:
@@ -44,7 +40,7 @@ class Combiner:
         if size == 2:
             function(parts[0], parts[1], out=out)
             return
-        dtype, middle = wide(out.dtype, op), branch(size)
+        dtype, middle = combined_in(out.dtype, op), branch(size)
         step = BLOCK_BYTES // dtype.itemsize
         for first in range(0, out.numel(), step):
             block = slice(first, min(first + step, out.numel()))

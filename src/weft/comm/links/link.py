@@ -48,10 +48,20 @@ class Operation:
     def __str__(self) -> str:
         return f"{self.kind} over {self.axis}"
 
+    @property
+    def combined_in(self) -> torch.dtype:
+        """The format that values are combined in before they are rounded once."""
+        return combined_in(self.out.dtype, self.op)
+
     def count(self, num_bytes: int, off_host: bool) -> None:
         """Add bytes that this rank hands to another."""
         self.sent_bytes += num_bytes
         self.off_host_bytes += num_bytes if off_host else 0
+
+
+def combined_in(dtype: torch.dtype, op: str) -> torch.dtype:
+    """Return the format that values of `dtype` are combined in before they are rounded once."""
+    return torch.float32 if op == "sum" and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class SentBytes:

@@ -53,16 +53,6 @@ def host_mark() -> tuple[bytes, str]:
     return hashlib.sha256(text.encode()).digest()[:16], ""
 
 
-def network_mark() -> bytes:
-    """Return 16 bytes that are equal on ranks of one network namespace: bytes between them leave no host."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = os.readlink("/proc/self/ns/net")
-    except OSError:
-        boot, network = platform.node(), ""
-    return hashlib.sha256(f"{boot} {network} {env.pretended_host()}".encode()).digest()[:16]
-
-
 def slot_bytes(size: int) -> int:
     """Bytes of a slot where `size` ranks share: a multiple of every element's size."""
     return max(LEAST_SLOT_BYTES, min(SLOT_BYTES, MOST_BYTES // (size * NUM_SLOTS) // 4096 * 4096))

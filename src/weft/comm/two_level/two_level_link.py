@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from weft.comm.links import Link, Operation, Parts, same_memory, unobserved, wide
+from weft.comm.links import Link, Operation, Parts, unobserved
 
 #: What is no larger goes the flat way: one meeting in place of three.
 LITTLE_BYTES = 1 << 13
@@ -154,14 +154,14 @@ class TwoLevelLink:
 
     def _all_reduce(self, operation: Operation) -> tuple[list[Stage], Callable[[], object]]:
         out, source = operation.out, operation.source
-        numel, dtype = out.numel(), wide(out.dtype, operation.op)
+        numel, dtype = out.numel(), operation.combined_in
         length = -(-numel // self._block)
         in_place = dtype == out.dtype and numel == length * self._block
         with torch.no_grad(), unobserved():
             sums = out if in_place else torch.zeros(length * self._block, dtype=dtype)
             if isinstance(source, Parts):
                 source.copy_to(sums[:numel])
-            elif not same_memory(source, sums):
+            elif source.data_ptr() != sums.data_ptr():
                 sums[:numel].copy_(source)
         own = sums[self._place * length :][:length]
 
@@ -173,7 +173,7 @@ class TwoLevelLink:
             return [self._part(operation, "all_gather", part, whole)]
 
         def end() -> None:
-            if not same_memory(gathered[0], out):
+            if gathered[0].data_ptr() != out.data_ptr():
                 out.copy_(gathered[0][:numel])
 
         gathered: list[torch.Tensor] = []
@@ -186,7 +186,7 @@ class TwoLevelLink:
 
     def _reduce_scatter(self, operation: Operation) -> tuple[list[Stage], Callable[[], object]]:
         out, source = operation.out, operation.source
-        dtype, length = wide(out.dtype, operation.op), out.numel()
+        dtype, length = operation.combined_in, out.numel()
         with torch.no_grad(), unobserved():
             if isinstance(source, Parts):
                 source = source.copy_to(torch.empty(source.numel(), dtype=dtype))

@@ -17,14 +17,16 @@ from weft.comm.wire.wire import State, Wire
 class Coder:
     """A wire and what it carries for one tensor; `wire=` of the collectives takes it.
 
-    name: of the tensor, the same on all ranks. turn, calls: steps that were taken, and uses in this one: what rounds by
-    chance draws from them.
+    name: of the tensor, the same on all ranks. unit: what values are multiplied by as they travel (the loss scale over
+    the nominal count), which debts are kept without. turn, calls: steps that were taken, and uses in this one: what
+    rounds by chance draws from them.
     """
 
     def __init__(self, wire: Wire, name: str = ""):
         self.wire = wire
         self.name = name
         self.turn = self.calls = 0
+        self.unit = 1.0
         self._kept: dict[str, State] = {}
         self._next: dict[str, State] = {}
 
@@ -41,9 +43,20 @@ class Coder:
         if wire.by_chance:
             wire = wire.at(chance_key(self.turn, self.calls, self.name, role, place))
             self.calls += 1
-        codes, state = wire.encode(x_RN, self._next.get(key, self._kept.get(key)))
+        kept = self._next.get(key, self._kept.get(key))
+        if wire.feeds_back:
+            return self._encode_with_debt(key, x_RN, kept)
+        codes, state = wire.encode(x_RN, kept)
         if state is not None:
             self._next[key] = state
+        return codes
+
+    def _encode_with_debt(self, key: str, x_RN: torch.Tensor, kept: State | None) -> torch.Tensor:
+        """Encode what is there and what is owed; what is rounded off is owed from here, if the step is taken."""
+        owing_RN = x_RN if kept is None else x_RN + kept["residual"] * self.unit
+        codes, _ = self.wire.encode(owing_RN, None)
+        rest_RN = owing_RN - self.wire.decode(codes, x_RN.shape[1], x_RN.dtype)
+        self._next[key] = {"residual": rest_RN.div_(self.unit)}
         return codes
 
     @property
@@ -51,8 +64,15 @@ class Coder:
         """Whether anything is carried to the next step, or will be if this one is taken."""
         return bool(self._kept or self._next)
 
-    def commit(self) -> None:
-        """Take over the states of this step: it was taken."""
+    def commit(self, clip: float = 1.0) -> None:
+        """Take over the states of this step: it was taken.
+
+        clip: what gradients were multiplied by. What is owed of them is smaller by as much: else what clipping took
+        away would come back with the next step.
+        """
+        if self.wire.feeds_back and clip != 1.0:
+            for state in self._next.values():
+                state["residual"].mul_(clip)
         self._kept.update(self._next)
         self._next = {}
         self.turn, self.calls = self.turn + 1, 0
@@ -92,6 +112,9 @@ class Coders:
         self.outer_wire = outer or wire
         #: Steps that were taken: what rounds by chance draws from it.
         self.turn = 0
+        self.unit = 1.0
+        #: What others rounded off and still owe, by tensor: added to the sums of the first step that is taken.
+        self.owed: dict[str, torch.Tensor] = {}
         self._coders: dict[str, Coder] = {}
 
     def __getitem__(self, name: str) -> Coder:
@@ -106,6 +129,7 @@ class Coders:
         if name not in self._coders:
             self._coders[name] = Coder(wire, name)
             self._coders[name].take_turn(self.turn)
+            self._coders[name].unit = self.unit
         return self._coders[name]
 
     @property
@@ -116,13 +140,25 @@ class Coders:
     @property
     def carries(self) -> bool:
         """Whether anything is carried to the next step, or will be if this one is taken."""
-        return any(coder.carries for coder in self._coders.values())
+        return bool(self.owed) or any(coder.carries for coder in self._coders.values())
 
-    def commit(self) -> None:
-        """Take over the states of this step: it was taken."""
-        self.turn += 1
+    @property
+    def owes(self) -> bool:
+        """Whether anything of what is rounded off goes with the next step, or went with an earlier one and is owed."""
+        return self.outer_wire.feeds_back or bool(self.owed)
+
+    def set_unit(self, unit: float) -> None:
+        """Say what this step's values are multiplied by as they travel."""
+        self.unit = unit
         for coder in self._coders.values():
-            coder.commit()
+            coder.unit = unit
+
+    def commit(self, clip: float = 1.0) -> None:
+        """Take over the states of this step: it was taken. clip: what gradients were multiplied by."""
+        self.turn += 1
+        self.owed.clear()
+        for coder in self._coders.values():
+            coder.commit(clip)
 
     def discard(self) -> None:
         """Forget the states of this step: it was not taken."""
@@ -131,6 +167,7 @@ class Coders:
 
     def forget(self) -> None:
         """Forget all states: tensors lie otherwise from here, and nothing is owed to anyone."""
+        self.owed.clear()
         for coder in self._coders.values():  # which others hold
             coder.load({})
 
@@ -141,8 +178,9 @@ class Coders:
             coder.take_turn(turn)
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return what this rank keeps, as `tensor/role/name`."""
-        return {f"{name}/{key}": t for name, coder in self._coders.items() for key, t in coder.states()}
+        """Return what this rank keeps for its own plan, as `tensor/role/name`; not debts, which any plan takes."""
+        own = {name: coder for name, coder in self._coders.items() if not coder.wire.feeds_back}
+        return {f"{name}/{key}": tensor for name, coder in own.items() for key, tensor in coder.states()}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take what `states` gave on this rank."""
@@ -157,6 +195,14 @@ class Coders:
 
 
 def chance_key(turn: int, call: int, name: str, role: str, place: int) -> int:
-    """Return what rounding by chance is drawn from, of 64 bits: another for each step, tensor, use of it, and rank."""
+    """Return what rounding by chance is drawn from, of 64 bits: another for each step, tensor, use of it, and rank.
+
+    Args:
+        turn: steps that were taken before.
+        call: uses of the coder in this step before.
+        name: of the coder.
+        role: which of a collective's tensors.
+        place: of the rank on the axis.
+    """
     text = f"{turn} {call} {place} {role} {name}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

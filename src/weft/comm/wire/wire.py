@@ -34,6 +34,9 @@ class Wire:
     ops: tuple[str, ...] = ("sum",)
     #: Whether what `encode` gives depends on the key that `at` took.
     by_chance = False
+    #: Whether what is rounded off goes with the next step's values. A `Coder` sees to it, in units that neither the
+    #: loss scale nor clipping changes; `encode` neither gets nor gives a state then.
+    feeds_back = False
 
     def __init__(self, spec: WireSpec):
         self.spec = spec

@@ -50,7 +50,7 @@ class Precision:
         wire = find_wire(plan.reduce)
         outer = find_wire(plan.compress) if plan.compress != "none" else None
         for name, one in (("reduce", wire), ("compress", outer)):
-            if one is not None and one.spec.state_bytes and compute == torch.float16:
+            if one is not None and one.spec.state_bytes and not one.feeds_back and compute == torch.float16:
                 raise PlanError(
                     f"{name}={one.spec.name}: it keeps what it rounded off for the next step, and the loss scale of "
                     f"precision=fp16 changes in between. Use precision=bf16, or {name}=bf16."
@@ -61,6 +61,19 @@ class Precision:
     def scales_loss(self) -> bool:
         """fp16 gradients underflow without loss scaling; the other formats have the range of fp32."""
         return self.compute == torch.float16
+
+    def refuse_debts(self) -> None:
+        """Refuse a user's own loop where what is rounded off is owed to the next step.
+
+        Raises:
+            ModelError: under such a wire: nothing here says by what gradients are multiplied, or when a step is taken.
+        """
+        for name, wire in (("reduce", self.wire), ("compress", self.outer_wire)):
+            if wire is not None and wire.feeds_back:
+                raise ModelError(
+                    f"{name}={wire.spec.name}: backward() came outside of a train step, which alone knows what is owed "
+                    f"once gradients are clipped. Use run.train_step, or compress=int8, which owes nothing."
+                )
 
     def refuse_unscaled(self, text: str) -> None:
         """Refuse a user's own loop where the loss must be scaled.

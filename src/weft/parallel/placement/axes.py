@@ -43,6 +43,7 @@ class Axes:
     outer: of `over`, the axis that the plan's `compress` is for: dp_replicate, or where that has one rank `shard`.
     inner: of `over`, the other ranks. beside: of `replicate`, those that are not on `outer`. Without `compress` nobody
     is on the three.
+    alike: ranks with the same sums before those of `outer` are added, this rank's among them.
     """
 
     shard: Axis
@@ -54,6 +55,7 @@ class Axes:
     share: tuple[int, int]
     waits: bool = False
     holders: tuple[int, ...] = ()
+    alike: tuple[int, ...] = ()
     outer: Axis = NOBODY
     inner: Axis = NOBODY
     beside: Axis = NOBODY
@@ -234,6 +236,7 @@ class AxisMap:
         coded = plan.compress != "none"
         replicate = ("dp_replicate", *extra) if self._sharded else ("dp_replicate", *shard, *extra)
         return Axes(
+            alike=self.mesh.ranks_over(self._lasting(tuple(name for name in equal if name not in outer))),
             outer=self._joined(outer) if coded else NOBODY,
             inner=self._without(("dp_replicate", *shard, *extra), outer) if coded else NOBODY,
             beside=self._without(replicate, outer) if coded else NOBODY,

@@ -151,7 +151,8 @@ class Plan:
         OneOf(COMPRESSES), "none",
         "What gradients travel as over the outermost data axis alone, for links that are slow: over dp_replicate, or "
         "where that is 1 over dp_shard. int8: a byte for each value, rounded up or down by chance, a scale for each "
-        "256. It changes results; `auto` never chooses it.", tried=("none",),
+        "256. int4: half a byte, a scale for each 64; what is rounded off goes with the next step (zero=0 to 2). It "
+        "changes results; `auto` never chooses it.", tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_compress.py
     )
     recompute: str = described(

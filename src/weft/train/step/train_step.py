@@ -118,6 +118,9 @@ class TrainStep:
         if self._looks_for_copies and not isinstance(batch, Microbatches):
             totals = torch.cat([totals, fingerprint(batch).to(self.mesh.device)])
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
+        coders = self._data_parallel.coders
+        if coders.owes:  # and then the host decides about every step
+            coders.set_unit(float(scale))
         if not isinstance(scale, torch.Tensor):  # else there are no routers
             self._experts.begin(scale)
         inside = self._inside(samples, dropout_key)
@@ -253,9 +256,9 @@ class TrainStep:
         factor = to_mean(self._nominal, numbers[1], self._loss_scale)
         self._loss_scale.update(metrics.is_finite)
         if metrics.skipped is None:
-            factor *= clip_factor(metrics.grad_norm, self.max_grad_norm)
-            self._data_parallel.update(self.optimizer, factor)
-            self._data_parallel.publish()
+            clip = clip_factor(metrics.grad_norm, self.max_grad_norm)
+            self._data_parallel.update(self.optimizer, factor * clip)
+            self._data_parallel.publish(clip)
         self._experts.finish(moved=metrics.skipped is None)
         return metrics
 

@@ -30,8 +30,17 @@ class BucketSums:
 
     def shard_coder(self, bucket: Bucket) -> Coder:
         """Return the wire of the way to the ranks that divide a bucket."""
-        is_outer = bucket.over.outer.ranks == bucket.over.shard.ranks
-        return self._outer_coder(bucket, "shard") if is_outer else self._coder(bucket, "shard")
+        return self._outer_coder(bucket, "shard") if self.divides(bucket) else self._coder(bucket, "shard")
+
+    def divides(self, bucket: Bucket) -> bool:
+        """Whether what goes over the outermost axis are the parts of the ranks that divide a bucket."""
+        return bucket.num_shards > 1 and bucket.over.outer.ranks == bucket.over.shard.ranks
+
+    def debtor(self, bucket: Bucket) -> Coder | None:
+        """Return the coder that owes what it rounds off of a bucket; None: none does."""
+        if not self.coders.outer_wire.feeds_back or bucket.over.outer.size == 1:
+            return None
+        return self._outer_coder(bucket, "shard" if self.divides(bucket) else "replicas")
 
     def over_replicas(self, bucket: Bucket, sums: torch.Tensor, parts: Parts | None = None) -> Pending:
         """Begin to add up, in place, over those with equal parts.
@@ -42,7 +51,7 @@ class BucketSums:
             parts: where they lie, if not in `sums` yet.
         """
         over, coder = bucket.over, self._coder(bucket, "replicas")
-        if over.outer.size == 1 or (bucket.num_shards > 1 and over.outer.ranks == over.shard.ranks):
+        if over.outer.size == 1 or self.divides(bucket):
             return start_all_reduce(sums, over.replicate, parts=parts, wire=coder)
         if over.beside.size > 1:
             start_all_reduce(sums, over.beside, parts=parts, wire=coder).wait()

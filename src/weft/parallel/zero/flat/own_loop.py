@@ -160,6 +160,7 @@ class OwnLoop:
         self._backward = None
         engine = self._held()
         engine.leave_step()
+        engine.precision.refuse_debts()
         engine.precision.refuse_unscaled(
             "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
             "Use run.train_step, or precision=bf16."

@@ -127,6 +127,9 @@ class Reducer:
         for pending in self._replica_sums:
             pending.wait()
         self._replica_sums = []
+        for bucket in self.buckets:
+            if (owed := self.coders.owed.get(bucket.slots[0].name)) is not None:
+                shard_of(bucket).add_(owed, alpha=self.coders.unit)
         self.send()
         self._sum(totals)
 
@@ -294,7 +297,7 @@ class Reducer:
     def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
         """Let a bucket's sums travel on to the host as soon as they are there. Returns what the device waits for."""
         is_final = self._pass == "last" or not self._each
-        if bucket.host is None or not bucket.host.is_early or not is_final:
+        if bucket.host is None or not bucket.host.is_early or not is_final or self.coders.owed:
             return pending
         return bucket.host.send(shard_of(bucket), pending)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.comm.wire import chance_key, find_wire
-from weft.comm.wire.blocks import scales_of
+from weft.comm.wire.block_codes import scales_of
 
 INT8 = find_wire("int8")
 

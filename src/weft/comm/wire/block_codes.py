@@ -9,6 +9,9 @@ int8 rounds by chance: x / scale goes to one of the two whole numbers around it,
 What is rounded off is then noise with a mean of zero, and no residual needs to be kept. The draws are no generator's:
 u of floor(x / scale + u) comes from a table of 2^16 numbers between 0 and 1, each once, read from a place that a key
 gives for every 2^16 values. Scheme of the rounding: Alistarh et al. 2017, arXiv 1610.02132 (QSGD).
+
+int4 rounds to the nearest, and what it rounds off is owed: it goes with the next step's values (error feedback; Seide
+et al. 2014, Karimireddy et al. 2019, arXiv 1901.09847).
 """
 
 from __future__ import annotations
@@ -74,6 +77,34 @@ class Int8(Wire):
         mixed = ((mixed ^ mixed >> 30) * _MIX) & _MASK
         start = (mixed ^ mixed >> 27) >> 16 & _DRAWS - 1
         return _table(device)[start : start + _DRAWS]
+
+
+class Int4(Wire):
+    """Half a byte for each value, a scale for each 64, to the nearest. What is rounded off goes with the next step."""
+
+    feeds_back = True
+
+    def encode(self, x_RN: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
+        rows, numel = x_RN.shape
+        num_blocks = math.ceil(numel / self.spec.block)
+        steps_RN = torch.zeros((rows, num_blocks * self.spec.block), dtype=torch.uint8, device=x_RN.device)
+        scale_bytes: list[torch.Tensor] = []
+        for x, out in zip(x_RN, steps_RN, strict=True):
+            blocks = pad(x, (0, -numel % self.spec.block)).view(num_blocks, -1)
+            scales = scales_of(blocks, 7)
+            steps = (blocks / _usable(scales, x.dtype)[:, None]).round_().clamp_(-7, 7).add_(8)
+            out.copy_(steps.view(-1))
+            scale_bytes.append(scales.view(torch.uint8))
+        # Two neighbours share a byte.
+        codes_RN = steps_RN[:, 0::2] | steps_RN[:, 1::2] << 4
+        return torch.cat([torch.stack(scale_bytes), codes_RN[:, : math.ceil(numel / 2)]], 1), None
+
+    def decode(self, codes_RC: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        rows, num_scale_bytes = len(codes_RC), 2 * math.ceil(numel / self.spec.block)
+        codes_RN = codes_RC[:, num_scale_bytes:]
+        steps_RN = torch.stack([codes_RN & 15, codes_RN >> 4], -1).view(rows, -1)[:, :numel].to(dtype).sub_(8)
+        scales = codes_RC[:, :num_scale_bytes].reshape(-1).clone().view(torch.bfloat16).view(rows, -1).to(dtype)
+        return steps_RN.mul_(scales.repeat_interleave(self.spec.block, 1)[:, :numel])
 
 
 def scales_of(blocks_BK: torch.Tensor, largest: int) -> torch.Tensor:
