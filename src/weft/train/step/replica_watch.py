@@ -63,7 +63,7 @@ class ReplicaWatch:
         how = "differ, and should be equal" if 2 in all_said else "are no longer those of the others"
         raise CommError(
             f"replicas over {self._axis.label}: the weights of rank {', '.join(ranks)} {how}, since {EVERY} steps at "
-            f"most. Resume from an earlier checkpoint, and check the memory, the device and the software of these ranks."
+            "most. Resume from an earlier checkpoint, and check the memory, the device and the software of these ranks."
         )
 
 
