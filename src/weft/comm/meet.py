@@ -26,10 +26,8 @@ from weft.comm.two_level import Hosts, TwoLevelLink, meet_hosts, share_memory
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh, join_group
 
-TRANSPORTS = (
-    *(SharedLink.transport, ExchangeLink.transport, TwoLevelLink.transport),
-    *(BackendLink.transport, StagedLink.transport),
-)
+#: Those that serve any ranks of one host; two levels need several hosts.
+TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transport, StagedLink.transport)
 
 
 @dataclass(frozen=True, slots=True)

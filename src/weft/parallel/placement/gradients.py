@@ -61,7 +61,11 @@ class DataParallel(Protocol):
 
     axes: AxisMap
     coders: Coders
-    debts: Debts
+
+    @property
+    def debts(self) -> Debts:
+        """What replicas still owe of rounded gradients."""
+        ...
 
     def begin_step(self) -> None:
         """Set gradients to zero from here. A previous step need not have come to its end."""
