@@ -10,6 +10,7 @@
 | WEFT_HOME | where tokenised data and profiles are kept (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
 | WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts itself |
 | WEFT_LINE | address of the launcher's socket, set by `weft train` for the ranks it starts itself |
+| WEFT_HOST | ranks with another value count as ranks of another host: two hosts on one machine, for tests |
 | WEFT_DRILL | a fault that `weft drill` has one of its ranks suffer, as JSON |
 | OMP_NUM_THREADS | threads of one CPU rank; `weft train` divides the cores where it is not set |
 | NO_COLOR, CI, COLUMNS | respected by the terminal output |
@@ -221,6 +222,11 @@ def lent_to_children(**extra: str) -> Generator[None]:
 def launcher_pid() -> int | None:
     """Process id of the `weft train` that started this rank; None when it was not started so."""
     return _number("WEFT_LAUNCHED", lowest=1) if "WEFT_LAUNCHED" in os.environ else None
+
+
+def pretended_host() -> str:
+    """The host that this rank is to be on, whatever machine it is on; empty: its own."""
+    return os.environ.get("WEFT_HOST", "")
 
 
 def cache_dir() -> Path:

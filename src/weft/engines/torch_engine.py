@@ -47,7 +47,7 @@ class TorchEngine:
         if job.place is not None:
             join_ranks(job.place, device, parse_seconds(launch.timeout), job.store)
         self._ledger = Ledger()
-        self.mesh = build_mesh(job.plan, device, self._ledger.record)
+        self.mesh = build_mesh(job.plan, device, self._ledger.record, launch.route)
         self.rank, self.plan, self.device, self.pulse = self.mesh.rank, job.plan, str(device), self.mesh.pulse
         self.meter = Meter(device, communication=self._ledger)
         self._watch = Watch(

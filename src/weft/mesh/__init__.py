@@ -26,13 +26,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.mesh.axis import Axis, Waited
     from weft.mesh.mesh import (
         ENDS,
         LIMIT_S,
         LOOPBACK,
-        Axis,
         Mesh,
-        Waited,
         build_mesh,
         join_group,
         join_ranks,
@@ -47,14 +46,14 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
-        "Axis": ".mesh",
+        "Axis": ".axis",
         "ENDS": ".mesh",
         "LIMIT_S": ".mesh",
         "LOOPBACK": ".mesh",
         "Mesh": ".mesh",
         "Pulse": ".pulse",
         "Wait": ".pulse",
-        "Waited": ".mesh",
+        "Waited": ".axis",
         "build_mesh": ".mesh",
         "join_group": ".mesh",
         "join_ranks": ".mesh",

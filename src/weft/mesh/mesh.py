@@ -12,15 +12,14 @@ import gc
 import ipaddress
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft import env
 from weft.errors import CommError, PlanError
+from weft.mesh.axis import ROUTES, Axis, RecordsCall, ignore
 from weft.mesh.places import ENDS, EXPERT_AXES, joined, members_of, strides
 from weft.mesh.pulse import Pulse
 from weft.private_torch import (
@@ -45,54 +44,6 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 _untyped: Any = dist
 
 
-class Waited(Protocol):
-    """How long a device's stream waited, which is known later."""
-
-    def seconds(self) -> float:
-        """Return the seconds; the host waits until they are known."""
-        ...
-
-
-#: Told of each collective: (axis name, operation, bytes on this rank, seconds that the computation waited).
-Record = Callable[[str, str, int, float | Waited], None]
-
-
-def _ignore(axis: str, operation: str, num_bytes: int, seconds: float | Waited) -> None:
-    """The record of a mesh that nobody counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One axis of the mesh, or several joined, seen from this rank.
-
-    rank: this rank's index on the axis. ranks: global ranks of the group, in order of the axis.
-    group: torch's process group; None where size is 1. used: of joined axes, the names of those with several ranks.
-    """
-
-    name: str
-    size: int
-    rank: int
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None = None
-    record: Record = field(default=_ignore, repr=False, compare=False)
-    #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
-    links: dict[tuple[object, ...], object] = field(
-        default_factory=dict[tuple[object, ...], object], repr=False, compare=False
-    )
-    #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
-    pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
-    #: Collectives under way that have a second stage to begin; one list, shared by all axes of a mesh.
-    staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
-    #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
-    operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
-    used: str = field(default="", repr=False, compare=False)
-
-    @property
-    def label(self) -> str:
-        """Its name for people: without the axes that have one rank. `name` is the same under every plan."""
-        return self.used or self.name
-
-
 class Mesh:
     """Axes by name: `mesh["tp"]`; several joined: `mesh["dp_replicate", "dp_shard"]`.
 
@@ -104,14 +55,17 @@ class Mesh:
         rank: this process's global rank.
         device: where this rank computes.
         record: called after each collective with what a ledger counts.
+        route: how bytes go between hosts, one of ROUTES.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, record: Record = _ignore):
+    def __init__(self, plan: Plan, rank: int, device: torch.device, record: RecordsCall = ignore, route: str = "auto"):
         self.plan = plan
         self.rank = rank
         self.world_size = plan.world_size
         self.device = device
         self._record = record
+        self._route = route
+        self._hosts: dict[int, bytes] = {}
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._links: dict[tuple[object, ...], object] = {}
         self._staged: list[Any] = []
@@ -177,6 +131,8 @@ class Mesh:
             ranks=ranks,
             group=self._group(ranks),
             record=self._record,
+            route=self._route,
+            hosts=self._hosts,
             links=self._links,
             staged=self._staged,
             pulse=self.pulse,
@@ -208,17 +164,22 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     return made
 
 
-def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = _ignore) -> Mesh:
+def build_mesh(
+    plan: Plan, device: torch.device | str = "cpu", record: RecordsCall = ignore, route: str = "auto"
+) -> Mesh:
     """Return the mesh of `plan` on this rank. Ranks have joined before (`join_ranks`) unless the plan has one rank.
 
     Args:
         plan: the sizes of the axes.
         device: where this rank computes.
         record: called after each collective with what a ledger counts, such as `Ledger().record`.
+        route: how bytes go between hosts: "auto", "flat" or "two_level".
 
     Raises:
-        PlanError: when the number of started ranks is not the plan's.
+        PlanError: when the number of started ranks is not the plan's, or the route is not known.
     """
+    if route not in ROUTES:
+        raise PlanError(f"route={route}: not one of {', '.join(ROUTES)}. Use auto.")
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan.world_size != world_size:
         sizes = " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "one rank"
@@ -227,7 +188,7 @@ def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = 
             f"Start {plan.world_size} ranks, or let one axis take all that are there, such as dp_replicate=*."
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return Mesh(plan, rank, torch.device(device), record)
+    return Mesh(plan, rank, torch.device(device), record, route)
 
 
 def join_ranks(

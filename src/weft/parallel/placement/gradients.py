@@ -35,6 +35,18 @@ from weft.parallel.placement.axes import AxisMap
 _ATTRIBUTE = "_weft_data_parallel"
 
 
+class Debts(Protocol):
+    """What replicas rounded off of gradients and still owe, as whole tensors by name."""
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Yield what this rank owes, in its own memory; no collective."""
+        ...
+
+    def take(self, source: StateSource) -> list[str]:
+        """Take over what any plan owed. Returns lines for people."""
+        ...
+
+
 class DataParallel(Protocol):
     """Gradients, master weights and the collectives between them, of one module on one rank.
 
@@ -43,11 +55,17 @@ class DataParallel(Protocol):
 
     axes: where the parts lie that this rank holds, and over whom gradients add up. Whole tensors are those of the model
     on one process: parts that techniques cut are joined, those of other stages of a pipeline come too.
-    coders: what travels in place of gradients, and what this rank carries of it from step to step.
+    coders: what travels in place of gradients, and what this rank carries of it from step to step. debts: what of that
+    any plan can take over.
     """
 
     axes: AxisMap
     coders: Coders
+
+    @property
+    def debts(self) -> Debts:
+        """What replicas still owe of rounded gradients."""
+        ...
 
     def begin_step(self) -> None:
         """Set gradients to zero from here. A previous step need not have come to its end."""
@@ -103,8 +121,11 @@ class DataParallel(Protocol):
         """
         ...
 
-    def publish(self) -> None:
-        """Show the new weights to the next forward, on all ranks, after `optimizer.step()`."""
+    def publish(self, clip: float = 1.0) -> None:
+        """Show the new weights to the next forward, on all ranks, after `optimizer.step()`.
+
+        clip: what clipping multiplied gradients by.
+        """
         ...
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:

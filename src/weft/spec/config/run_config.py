@@ -360,6 +360,10 @@ class LaunchSection(Section):
     warn_after: Duration = "1m"
     """Report a wait that has lasted this long: which rank is missing, in which collective, since when. `timeout` or
     more: no reports."""
+    route: Literal["auto", "flat", "two_level"] = "auto"
+    """How bytes go between hosts of CPU ranks. auto: first within each host, then between them, where hosts hold equal
+    blocks of 2, 4, 8 ... neighbouring ranks of an axis, else flat; flat: each rank to all others; two_level: as auto,
+    with an error where that is not possible. No result depends on it. GPUs use what NCCL chooses."""
     restarts: Count = 0
     """How many times in a row `weft train` restarts the ranks after a rank died, hung or failed: from the newest good
     checkpoint, or from the newest copy in memory (checkpoint.peer_every) where that is later. A newer one than at the

@@ -227,6 +227,7 @@ def init(
     global_batch: int | None = None,
     timeout: str | float = LIMIT_S,
     warn_after: str | float = WARN_AFTER_S,
+    route: str = "auto",
 ) -> Run:
     """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
 
@@ -242,6 +243,7 @@ def init(
         timeout: how long a collective waits for a rank, as "30m" or in seconds; a process group that is there already
             keeps its own.
         warn_after: a wait as long as this is reported on stderr: who is missing, where, since when.
+        route: how bytes go between hosts of CPU ranks: "auto", "flat" or "two_level". No result depends on it.
 
     Raises:
         PlanError: when the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
@@ -259,7 +261,7 @@ def init(
     if place is not None:
         join_ranks(place, chosen, limit_s)
     ledger = Ledger()
-    mesh = build_mesh(plan, chosen, ledger.record)
+    mesh = build_mesh(plan, chosen, ledger.record, route)
     watch = Watch(mesh, _say, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")
     return Run(plan, mesh, ledger, seed, watch)
 

@@ -102,6 +102,7 @@ def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Save
     engine, left_out = data_parallel(model), names_left_out(model)
     yield from written("model", (one for one in engine.stretches() if one.name not in left_out), engine)
     yield from written("optimizer", engine.state_stretches(optimizer), engine)
+    yield from written("owed", engine.debts.stretches(), engine)
     yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
 
 
@@ -175,7 +176,8 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Check
         engine.load_weights(weights)
     engine.load_states(optimizer, GroupSource(checkpoint, "optimizer"))
     _match_formats(optimizer)
-    return load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
+    told = load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
+    return [*told, *engine.debts.take(GroupSource(checkpoint, "owed"))]
 
 
 #: Formats of moments that only the rounded AdamW takes.

@@ -30,6 +30,7 @@ from weft.train.step.forward import call_model
 from weft.train.step.loss_check import CheckedLoss, LossFn
 from weft.train.step.microbatches import Microbatches, microbatches_of, samples_of, values_in
 from weft.train.step.oom import explains_memory
+from weft.train.step.replica_watch import ReplicaWatch
 from weft.train.step.step_metrics import LateMetrics, StepMetrics, to_mean
 from weft.train.step.unsharded import fingerprint, warn_if_alike
 from weft.train.step.whole_batch import BatchGradient, WholeBatchLoss, expect_whole_batches
@@ -92,6 +93,7 @@ class TrainStep:
         self._meter = meter or Meter(mesh.device)
         self._train_mode = TrainMode(model)
         self._looks_for_copies = mesh.data.size > 1
+        self._replicas = ReplicaWatch(self._data_parallel, mesh)
         self._may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late
         self._is_first = True
         self._unread: LateMetrics | None = None
@@ -123,7 +125,13 @@ class TrainStep:
         totals[2].fill_(float(self.wants_stop or self.asks))
         if self._looks_for_copies and not isinstance(batch, Microbatches):
             totals = torch.cat([totals, fingerprint(batch).to(self.mesh.device)])
+        watched = self._replicas.number()
+        if watched is not None:
+            totals = torch.cat([totals, watched])
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
+        coders = self._data_parallel.coders
+        if coders.owes:  # and then the host decides about every step
+            coders.set_unit(float(scale))
         if not isinstance(scale, torch.Tensor):  # else there are no routers
             self._experts.begin(scale)
         if self._norms is not None:
@@ -149,8 +157,10 @@ class TrainStep:
             norm = self._data_parallel.norm()
             numbers = torch.cat([totals, norm.to(totals).reshape(1)])
             # Else the only wait for the device in a step: all that the decision needs, in one copy.
-            known = None if self._reads_late() else numbers.tolist()
+            known = None if watched is None and self._reads_late() else numbers.tolist()
         if known is not None:
+            if watched is not None:
+                self._replicas.check(known.pop(-2))
             self._look_for_copies(known[3:-1])
         with self._meter.phase("optimizer"):
             metrics = self._update_unread(numbers) if known is None else self._update(known)
@@ -285,9 +295,9 @@ class TrainStep:
         factor = to_mean(self._nominal, numbers[1], self._loss_scale)
         self._loss_scale.update(metrics.is_finite)
         if metrics.skipped is None:
-            factor *= clip_factor(metrics.grad_norm, self.max_grad_norm)
-            self._data_parallel.update(self.optimizer, factor)
-            self._data_parallel.publish()
+            clip = clip_factor(metrics.grad_norm, self.max_grad_norm)
+            self._data_parallel.update(self.optimizer, factor * clip)
+            self._data_parallel.publish(clip)
         self._finish(moved=metrics.skipped is None)
         return metrics
 

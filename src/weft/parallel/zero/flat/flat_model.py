@@ -38,6 +38,7 @@ from weft.parallel.zero.flat.follow_loads import FollowLoads
 from weft.parallel.zero.flat.own_loop import OwnLoop
 from weft.parallel.zero.flat.reducer import Reducer, shard_of
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
+from weft.parallel.zero.flat.slot_debts import SlotDebts
 from weft.parallel.zero.flat.slot_states import gather_states, load_states
 from weft.parallel.zero.flat.slot_stretches import SlotStretches, Untrained, placed_pieces
 from weft.private_torch import version_of
@@ -94,13 +95,12 @@ class FlatModel:
         sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # those that backward completes first
         self._on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
         self.own_loop = OwnLoop(self)
-        shards = any(axes.shard.size > 1 for axes in self._kinds.values())
-        stage = mesh.plan.zero if shards else 0
+        stage = mesh.plan.zero if any(axes.shard.size > 1 for axes in self._kinds.values()) else 0
         each = each_microbatch and stage == 2
-        self.reducer = Reducer(
-            self._slots, self.axes, stage, mesh.device, self.own_loop.note, self.precision.wire, each
-        )
+        wires = self.precision.wire, self.precision.outer_wire
+        self.reducer = Reducer(self._slots, self.axes, stage, mesh.device, self.own_loop.note, *wires, each)
         self.coders = self.reducer.coders
+        self.debts = SlotDebts(self.reducer.sums, self.axes)
         self.own_loop.even_out(self._slots, self._kinds)
         self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
         if self.precision.is_mixed or self._on_host:
@@ -177,14 +177,14 @@ class FlatModel:
         return self.own_loop.clip(max_norm)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, clip: float = 1.0) -> None:
         """Bring the new weights into the parameters of all ranks."""
         bring_weights(self.reducer.buckets)
         self._untrained.follow()
         for slot, piece in self._pieces():
             if _bucket(slot).host is not None:
                 piece.grad = None  # its memory served to bring the weights
-        self.coders.commit()
+        self.coders.commit(clip)
         self.leave_step()
 
     def leave_step(self) -> None:
@@ -349,7 +349,7 @@ class FlatModel:
                 bucket.host = HostPart(self._host, bucket.length, bucket.master.dtype)
             same = bucket.over.same
             fill(bucket, source, functools.partial(broadcast, axis=same) if settle else lambda flat: flat)
-        self.reducer.buckets = buckets
+        self.reducer.buckets = self.debts.buckets = buckets
 
     def _lay_out_anew(self, names: frozenset[str]) -> None:
         """Make more parameters whole: weights, gradients and states of optimizers move along."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import Pending, start_all_reduce
-from weft.comm.wire import Coders
+from weft.comm.wire import Coder
 from weft.mesh import Axis
 from weft.parallel.private_torch import (
     base_of_its_own,
@@ -30,15 +30,15 @@ class ReplicaSum:
 
     Called by fully_shard with the flat sum over the shard axis, before it becomes the gradients of `params` (views, or
     an addition where they have gradients). Over the replicas only the last microbatch's call communicates.
-    coders: what travels in place of them.
+    wire: what travels in place of them.
     """
 
-    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, coders: Coders):
+    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, wire: Coder):
         self._unit = unit
         self._params = params
         self._axis = axis
         self._order = order
-        self._wire = coders[f"unit {unit} replicas"]
+        self._wire = wire
         self._kept: torch.Tensor | None = None
         self._pending: Pending | None = None
         #: False in the passes of a step before the last one.

@@ -97,7 +97,7 @@ class PartialSums:
     def __init__(self, axes: AxisMap, precision: Precision, device: torch.device):
         self._axes = axes
         self._precision = precision
-        self.coders = Coders(precision.wire)
+        self.coders = Coders(precision.wire, precision.outer_wire)
         self._device = device
 
     @torch.no_grad()

@@ -43,8 +43,9 @@ from weft.parallel.zero.sharded.hosted_shards import HostedShards, choose_hosted
 from weft.parallel.zero.sharded.param_shards import find_shards
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
+from weft.parallel.zero.sharded.shard_debts import ShardDebts
 from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
-from weft.parallel.zero.sharded.unit_collectives import connect_unit
+from weft.parallel.zero.sharded.unit_collectives import connect_unit, unit_wires
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
 from weft.private_torch import foreach_mul_, graph_task, uncompiled
@@ -93,9 +94,8 @@ class FullyShardedModel:
         self._is_partial = False  # whether backward delivered sums that are still partial over some axis
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
         materialise.make(self.plain.values())
-        members, on_host = shard_units(
-            self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()), materialise
-        )
+        plain = set(self.plain.values())
+        members, on_host = shard_units(self.units, self._unit_axes, mesh, self.precision, plain, materialise)
         self.shards = find_shards(model, list(originals), lambda name: kinds[name].shard)
         self._late = [(kinds[n].extra, shard) for n, shard in self.shards.items() if kinds[n].extra.size > 1]
         names = choose_hosted(self.shards, on_host, plan)
@@ -105,6 +105,7 @@ class FullyShardedModel:
             self._hosted.watch(name for name in names if name not in late and kinds[name].shard.size > 1)
         self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
         self._placed = ShardStretches(self.shards, kinds, axes)
+        self.debts = ShardDebts(self._placed, self.shards, self.plain, axes, self.coders)
         # All of them: fully_shard has made each a module of its own kind.
         self._modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
@@ -116,19 +117,20 @@ class FullyShardedModel:
     def _connect(self, mesh: Mesh, members: list[list[nn.Parameter]]) -> None:
         """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
         names, calls = [*map(str, self.units), *self.plain], Calls()
-        axes = dict.fromkeys((self._axis, self._replicas, *self._unit_axes))
-        orders = {axis.ranks: Order(axis, names) for axis in axes}
+        axes = (self._axis, self._replicas, *self._unit_axes)
+        orders = {axis.ranks: Order(axis, names) for axis in dict.fromkeys(axes)}
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
         self._sums: list[ReplicaSum] = []
         self._undivided: dict[nn.Module, ReplicaSum] = {}
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
-            connect_unit(module, index, axis, orders[axis.ranks], self.coders, mesh.device)
+            over_shard, over_replicas = unit_wires(self.coders, index, mesh.plan)
+            connect_unit(module, index, axis, orders[axis.ranks], over_shard, mesh.device)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
                 over = self._replicas
-                self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], self.coders))
+                self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], over_replicas))
                 module.set_all_reduce_hook(self._sums[-1])
                 if axis.size == 1:
                     self._undivided[module] = self._sums[-1]
@@ -197,6 +199,7 @@ class FullyShardedModel:
         self._settle_gradients()
         grads = ((name, param.grad) for name, param in self.plain.items() if param.grad is not None)
         self._partial.add((self._kinds[name].over, grad) for name, grad in grads)
+        self.debts.add()
         if totals is not None:
             all_reduce(totals, self.axes.world)
 
@@ -259,11 +262,11 @@ class FullyShardedModel:
         self.scale(clip_factor(float(norm), max_norm))
         return norm
 
-    def publish(self) -> None:
+    def publish(self, clip: float = 1.0) -> None:
         """Let the next forward gather the shards as the optimizer left them; statistics follow the first rank's."""
         for buffer, axis in self._moving:
             broadcast(buffer, axis)
-        self.coders.commit()
+        self.coders.commit(clip)
         self.in_step = False
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -339,6 +342,7 @@ class FullyShardedModel:
 
     def settle(self) -> None:
         """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
+        self.precision.refuse_debts()
         self.precision.refuse_unscaled(
             "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
             "Use run.train_step, or precision=bf16."
