@@ -7,14 +7,18 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import Checkpoint
 from weft.checkpoint.arrays import RawArray, block_of, tensor_of
 from weft.data import Tokenizer
+from weft.models.adapters import Adapted
 from weft.train.folder import RunFolder
 from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, data_of, decoder_of, tokenizer_of
 from weft.train.tasks.transformers_layout import layout_config, layout_tensors, write_tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
@@ -24,18 +28,29 @@ def is_exportable(folder: RunFolder) -> bool:
     return base_of(folder).is_dir() or (folder.path / "model.json").is_file()
 
 
-def exported_tensors(folder: RunFolder, checkpoint: Checkpoint) -> Iterator[tuple[str, RawArray]]:
+def exported_tensors(
+    folder: RunFolder, checkpoint: Checkpoint, *, merged: bool = False, widened: bool = False
+) -> Iterator[tuple[str, RawArray]]:
     """Yield the weights under transformers' names, one tensor at a time in memory.
 
     Args:
         folder: of the run.
         checkpoint: of any plan.
-    """
+        merged: the checkpoint holds an adapter, which is to be added to its base.
+        widened: whether weights with an adapter added keep the adapter's format; else they are rounded to the base's.
 
-    def read(name: str) -> RawArray:
-        return checkpoint.block(f"model/{name}")
+    Raises:
+        CheckpointError: where the base is not the one that the adapter was trained on.
+        ConfigError: where the base is not there any more.
+    """
+    from weft.train.tasks.merged_export import base_folder, merged_base, merged_decoder
 
     if not base_of(folder).is_dir():
+        whole = merged_decoder(folder, checkpoint) if merged else None
+
+        def read(name: str) -> RawArray:
+            return checkpoint.block(f"model/{name}") if whole is None else block_of(whole[name])
+
         yield from layout_tensors(decoder_of(folder), read)
         return
     from weft.models import as_shapes
@@ -43,20 +58,25 @@ def exported_tensors(folder: RunFolder, checkpoint: Checkpoint) -> Iterator[tupl
 
     with as_shapes(vectors=True):
         model = hugging_face.causal_model(hugging_face.load_model_config(base_of(folder)))
+    if merged:
+        base, said = base_folder(folder), checkpoint.state["adapter"]
+        for name, tensor in merged_base(model, base, checkpoint, said, widened=widened):
+            yield from _as_published(model, name, tensor)
+        return
     for name, entry in checkpoint.entries("model").items():
         if entry.same_as is None:
-            yield from _as_published(model, name, read(name))
+            yield from _as_published(model, name, tensor_of(checkpoint.block(f"model/{name}")))
 
 
-def _as_published(model: Any, name: str, block: RawArray) -> Iterator[tuple[str, RawArray]]:
+def _as_published(model: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, RawArray]]:
     """A tensor under the names of published files, as transformers would save it."""
     try:
         revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
     except (ImportError, AttributeError):  # releases before 5 save names as they are
-        yield name, block
+        yield name, block_of(tensor)
         return
-    for target, tensor in revert(model, {name: tensor_of(block)}).items():
-        yield target, block_of(tensor)
+    for target, part in revert(model, {name: tensor}).items():
+        yield target, block_of(part)
 
 
 def write_beside(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype: str) -> None:
@@ -82,6 +102,17 @@ def write_beside(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype: st
     config.pop("torch_dtype", None)
     config["dtype"] = _DTYPES.get(dtype, "float32")
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_card(folder, checkpoint, out)
+
+
+def write_card(folder: RunFolder, checkpoint: Checkpoint, out: Path) -> None:
+    """Write a README.md that says of a run's model what it was trained from, on what, how and how far.
+
+    Args:
+        folder: of the run.
+        checkpoint: that is exported.
+        out: the folder of the export.
+    """
     (out / "README.md").write_text(_card(folder, checkpoint))
 
 
@@ -89,6 +120,7 @@ def _card(folder: RunFolder, checkpoint: Checkpoint) -> str:
     config = folder.config()
     source = config.model.path or config.model.name
     figures = _last_figures(folder, checkpoint.step)
+    adapter = checkpoint.state.get("adapter")
     lines = [
         f"# {config.run.name}", "",
         f"`{Path(source).name if config.model.path else source}`, "
@@ -98,6 +130,7 @@ def _card(folder: RunFolder, checkpoint: Checkpoint) -> str:
         f"| plan | `{checkpoint.state.get('plan', '')}` |",
         f"| batch | {config.train.global_batch} sequences of {config.train.seq_len} tokens |",
         f"| optimizer | {config.optimizer.name}, lr {config.optimizer.lr:g} |",
+        *([f"| adapter | {Adapted.read(adapter).kind} |"] if adapter else []),
         *(f"| {name} | {value} |" for name, value in figures.items()), "",
         "## Data", "", *(f"- {line}" for line in data_of(folder).summary), "",
     ]  # fmt: skip
