@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,24 +59,47 @@ def exported_tensors(
     with as_shapes(vectors=True):
         model = hugging_face.causal_model(hugging_face.load_model_config(base_of(folder)))
     if merged:
-        base, said = base_folder(folder), checkpoint.state["adapter"]
-        for name, tensor in merged_base(model, base, checkpoint, said, widened=widened):
-            yield from _as_published(model, name, tensor)
+        whole = merged_base(model, base_folder(folder), checkpoint, widened=widened)
+        yield from as_published(model, whole.names, whole.read)
         return
-    for name, entry in checkpoint.entries("model").items():
-        if entry.same_as is None:
-            yield from _as_published(model, name, tensor_of(checkpoint.block(f"model/{name}")))
+    names = [name for name, entry in checkpoint.entries("model").items() if entry.same_as is None]
+    yield from as_published(model, names, lambda name: tensor_of(checkpoint.block(f"model/{name}")))
 
 
-def _as_published(model: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, RawArray]]:
-    """A tensor under the names of published files, as transformers would save it."""
+def as_published(
+    model: Any, names: Sequence[str], read: Callable[[str], torch.Tensor]
+) -> Iterator[tuple[str, RawArray]]:
+    """Yield a model's tensors under the names of published files, as transformers would save them.
+
+    Args:
+        model: of transformers, as shapes.
+        names: of its tensors.
+        read: gives one of them; only those that are stored as one are in memory at once.
+    """
     try:
-        revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
+        core: Any = importlib.import_module("transformers.core_model_loading")
+        groups = _stored_together(model, names, core)
     except (ImportError, AttributeError):  # releases before 5 save names as they are
-        yield name, block_of(tensor)
+        yield from ((name, block_of(read(name))) for name in names)
         return
-    for target, part in revert(model, {name: tensor}).items():
-        yield target, block_of(part)
+    for each in groups:
+        for target, tensor in core.revert_weight_conversion(model, {name: read(name) for name in each}).items():
+            yield target, block_of(tensor.contiguous())
+
+
+def _stored_together(model: Any, names: Sequence[str], core: Any) -> list[list[str]]:
+    """Names of tensors in the groups that transformers joins when it saves them."""
+    tables: Any = importlib.import_module("transformers.conversion_mapping")
+    # What transformers notes on a model that it loads: it looks it up again for each call otherwise.
+    used = tables.get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = [one for one in used if not isinstance(one, core.PrefixChange)] or None
+    back = [one.reverse_transform() for one in reversed(model._weight_conversions or ())]
+    converters = [one for one in back if isinstance(one, core.WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=core.dot_natural_key):
+        target, pattern = core.apply_converters(name, converters)
+        groups.setdefault(name if pattern is None else f"joined {target}", []).append(name)
+    return list(groups.values())
 
 
 def write_beside(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.checkpoint import Checkpoint
+from weft.checkpoint.pretrained import JoinedTensors
 from weft.errors import ConfigError
 from weft.models.adapters import Adapted, merge_adapter, merged_weight
 from weft.parallel.local_tensors import read_whole
@@ -20,37 +21,56 @@ from weft.train.tasks.decoder_files import base_of, decoder_of
 from weft.train.tasks.published_weights import pretrained_source
 
 
-def merged_base(
-    model: nn.Module, base: Path, checkpoint: Checkpoint, said: Mapping[str, Any], *, widened: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a folder's model with an adapter merged, one at a time in memory.
+class MergedBase:
+    """The tensors of a folder's model with an adapter merged, read one by one.
+
+    Args:
+        source: the folder's weights by the model's names.
+        checkpoint: of the adapter.
+        widened: whether merged weights keep the adapter's format; else they are rounded to the base's.
+    """
+
+    def __init__(self, source: JoinedTensors, checkpoint: Checkpoint, *, widened: bool):
+        said: Mapping[str, Any] = checkpoint.state["adapter"]
+        self.names = list(source.entries)
+        self._source, self._widened, self._path = source, widened, checkpoint.path
+        self._trained, self._digests = checkpoint.tensors("model"), said["base"]
+        self._record = Adapted.read(said)
+        self._own: dict[str, dict[str, str]] = {}
+        for path, name in self._record.params():
+            self._own.setdefault(f"{path}.weight", {})[name] = f"{path}.{name}"
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor.
+
+        Raises:
+            CheckpointError: where the base is not the one that the adapter was trained on.
+        """
+        if name in self._trained:  # a norm, say, that was trained beside the adapter
+            return self._trained[name]
+        stored = read_whole(self._source, name)
+        expect_same_base(name, stored, self._digests, self._path)
+        if name not in self._own:
+            return stored
+        parts = {kind: self._trained[full] for kind, full in self._own[name].items()}
+        if self._widened:
+            stored = stored.to(torch.promote_types(stored.dtype, parts["lora_A"].dtype))
+        return merged_weight(self._record, name.removesuffix(".weight"), stored, parts)
+
+
+def merged_base(model: nn.Module, base: Path, checkpoint: Checkpoint, *, widened: bool) -> MergedBase:
+    """Return a folder's model with an adapter merged.
 
     Args:
         model: of the folder, as shapes, without the adapter.
         base: the folder that the adapter was trained on.
         checkpoint: of the adapter.
-        said: what the checkpoint says of its adapter.
-        widened: whether merged weights keep the adapter's format; else they are rounded to the base's.
+        widened: as `MergedBase` takes it.
 
     Raises:
-        CheckpointError: for another base, and as `pretrained_source` raises it.
+        CheckpointError: as `pretrained_source` raises it.
     """
-    record, source = Adapted.read(said), pretrained_source(model, base)[0]
-    own: dict[str, dict[str, str]] = {}
-    for path, name in record.params():
-        own.setdefault(f"{path}.weight", {})[name] = f"{path}.{name}"
-    trained = checkpoint.tensors("model")
-    for name in source.entries:
-        if name in trained:  # a norm, say, that was trained beside the adapter
-            yield name, trained[name]
-            continue
-        stored = read_whole(source, name)
-        expect_same_base(name, stored, said["base"], checkpoint.path)
-        if name in own:
-            parts = {kind: trained[full] for kind, full in own[name].items()}
-            wide = stored.to(torch.promote_types(stored.dtype, parts["lora_A"].dtype)) if widened else stored
-            stored = merged_weight(record, name.removesuffix(".weight"), wide, parts)
-        yield name, stored
+    return MergedBase(pretrained_source(model, base)[0], checkpoint, widened=widened)
 
 
 def merged_decoder(folder: RunFolder, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
