@@ -92,7 +92,7 @@ def whole(stored, name: str) -> Joined:
     return Joined.of(name, stored.entries[name])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_descriptions_hold_what_the_operations_make(stored, data):
     weights, tensors = stored
