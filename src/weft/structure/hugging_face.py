@@ -50,6 +50,9 @@ def load_model_config(path: Path) -> Any:
     except ImportError:
         raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
     folder = path.parent if path.is_file() else path
+    if not (folder / "config.json").is_file():  # else transformers takes the path for the name of a download
+        what = "it has no config.json" if folder.is_dir() else "there is no such folder"
+        raise ModelError(f"model={path}: {what}. Give the folder of a Hugging Face model, or package.module:function.")
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what it raises depends on what the file holds

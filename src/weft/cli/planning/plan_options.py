@@ -28,6 +28,15 @@ SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in a seque
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", help="Sequences in an optimizer step.", show_default=False)
 ]
+Tune = Annotated[
+    str | None,
+    typer.Option(
+        "--tune",
+        metavar="HOW",
+        help="Fine-tune: full, lora or lora=RANK. all: what fits on each CLUSTER of a list such as 1x4090,8xh100.",
+        show_default=False,
+    ),
+]
 Fix = Annotated[
     str, typer.Option("--fix", metavar="WORDS", help="Fix these fields of the plan: 'tp=8 zero=1'.", show_default=False)
 ]

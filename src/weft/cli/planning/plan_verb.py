@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -29,6 +29,7 @@ def plan(
     cluster: options.Cluster = None,
     seq_len: options.SeqLen = None,
     global_batch: options.GlobalBatch = None,
+    tune: options.Tune = None,
     fix: options.Fix = "",
     built_only: options.BuiltOnly = True,
     top: options.Top = 10,
@@ -57,20 +58,13 @@ def plan(
             return
         if model is None or cluster is None:
             raise ConfigError("weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
-        from weft.planner.search import Question
-
-        asked = Question.of(
-            _described(model, save_model),
-            cluster,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            fixed=fix,
-            built_only=built_only,
-            tier=tier,
-            refine_s=refine,
-            profile=profile,
-        )
-        found = _find(asked, why_not, compare, what_if or [])
+        sizes = {"seq_len": seq_len, "global_batch": global_batch}
+        search = {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
+        described = _described(model, save_model)
+        if tune == "all":
+            _tell_what_fits(described, cluster, {**sizes, **search}, as_json=json)
+            return
+        found = _find(_asked(described, cluster, tune, {**sizes, **search}), why_not, compare, what_if or [])
         _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
         if json:
             from weft.cli.planning.plan_json import print_json
@@ -117,6 +111,25 @@ def _errors_as_json() -> Iterator[None]:
         listed = [{"field": each.field, "message": str(each)} for each in problems]
         typer.echo(dumps({"errors": listed}, indent=2))
         raise
+
+
+def _asked(model: Any, cluster: str, tune: str | None, settings: dict[str, Any]) -> Question:
+    from weft.planner.search import Question, tuned_question
+
+    if tune is None:
+        return Question.of(model, cluster, **settings)
+    return tuned_question(model, cluster, tune, **settings)
+
+
+def _tell_what_fits(model: Any, clusters: str, settings: dict[str, Any], *, as_json: bool) -> None:
+    """Print the table of what fits on what; exit code as where no plan fits."""
+    from weft.cli.planning import tune_view
+    from weft.planner.search import what_fits
+
+    found = what_fits(model, clusters, **settings)
+    (tune_view.print_fits_json if as_json else tune_view.print_fits)(found)
+    if all(one.best is None for one in found):
+        raise typer.Exit(NOTHING_FITS)
 
 
 def _described(model: str, save: Path | None) -> str | TracedModel | PlannedModel:

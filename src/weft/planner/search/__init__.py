@@ -10,6 +10,7 @@ __all__ = [
     "CODE",
     "Answer",
     "Candidate",
+    "Fit",
     "PlannedModel",
     "Question",
     "answer",
@@ -21,6 +22,8 @@ __all__ = [
     "neighbours",
     "of_decoder",
     "read_model",
+    "tuned_question",
+    "what_fits",
 ]
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from weft.planner.search.moves import changed_words, estimated, neighbours
     from weft.planner.search.question import Question
     from weft.planner.search.ranks import drawn_schedule, memory_by_rank
+    from weft.planner.search.tuning import Fit, tuned_question, what_fits
 
 __getattr__ = loads(
     __name__,
@@ -37,6 +41,7 @@ __getattr__ = loads(
         "Answer": ".candidate",
         "CODE": ".model_source",
         "Candidate": ".candidate",
+        "Fit": ".tuning",
         "PlannedModel": ".model_source",
         "Question": ".question",
         "answer": ".best_plans",
@@ -48,5 +53,7 @@ __getattr__ = loads(
         "neighbours": ".moves",
         "of_decoder": ".model_source",
         "read_model": ".model_source",
+        "tuned_question": ".tuning",
+        "what_fits": ".tuning",
     },
 )

@@ -71,14 +71,37 @@ def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) 
         raise CheckpointError(
             f"{path}: its adapter {which} {differing[0]!r}, and the model's differs. Use the targets it was saved with."
         )
-    base: Mapping[str, str] = saved["base"]
     for name, digest in now["base"].items():
-        if base.get(name) != digest:
-            what = "had other values" if name in base else "was not there"
-            raise CheckpointError(
-                f"{path}: an adapter of another base: {name!r} {what} when it was saved. "
-                "Start from the weights that the adapter was trained on."
-            )
+        _expect_equal(name, digest, saved["base"], path)
+
+
+def expect_same_base(name: str, tensor: torch.Tensor, base: Mapping[str, str], path: object) -> None:
+    """Refuse a weight, whole, that is not the one beside which an adapter was trained.
+
+    Args:
+        name: of the weight.
+        tensor: its values, in their own order.
+        base: the digests that `adapter_state` gives.
+        path: of the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: for a weight with other values, or one that was not there.
+    """
+    digest = digest_of(tensor.detach().contiguous().view(-1), Part(tuple(tensor.shape)))
+    _expect_equal(name, _as_text(digest), base, path)
+
+
+def _expect_equal(name: str, digest: str, base: Mapping[str, str], path: object) -> None:
+    if base.get(name) != digest:
+        what = "had other values" if name in base else "was not there"
+        raise CheckpointError(
+            f"{path}: an adapter of another base: {name!r} {what} when it was saved. "
+            "Start from the weights that the adapter was trained on."
+        )
+
+
+def _as_text(digest: int | torch.Tensor) -> str:
+    return f"{int(digest) & (2**64 - 1):016x}"
 
 
 def _refuse_one_alone(record: Adapted | None, saved: Mapping[str, Any] | None, path: object) -> None:
@@ -100,7 +123,7 @@ def _digests(model: nn.Module) -> dict[str, str]:
         params = dict(model.named_parameters())
         sums = {name: digest_of(params[name].detach().contiguous().view(-1), Part(tuple(params[name].shape)))
                 for name in sorted(names_left_out(model))}  # fmt: skip
-        return {name: f"{int(total) & (2**64 - 1):016x}" for name, total in sums.items()}
+        return {name: _as_text(total) for name, total in sums.items()}
     engine, wanted = data_parallel(model), names_left_out(model)
     names = sorted(name for name in wanted if originals(model)[name].first == name)
     place = {name: index for index, name in enumerate(names)}
@@ -110,7 +133,7 @@ def _digests(model: nn.Module) -> dict[str, str]:
         if mine is not None:
             totals[place[one.name]] += digest_of(mine[1].detach(), one.part, mine[0]).to(totals.device)
     totals = all_reduce(totals, engine.axes.world)
-    return {name: f"{int(total) & (2**64 - 1):016x}" for name, total in zip(names, totals.tolist(), strict=True)}
+    return {name: _as_text(total) for name, total in zip(names, totals.tolist(), strict=True)}
 
 
 def digest_of(flat: torch.Tensor, part: Part, start: int = 0) -> torch.Tensor:
