@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from weft.data.order import marked, view_answer
+from weft.data.order import SampleStream, marked, view_answer, view_sample
+from weft.data.order.loader import build_batch
 from weft.data.prepared import SplitReader
 from weft.data.prepared.prepare import prepare_data
 from weft.data.read.documents import read_document
@@ -17,6 +19,7 @@ from weft.data.read.schema import Schema, detect_schema
 from weft.data.read.source import find_files
 from weft.errors import DataError
 from weft.spec.config import RunConfig
+from weft.train.tasks import token_cross_entropy
 
 PAIR = Schema("preference", prompt="prompt", chosen="chosen", rejected="rejected", role="role", content="content")
 VERDICT = Schema("feedback", prompt="prompt", completion="completion", label="label", role="role", content="content")
@@ -122,3 +125,20 @@ def test_other_data_is_refused_with_the_columns_it_needs(tmp_path):
         detect_schema(files, "text", {}, 1000, preferences=True)
     with pytest.raises(DataError, match=r"schema=feedback: it is for preference training. Set task.name=prefer"):
         detect_schema(files, "feedback", {}, 1000)
+
+
+def test_weights_of_turns_reach_the_batch_and_the_loss(tmp_path):
+    turns = [ASK, {**said("ab"), "weight": 0}, said("more", "user"), {**said("cd"), "weight": 0.5}]
+    prepared = prepare_data(config(tmp_path, {"messages": turns}, packing="pad"))
+    stream = SampleStream(prepared.train, seed=0, seq_len=96, packing="pad", borders=True)
+    batch = build_batch(stream, range(1), 1)
+    trained = batch["labels"] != -100
+    assert batch["weights"][trained].tolist() == [0.5] * 3  # c, d and the end of the turn
+    assert prepared.tokenizer.decode(batch["labels"][trained].tolist(), specials=True) == "cd<|im_end|>"
+    assert not batch["weights"][~trained].any()
+    logits = torch.randn(1, 96, 260, dtype=torch.float64)
+    loss, number = token_cross_entropy(logits, batch)
+    whole, _ = token_cross_entropy(logits, {"labels": batch["labels"]})
+    assert (loss.item(), number.item()) == (pytest.approx(0.5 * whole.item()), 1.5)
+    view = view_sample(stream.sample(0), prepared.tokenizer)
+    assert "0.5{cd<|im_end|>}" in marked(view)
