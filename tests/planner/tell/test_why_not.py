@@ -168,9 +168,9 @@ def test_words_of_other_tools(call, text):
 
 
 def test_an_owner_of_small_devices_is_offered_an_adapter_and_no_other_makers():
-    """An 8B model on one card of 24 GB: fine-tuning an adapter; larger devices are of the same maker."""
-    asked = Question.of("llama3-8b", "1xrtx4090", seq_len=1024, global_batch=4, most_plans=4000)
+    """A 7B model on one card of 24 GB: fine-tuning an adapter; larger devices are of the same maker."""
+    asked = Question.of("llama2-7b", "1xrtx4090", seq_len=1024, global_batch=4, most_plans=4000)
     found = nearest_yes(asked)
-    assert found[0].text == "adapter=16"
+    assert found[0].text.startswith("adapter=16")
     makers = [one.question.cluster.device.title.partition(" ")[0] for one in found]
     assert set(makers) == {"NVIDIA"}

@@ -67,9 +67,11 @@ def _maker(device: DeviceSpec) -> str:
 
 
 def _adapters(question: Question) -> Iterator[str]:
-    """An adapter in place of all weights, on what is there."""
-    if question.job.adapter is None and isinstance(question.model.spec, DecoderSpec):
-        yield "adapter=16"
+    """An adapter in place of all weights, on what is there; then with shorter sequences."""
+    if question.job.adapter is not None or not isinstance(question.model.spec, DecoderSpec):
+        return
+    yield "adapter=16"
+    yield from (f"adapter=16,{shorter}" for shorter in _shorter_sequences(question))
 
 
 def _shorter_sequences(question: Question) -> Iterator[str]:
