@@ -48,9 +48,9 @@ class TaskSection(Section):
 
     name: TaskName | None = None
     """masked_lm, classify_text, classify_tokens, seq2seq or embed, with the Hugging Face folder of model.path; prefer,
-    which learns from preferred answers; distill, which follows a teacher; classify_images, with a folder of pictures; or
-    your own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form: `task =
-    "classify_text"`. By default a decoder trained on text."""
+    which learns from preferred answers; distill, which follows a teacher; classify_images, with a folder of pictures;
+    or your own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form:
+    `task = "classify_text"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 

@@ -6,6 +6,7 @@ Nothing is converted in memory: a tensor of the model is described as pieces of 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
