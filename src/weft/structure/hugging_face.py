@@ -18,6 +18,7 @@ from torch import nn
 
 from weft import env
 from weft.errors import DataError, MissingExtra, ModelError
+from weft.private_torch import named_modules
 from weft.spec.model import image_shape, number
 
 #: Numbers by which models change their logits after the head.
@@ -241,7 +242,7 @@ def longest_text(model: nn.Module) -> int | None:
 
     Tables of positions whose first rows stand for padding (RoBERTa) are shorter than the config says.
     """
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
             return module.num_embeddings - module.padding_idx - 1
     if hasattr(getattr(model, "config", None), "relative_attention_num_buckets"):

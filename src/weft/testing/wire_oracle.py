@@ -65,5 +65,6 @@ def _add(flats: Sequence[torch.Tensor], added_in: torch.dtype) -> torch.Tensor:
     wide = torch.promote_types(added_in, torch.float32)
     level = [flat.to(added_in).to(wide) for flat in flats]
     while len(level) > 1:
-        level = [sum(level[at + 1 : at + 2], start=level[at]) for at in range(0, len(level), 2)]
+        pairs = [level[at : at + 2] for at in range(0, len(level), 2)]
+        level = [pair[0] if len(pair) == 1 else pair[0] + pair[1] for pair in pairs]
     return level[0].to(added_in).to(flats[0].dtype)

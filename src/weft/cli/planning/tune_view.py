@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from weft.units import format_bytes, format_count, format_seconds
 
-if TYPE_CHECKING:
-    from weft.planner.search import Fit
+#: What `what_fits` gives one of.
+Fit = Any
 
 _WIDE = 150
 

@@ -34,7 +34,7 @@ from weft.data.tokens import (
     train_bpe,
 )
 from weft.errors import DataError
-from weft.spec.config import TokenizerSection
+from weft.spec import RunConfig
 
 _CHECKED = "checked.json"
 #: How long a check of the digests is believed, while no file is written to: a disk may forget without being asked.
@@ -54,9 +54,10 @@ class CachedSource:
 
 
 def ready_tokenizer(
-    cache: Path, section: TokenizerSection, train: Sequence[WantedSource], report: Report | None
+    cache: Path, config: RunConfig, train: Sequence[WantedSource], report: Report | None
 ) -> tuple[Path, Tokenizer]:
     """The tokenizer of the config, made where it is not there yet, and its folder."""
+    section = config.tokenizer
     if section.kind == "bytes":
         key = key_of("bytes", FORMAT_VERSION)
     elif section.kind == "file":

@@ -66,7 +66,7 @@ def _prepare(
     report: Report | None,
 ) -> PreparedData:
     cache.mkdir(parents=True, exist_ok=True)
-    tokenizer_dir, tokenizer = ready_tokenizer(cache, config.tokenizer, train, report)
+    tokenizer_dir, tokenizer = ready_tokenizer(cache, config, train, report)
     summary = [f"tokenizer: {config.tokenizer.kind}, {tokenizer.vocab_size} entries"]
 
     def ready(wanted: WantedSource) -> tuple[WantedSource, CachedSource]:
@@ -96,7 +96,7 @@ def _prepare(
 
 
 def cache_folder(data: DataSection) -> Path:
-    """Where tokenised data of this config is kept."""
+    """Return where tokenised data of this config is kept."""
     return (Path(data.cache_dir).expanduser() if data.cache_dir else env.cache_dir() / "data").absolute()
 
 

@@ -74,9 +74,14 @@ class WantedSource:
 
 
 def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[str]:
-    """sha256 of each file. Size and time of change only tell whether what was read before is still true.
+    """Return the sha256 of each file. Size and time of change only tell whether what was read before is still true.
 
     So a file that is touched, copied or moved is read again, and gives the same digest.
+
+    Args:
+        cache: where digests are kept.
+        files: to be read.
+        report: told of the bytes that were read.
     """
     known = (
         cache

@@ -10,7 +10,6 @@ __all__ = [
     "CODE",
     "Answer",
     "Candidate",
-    "Fit",
     "PlannedModel",
     "Question",
     "answer",
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from weft.planner.search.moves import changed_words, estimated, neighbours
     from weft.planner.search.question import Question
     from weft.planner.search.ranks import drawn_schedule, memory_by_rank
-    from weft.planner.search.tuning import Fit, tuned_question, what_fits
+    from weft.planner.search.tuning import tuned_question, what_fits
 
 __getattr__ = loads(
     __name__,
@@ -41,7 +40,6 @@ __getattr__ = loads(
         "Answer": ".candidate",
         "CODE": ".model_source",
         "Candidate": ".candidate",
-        "Fit": ".tuning",
         "PlannedModel": ".model_source",
         "Question": ".question",
         "answer": ".best_plans",

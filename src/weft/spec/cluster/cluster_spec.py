@@ -109,10 +109,10 @@ class ClusterSpec:
             raise _error(f"cluster={text!r}: a cluster is [nodes x] devices x name. Write e.g. '2x8xh100'.")
         first, second, name = match.groups()
         _expect_number_first(text, name if first is None else "")
-        nodes, devices = (first, second) if second else ("1", first or "1")
-        if int(nodes) < 1 or int(devices) < 1:
+        nodes, devices = (int(first), int(second)) if first and second else (1, int(first or 1))
+        if nodes < 1 or devices < 1:
             raise _error(f"cluster={text}: a cluster has at least one device. Write e.g. '8x{name}'.")
-        return cls(nodes=int(nodes), devices_per_node=int(devices), device=device(name))
+        return cls(nodes=nodes, devices_per_node=devices, device=device(name))
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:

@@ -11,7 +11,6 @@ __all__ = [
     "AlertSection",
     "ChannelSection",
     "DataSection",
-    "FOLDER_TASKS",
     "ModelSection",
     "OptimizerGroup",
     "OptimizerSection",
@@ -21,8 +20,7 @@ __all__ = [
     "SampleSection",
     "ScheduleSection",
     "SourceSection",
-    "TEXT_TASKS",
-    "TokenizerSection",
+    "TRAINS",
     "changed_keys",
     "value_at",
 ]
@@ -31,19 +29,16 @@ if TYPE_CHECKING:
     from weft.spec.config.adapter_section import AdapterSection
     from weft.spec.config.changes import changed_keys, value_at
     from weft.spec.config.monitor_sections import AlertSection, ChannelSection, SinkSection
+    from weft.spec.config.optimizer_sections import OptimizerGroup, OptimizerSection, ScheduleSection
     from weft.spec.config.run_config import (
         STDLIB_SOURCE,
         DataSection,
         ModelSection,
-        OptimizerGroup,
-        OptimizerSection,
         RunConfig,
         SampleSection,
-        ScheduleSection,
         SourceSection,
-        TokenizerSection,
     )
-    from weft.spec.config.setting_types import FOLDER_TASKS, TEXT_TASKS
+    from weft.spec.config.setting_types import TRAINS
 
 __getattr__ = loads(
     __name__,
@@ -53,17 +48,15 @@ __getattr__ = loads(
         "ChannelSection": ".monitor_sections",
         "SinkSection": ".monitor_sections",
         "DataSection": ".run_config",
-        "FOLDER_TASKS": ".setting_types",
         "ModelSection": ".run_config",
-        "OptimizerGroup": ".run_config",
-        "OptimizerSection": ".run_config",
+        "OptimizerGroup": ".optimizer_sections",
+        "OptimizerSection": ".optimizer_sections",
         "RunConfig": ".run_config",
         "STDLIB_SOURCE": ".run_config",
         "SampleSection": ".run_config",
-        "ScheduleSection": ".run_config",
+        "ScheduleSection": ".optimizer_sections",
         "SourceSection": ".run_config",
-        "TEXT_TASKS": ".setting_types",
-        "TokenizerSection": ".run_config",
+        "TRAINS": ".setting_types",
         "changed_keys": ".changes",
         "value_at": ".changes",
     },

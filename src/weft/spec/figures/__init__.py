@@ -14,7 +14,6 @@ __all__ = [
     "STANDARD",
     "RunSpan",
     "StandardAlert",
-    "condition",
     "parse_condition",
     "series",
     "simple_parts",

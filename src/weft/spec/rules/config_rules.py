@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
-from weft.spec.config import FOLDER_TASKS, TEXT_TASKS, AdapterSection, RunConfig
+from weft.spec.config import TRAINS, AdapterSection, RunConfig
 from weft.spec.files import origin_of, shown
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
@@ -61,7 +61,7 @@ def _beside_path(config: RunConfig) -> list[str]:
 
 def _is_on_text(config: RunConfig) -> bool:
     """Whether the run trains the text decoder, by whatever loss."""
-    return config.task.name in (None, *TEXT_TASKS)
+    return config.task.name is None or TRAINS.get(config.task.name) == "decoder"
 
 
 def _warmup(config: RunConfig) -> int:
@@ -96,7 +96,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         name="task-has-its-folder",
         keys=("model.path", "task.name"),
         reason="Tasks that start from a pretrained model need its folder.",
-        predicate=lambda config: config.task.name in FOLDER_TASKS and not config.model.path,
+        predicate=lambda config: TRAINS.get(config.task.name or "") == "folder" and not config.model.path,
         message=lambda config: (
             f'"": task.name={config.task.name} trains the model of a Hugging Face folder. Set model.path to the folder.'
         ),

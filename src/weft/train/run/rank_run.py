@@ -142,8 +142,7 @@ class _RankRun:
             progress, notes = keeper.resume()
         if progress.step >= self.config.train.steps:
             if is_first:
-                done = already_done(self.folder, self.task, progress.step, self.command)
-                tell(self.terminal, [*notes, *done])
+                tell(self.terminal, [*notes, *already_done(self.folder, self.task, progress.step, self.command)])
             return RunResult(progress.step, "finished")
         start_step = progress.step
         recorder = limit = watch = None
@@ -190,8 +189,8 @@ class _RankRun:
         if is_first:
             if limit and reason == ASKED_TO_STOP:
                 reason = limit.reason or reason
-            ending = Ending(progress, reason, shown, times)
-            tell(self.terminal, closing_lines(self.folder, self.task, ending, self.command))
+            lines = closing_lines(self.folder, self.task, Ending(progress, reason, shown, times), self.command)
+            tell(self.terminal, lines)
         return RunResult(progress.step, reason, parting)
 
     def _figures(self, recorder: RunRecorder | None) -> FigureHook | None:

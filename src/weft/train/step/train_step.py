@@ -119,15 +119,8 @@ class TrainStep:
         if self._nominal is None:
             self._nominal = _power_of_two(self._values_in(microbatches))
         self._data_parallel.begin_step()
-        # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
-        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        # An assignment would send the number, and wait until it is there.
-        totals[2].fill_(float(self.wants_stop or self.asks))
-        if self._looks_for_copies and not isinstance(batch, Microbatches):
-            totals = torch.cat([totals, fingerprint(batch).to(self.mesh.device)])
         watched = self._replicas.number()
-        if watched is not None:
-            totals = torch.cat([totals, watched])
+        totals = self._first_totals(batch, watched)
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
         coders = self._data_parallel.coders
         if coders.owes:  # and then the host decides about every step
@@ -166,6 +159,19 @@ class TrainStep:
             metrics = self._update_unread(numbers) if known is None else self._update(known)
         self.mesh.pulse.in_step = self._is_first = False
         return metrics
+
+    def _first_totals(self, batch: Any, watched: torch.Tensor | None) -> torch.Tensor:
+        """Sum of losses, token count, ranks that want to stop; then what is looked for. One collective for all.
+
+        float64, (3 or more,): small and exact. watched: what replicas compare.
+        """
+        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        # An assignment would send the number, and wait until it is there.
+        totals[2].fill_(float(self.wants_stop or self.asks))
+        looked = [] if watched is None else [watched]
+        if self._looks_for_copies and not isinstance(batch, Microbatches):
+            looked.insert(0, fingerprint(batch).to(self.mesh.device))
+        return torch.cat([totals, *looked]) if looked else totals
 
     @property
     def loss_scale(self) -> LossScale:

@@ -68,9 +68,9 @@ class Task:
     #: What a batch holds `train.global_batch` of, in the plural.
     sample_unit: ClassVar[str] = "samples"
     #: What evaluations find beside the loss; `sums` and `measure` compute it.
-    metrics: ClassVar[tuple[Metric, ...]] = ()
+    metrics: tuple[Metric, ...] = ()
     #: Names of what `sums` gives.
-    sum_names: ClassVar[tuple[str, ...]] = ()
+    sum_names: tuple[str, ...] = ()
     #: Sections and settings of the decoder that this task reads too, such as "data" or "train.seq_len". Weft refuses
     #: the others where they are set, so that none is silently ignored.
     sections: ClassVar[tuple[str, ...]] = ()

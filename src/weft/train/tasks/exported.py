@@ -96,8 +96,9 @@ def _stored_together(model: Any, names: Sequence[str], core: Any) -> list[list[s
     tables: Any = importlib.import_module("transformers.conversion_mapping")
     # What transformers notes on a model that it loads: it looks it up again for each call otherwise.
     used = tables.get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = [one for one in used if not isinstance(one, core.PrefixChange)] or None
-    back = [one.reverse_transform() for one in reversed(model._weight_conversions or ())]
+    kept = [one for one in used if not isinstance(one, core.PrefixChange)]
+    setattr(model, "_weight_conversions", kept or None)  # noqa: B010
+    back = [one.reverse_transform() for one in reversed(kept)]
     converters = [one for one in back if isinstance(one, core.WeightConverter)]
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=core.dot_natural_key):

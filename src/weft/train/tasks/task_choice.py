@@ -17,7 +17,7 @@ _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 
 #: Of the tasks that have a name: the class, and the one for a pretrained folder.
 _CLASSES = {
-    "classify_images": ("weft.train.tasks.image_class_task:ImageClassTask",) * 2,
+    "classify_images": ("weft.train.tasks.tuned:ImageClassTask",) * 2,
     "classify_text": ("weft.train.tasks.tuned:TextClassTask",) * 2,
     "classify_tokens": ("weft.train.tasks.tuned:TokenClassTask",) * 2,
     "embed": ("weft.train.tasks.tuned:EmbedTask",) * 2,

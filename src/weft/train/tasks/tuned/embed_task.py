@@ -33,14 +33,13 @@ _NO_PP = Limit(
 class EmbedTask(FolderTask):
     """An embedding model, trained on pairs that belong together.
 
-    Args:
-        query: column of the first text.
-        positive: column of the text that belongs to it.
-        negative: column of a text that does not; "": there is none.
-        pooling: how a text's vector comes from its tokens' (mean, cls: the first, last).
-        normalise: whether vectors have length 1.
-        temperature: what the products of vectors are divided by.
-        pad_multiple: what the length of a batch's texts is rounded up to.
+    query: column of the first text.
+    positive: column of the text that belongs to it.
+    negative: column of a text that does not; "": there is none.
+    pooling: how a text's vector comes from its tokens' (mean, cls: the first, last).
+    normalise: whether vectors have length 1.
+    temperature: what the products of vectors are divided by.
+    pad_multiple: what the length of a batch's texts is rounded up to.
     """
 
     query: str = "query"
@@ -97,7 +96,7 @@ class EmbedTask(FolderTask):
         return {**row, "is_blank": np.ones(1, np.uint8)}
 
     def collate(self, samples: Sequence[_Pair]) -> dict[str, torch.Tensor]:
-        """Stack the texts of a pair one below the other, pair by pair."""
+        """Lay the texts of a pair one below the other, pair by pair."""
         import torch
 
         rows = [one.row for one in samples]

@@ -22,7 +22,7 @@ from weft.train.folder import RunFolder, free_name, run_folder
 from weft.train.task import Report, Task
 from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, keep_base
 from weft.train.tasks.tuned.padding import FilledUp, padded, padded_length
-from weft.train.tasks.tuned.table_data import Rows, TableReader, TableRecord, Tables
+from weft.train.tasks.tuned.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.units import format_count
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class FolderTask(Task):
     pad_multiple: int = 8
 
     _folder: RunFolder | None = None
-    _tables: Tables | None = None
+    _tables: SplitTables | None = None
     _notes: Sequence[str] = ()
 
     # --- what a task says ---
@@ -140,14 +140,14 @@ class FolderTask(Task):
         options = {key: value for key, value in self.config.task.options.items() if key not in self.free_options}
         return [self.config.task.name, options, self.config.train.seq_len, hasher.hexdigest()]
 
-    def _refuse_other(self, folder: RunFolder, tables: Tables) -> None:
-        if Tables.from_json(folder.text(_ROWS)).digests != tables.digests:
+    def _refuse_other(self, folder: RunFolder, tables: SplitTables) -> None:
+        if SplitTables.from_json(folder.text(_ROWS)).digests != tables.digests:
             raise DataError(
                 f"data: the rows are not those that the run in {str(folder.path)!r} was started with. Use "
                 f"{free_name(folder)} for a new run, or bring the old data back to resume."
             )
 
-    def _take(self, tables: Tables) -> None:
+    def _take(self, tables: SplitTables) -> None:
         self._tables = tables
         self.settle(tables.found)
 
@@ -165,10 +165,10 @@ class FolderTask(Task):
 
     def open(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._take(Tables.from_json(folder.text(_ROWS)))
+        self._take(SplitTables.from_json(folder.text(_ROWS)))
 
     @property
-    def tables(self) -> Tables:
+    def tables(self) -> SplitTables:
         """The rows, after `prepare` or `open`."""
         assert self._tables is not None
         return self._tables

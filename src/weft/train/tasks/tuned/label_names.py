@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weft.errors import ConfigError, Problem
-from weft.train.tasks.tuned.scores import ordered_labels
+from weft.train.tasks.tuned.class_counts import ordered_labels
 from weft.train.tasks.tuned.table_data import TableRecord
 
 _MOST = 10_000

@@ -31,10 +31,9 @@ class MaskedTask(FolderTask):
     Of each row a share of the tokens is chosen, by (seed, epoch, row, position). 80 % of them become the mask token,
     10 % any token, and 10 % stay as they are.
 
-    Args:
-        text: column of the text.
-        share: of the tokens that are chosen, at least one of each row.
-        pad_multiple: what the length of a batch's rows is rounded up to.
+    text: column of the text.
+    share: of the tokens that are chosen, at least one of each row.
+    pad_multiple: what the length of a batch's rows is rounded up to.
     """
 
     text: str = "text"

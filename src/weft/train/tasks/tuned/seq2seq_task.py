@@ -25,12 +25,11 @@ class Seq2SeqTask(FolderTask):
 
     The decoder reads the target moved by one place, behind the token that the model's config starts with.
 
-    Args:
-        source: column of the text that is read.
-        target: column of the text that is written.
-        prefix: put before every source, such as "summarize: ".
-        target_len: tokens of a target; train.seq_len is for sources.
-        pad_multiple: what lengths are rounded up to.
+    source: column of the text that is read.
+    target: column of the text that is written.
+    prefix: put before every source, such as "summarize: ".
+    target_len: tokens of a target; train.seq_len is for sources.
+    pad_multiple: what lengths are rounded up to.
     """
 
     source: str = "source"

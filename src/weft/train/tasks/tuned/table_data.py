@@ -79,7 +79,7 @@ class TableRecord:
 
 
 @dataclass(frozen=True)
-class Tables:
+class SplitTables:
     """The rows of a run, in folders that are opened when rows are asked for. eval_folder: None, nothing is evaluated.
 
     found: what the task's survey returned. digests: names of the content of both. summary: lines for people.
@@ -106,7 +106,7 @@ class Tables:
         return json.dumps(asdict(self), indent=1, default=str) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Tables:
+    def from_json(cls, text: str) -> SplitTables:
         """Read what `to_json` wrote.
 
         Raises:
@@ -148,7 +148,7 @@ class TableReader:
         self._data, self._key, self._rows, self._survey, self._report = data, key, rows, survey, report
         self._summary: list[str] = []
 
-    def tables(self) -> Tables:
+    def tables(self) -> SplitTables:
         """Return the rows of training and evaluation.
 
         Raises:
@@ -169,7 +169,7 @@ class TableReader:
             self._summary.append("evaluation: none (data.holdout=0 and no data.eval)")
         digests = (trained.digest, evaluated.digest if evaluated is not None else None)
         kept = evaluated.folder if evaluated is not None else None
-        return Tables(trained.folder, kept, trained.notes["found"], digests, tuple(self._summary))
+        return SplitTables(trained.folder, kept, trained.notes["found"], digests, tuple(self._summary))
 
     def _files(self, key: str, sources: Sequence[SourceSection]) -> list[FileSet]:
         for number, source in enumerate(sources):

@@ -31,13 +31,12 @@ _NO_SP = Limit((0,), "the head reads one token of each text, which one rank alon
 class TextClassTask(FolderTask):
     """Sequence classification, and regression with one output.
 
-    Args:
-        text: column of the text.
-        pair: column of the second text; "": there is none.
-        label: column of the label: a name or a whole number, or with `regression` any number.
-        labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
-        regression: whether numbers are learnt, by the squared error.
-        pad_multiple: what the length of a batch's texts is rounded up to.
+    text: column of the text.
+    pair: column of the second text; "": there is none.
+    label: column of the label: a name or a whole number, or with `regression` any number.
+    labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
+    regression: whether numbers are learnt, by the squared error.
+    pad_multiple: what the length of a batch's texts is rounded up to.
     """
 
     text: str = "text"

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 class TokenClassTask(FolderTask):
     """Token classification: named entities, parts of speech.
 
-    Args:
-        words: column of the words: a list of texts, or one text that is split at spaces.
-        tags: column of their labels, as many.
-        labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
-        pad_multiple: what the length of a batch's texts is rounded up to.
+    words: column of the words: a list of texts, or one text that is split at spaces.
+    tags: column of their labels, as many.
+    labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
+    pad_multiple: what the length of a batch's texts is rounded up to.
     """
 
     words: str = "tokens"
