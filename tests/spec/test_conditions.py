@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weft.errors import ConfigError
 from weft.spec.figures import FIGURES, STANDARD, RunSpan, parse_condition, simple_parts
-from weft.spec.figures.condition import Any_, Compare, Every, Happened, Missing, Series, State, Stuck, Trend
+from weft.spec.figures.conditions import Any_, Compare, Every, Happened, Missing, Series, State, Stuck, Trend
 from weft.spec.files.config_file import format_config, parse_config
 
 STEPS_200, MINUTE = RunSpan(200, "steps"), RunSpan(60, "s")

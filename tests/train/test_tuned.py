@@ -26,7 +26,7 @@ from weft.train import prepare_run, run_rank
 from weft.train.planned.auto_plan import settle_plan
 from weft.train.task import Share
 from weft.train.tasks.task_choice import find_task
-from weft.train.tasks.tuned import scores
+from weft.train.tasks.tuned import class_counts
 
 transformers = pytest.importorskip("transformers")
 
@@ -276,37 +276,39 @@ def test_targets_are_moved_by_one_and_padding_is_not_counted(config):
 @settings(max_examples=60, deadline=None)
 def test_scores_add_up_over_parts(pairs, cut):
     said, true = (torch.tensor(each) for each in zip(*pairs, strict=True))
-    sums = dict.fromkeys(scores.class_sum_names(4), 0.0)
+    sums = dict.fromkeys(class_counts.class_sum_names(4), 0.0)
     for part in (slice(None, cut), slice(cut, None)):
-        for name, value in scores.class_sums(said[part], true[part], 4).items():
+        for name, value in class_counts.class_sums(said[part], true[part], 4).items():
             sums[name] += float(value)
     counted = [(one, other) for one, other in pairs if other >= 0]
     if not counted:
-        assert scores.accuracy(sums, 4) is None
+        assert class_counts.accuracy(sums, 4) is None
         return
-    assert scores.accuracy(sums, 4) == pytest.approx(sum(one == other for one, other in counted) / len(counted))
+    assert class_counts.accuracy(sums, 4) == pytest.approx(sum(one == other for one, other in counted) / len(counted))
     each = []
     for label in {label for pair in counted for label in pair}:
         hit = sum(one == other == label for one, other in counted)
         each.append(2 * hit / sum((one == label) + (other == label) for one, other in counted))
-    assert scores.macro_f1(sums, 4) == pytest.approx(sum(each) / len(each))
+    assert class_counts.macro_f1(sums, 4) == pytest.approx(sum(each) / len(each))
 
 
 @given(values=st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=3, max_size=20))
 @settings(max_examples=40, deadline=None)
 def test_correlation_is_pearsons(values):
     x, y = (torch.tensor(each, dtype=torch.float64) for each in zip(*values, strict=True))
-    found = scores.correlation({name: float(value) for name, value in scores.pair_sums(x, y).items()}, len(values))
+    found = class_counts.correlation(
+        {name: float(value) for name, value in class_counts.pair_sums(x, y).items()}, len(values)
+    )
     if x.std() < 1e-3 or y.std() < 1e-3:
         return
     assert found == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-6)
 
 
 def test_labels_have_an_order_that_people_expect():
-    assert scores.ordered_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
-    assert scores.ordered_labels(["b", "a", "10"]) == ["10", "a", "b"]
-    assert scores.perplexity({"loss": 2.0, "count": 4.0}) == pytest.approx(math.exp(0.5))
-    assert scores.perplexity({"loss": 0.0, "count": 0.0}) is None
+    assert class_counts.ordered_labels(["10", "9", "-1", "9"]) == ["-1", "9", "10"]
+    assert class_counts.ordered_labels(["b", "a", "10"]) == ["10", "a", "b"]
+    assert class_counts.perplexity({"loss": 2.0, "count": 4.0}) == pytest.approx(math.exp(0.5))
+    assert class_counts.perplexity({"loss": 0.0, "count": 0.0}) is None
 
 
 # --- what goes wrong ---

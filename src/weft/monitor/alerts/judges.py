@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
+import weft.spec.figures.conditions as kinds
 from weft.monitor.alerts.judge_windows import MOST_KEPT, Streak, TimeWindow
 from weft.monitor.figures import FigureReading
 from weft.spec.figures import FIGURES, Condition
-from weft.spec.figures import condition as kinds
 from weft.units import format_bytes, format_seconds
 
 #: Parts that a trend's span is divided into, and quarters that must all go the same way.

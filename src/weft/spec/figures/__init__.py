@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.spec.figures.condition import Condition, RunSpan, simple_parts
+    from weft.spec.figures.conditions import Condition, RunSpan, simple_parts
     from weft.spec.figures.figure import Figure, series, split_series
     from weft.spec.figures.figure_table import FIGURES, SHORT
     from weft.spec.figures.grammar import parse_condition
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
-        "Condition": ".condition",
+        "Condition": ".conditions",
         "FIGURES": ".figure_table",
         "Figure": ".figure",
         "SHORT": ".figure_table",
         "STANDARD": ".standard_alerts",
-        "RunSpan": ".condition",
+        "RunSpan": ".conditions",
         "StandardAlert": ".standard_alerts",
         "parse_condition": ".grammar",
         "series": ".figure",
-        "simple_parts": ".condition",
+        "simple_parts": ".conditions",
         "split_series": ".figure",
     },
 )

@@ -19,7 +19,7 @@ import re
 from typing import Literal, cast
 
 from weft.errors import did_you_mean
-from weft.spec.figures.condition import (
+from weft.spec.figures.conditions import (
     EVENTS,
     Any_,
     Compare,

@@ -189,9 +189,11 @@ class _RankRun:
         if is_first:
             if limit and reason == ASKED_TO_STOP:
                 reason = limit.reason or reason
-            lines = closing_lines(self.folder, self.task, Ending(progress, reason, shown, times), self.command)
-            tell(self.terminal, lines)
+            self._close(Ending(progress, reason, shown, times))
         return RunResult(progress.step, reason, parting)
+
+    def _close(self, ending: Ending) -> None:
+        tell(self.terminal, closing_lines(self.folder, self.task, ending, self.command))
 
     def _figures(self, recorder: RunRecorder | None) -> FigureHook | None:
         """The observer of figures of this rank; None where the config wants none."""

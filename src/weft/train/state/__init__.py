@@ -9,7 +9,6 @@ from weft.lazy import loads
 __all__ = [
     "Copies",
     "DigestsBehind",
-    "GroupSource",
     "adapter_state",
     "capture_model",
     "copied",
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from weft.train.state.digests_behind import DigestsBehind
     from weft.train.state.on_ranks import gather, on_each, on_first, together
     from weft.train.state.state import (
-        GroupSource,
         capture_model,
         copied,
         expected_bytes,
@@ -48,7 +46,6 @@ __getattr__ = loads(
     {
         "Copies": ".copies",
         "DigestsBehind": ".digests_behind",
-        "GroupSource": ".state",
         "adapter_state": ".adapter_base",
         "capture_model": ".state",
         "expect_same_base": ".adapter_base",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -146,7 +146,17 @@ class GroupSource:
         self._checkpoint.read(self._group, name, part, start, out)
 
 
-def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> list[str]:
+class Averages(Protocol):
+    """Averages of weights that are kept beside them."""
+
+    def restore(self, source: GroupSource, num_updates: int) -> None:
+        """Take what a checkpoint has of them."""
+        ...
+
+
+def resume(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, ema: Averages | None = None
+) -> list[str]:
     """Give a parallelized model and its optimizer what `pieces` gave under any plan. All ranks call it.
 
     Each reads what it holds, and nothing else. Returns lines that say what is left out because it fits another plan
@@ -156,10 +166,13 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Check
         model: what `parallelize` returned.
         optimizer: adopted by a step.
         checkpoint: open.
+        ema: averages of the weights, to be restored too.
 
     Raises:
         CheckpointError: for a checkpoint of another model.
     """
+    if ema is not None:
+        ema.restore(GroupSource(checkpoint, "ema"), int(checkpoint.state["ema"]["num_updates"]))
     weights, engine = GroupSource(checkpoint, "model"), data_parallel(model)
     check_base(model, checkpoint.state.get("adapter"), checkpoint.path)
     own, axes, saved, left_out = model_tensors(model), engine.axes, weights.entries, names_left_out(model)

@@ -12,7 +12,7 @@ from weft.data.order import derive_key
 from weft.data.prepared import RowTable
 from weft.errors import ConfigError, Problem
 from weft.train.task import Metric
-from weft.train.tasks.tuned import scores
+from weft.train.tasks.tuned import class_counts
 from weft.train.tasks.tuned.folder_task import IGNORED, FolderTask
 from weft.train.tasks.tuned.padding import FilledUp, padded
 from weft.train.tasks.tuned.table_data import Rows, TableRecord
@@ -97,7 +97,7 @@ class MaskedTask(FolderTask):
     loss.takes_head_loss = True
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
-        return {"perplexity": scores.perplexity(sums)}
+        return {"perplexity": class_counts.perplexity(sums)}
 
 
 class _MaskedRows(Sequence[dict[str, np.ndarray]]):

@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.errors import ConfigError, Problem
 from weft.train.task import Metric
-from weft.train.tasks.tuned import scores
+from weft.train.tasks.tuned import class_counts
 from weft.train.tasks.tuned.folder_task import IGNORED, FolderTask
 from weft.train.tasks.tuned.padding import padded, padded_length
 from weft.train.tasks.tuned.table_data import Rows, TableRecord
@@ -116,4 +116,4 @@ class Seq2SeqTask(FolderTask):
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         share = sums["right"] / sums["count"] if sums["count"] else None
-        return {"perplexity": scores.perplexity(sums), "token_accuracy": share}
+        return {"perplexity": class_counts.perplexity(sums), "token_accuracy": share}

@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.spec.traced import Limit
 from weft.train.task import Metric
-from weft.train.tasks.tuned import scores
+from weft.train.tasks.tuned import class_counts
 from weft.train.tasks.tuned.folder_task import IGNORED, FolderTask
 from weft.train.tasks.tuned.label_names import label_fields, label_id, label_text, settled_labels
 from weft.train.tasks.tuned.table_data import Rows, TableRecord
@@ -55,7 +55,7 @@ class TextClassTask(FolderTask):
 
     def settle(self, found: Mapping[str, Any]) -> None:
         self._names: list[str] = found.get("labels", [])
-        self.sum_names = scores.PAIR_SUMS if self.regression else scores.class_sum_names(len(self._names))
+        self.sum_names = class_counts.PAIR_SUMS if self.regression else class_counts.class_sum_names(len(self._names))
 
     def limits(self) -> dict[str, Limit]:
         return {**super().limits(), "sp": _NO_SP}
@@ -107,15 +107,15 @@ class TextClassTask(FolderTask):
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
         labels = batch["labels"]
         if not self.regression:
-            return scores.class_sums(output.argmax(-1), labels, len(self._names))
+            return class_counts.class_sums(output.argmax(-1), labels, len(self._names))
         counts = labels.isfinite()
-        return scores.pair_sums(output[counts, 0], labels[counts])
+        return class_counts.pair_sums(output[counts, 0], labels[counts])
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         if self.regression:
-            return {"pearson": scores.correlation(sums, sums["count"])}
+            return {"pearson": class_counts.correlation(sums, sums["count"])}
         number = len(self._names)
-        return {"accuracy": scores.accuracy(sums, number), "macro_f1": scores.macro_f1(sums, number)}
+        return {"accuracy": class_counts.accuracy(sums, number), "macro_f1": class_counts.macro_f1(sums, number)}
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:

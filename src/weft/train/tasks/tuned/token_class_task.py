@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weft.train.task import Metric
-from weft.train.tasks.tuned import scores
+from weft.train.tasks.tuned import class_counts
 from weft.train.tasks.tuned.folder_task import IGNORED, FolderTask
 from weft.train.tasks.tuned.label_names import label_fields, label_id, label_text, settled_labels
 from weft.train.tasks.tuned.padding import padded
@@ -47,7 +47,7 @@ class TokenClassTask(FolderTask):
 
     def settle(self, found: Mapping[str, Any]) -> None:
         self._names: list[str] = found.get("labels", [])
-        self.sum_names = scores.class_sum_names(len(self._names))
+        self.sum_names = class_counts.class_sum_names(len(self._names))
 
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
         seen: set[str] = set()
@@ -88,11 +88,11 @@ class TokenClassTask(FolderTask):
         return token_cross_entropy(output, batch)
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
-        return scores.class_sums(output.argmax(-1), batch["labels"], len(self._names))
+        return class_counts.class_sums(output.argmax(-1), batch["labels"], len(self._names))
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         number = len(self._names)
-        return {"accuracy": scores.accuracy(sums, number), "macro_f1": scores.macro_f1(sums, number)}
+        return {"accuracy": class_counts.accuracy(sums, number), "macro_f1": class_counts.macro_f1(sums, number)}
 
 
 def _listed(record: TableRecord, column: str, option: str) -> list[Any]:
