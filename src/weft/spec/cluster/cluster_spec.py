@@ -23,6 +23,8 @@ TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
 _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
 #: Of a host's memory, what all its ranks may pin: as the setting `memory.pinned_limit` has it by default.
 _PINNED_SHARE = 0.6
+#: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
+_POWER_EXPONENT = 0.85
 _TURNED = re.compile(r"(.+)x([0-9]{1,7})")
 #: Number of a device file -> (field of DeviceSpec, factor to its base unit).
 _NUMBERS = {
@@ -209,7 +211,21 @@ def _device_of(value: object) -> DeviceSpec:
         raise _error(f'device.like={shown(like)}: like and name are strings. Use e.g. like = "h100".', "device")
     base = device(like) if like is not None else DeviceSpec(name="custom")
     changed = _changed(base, table)
+    if "watts" in table and "measured_tflops" not in table:
+        changed = capped(changed, base.watts)
     return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device
+
+
+def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
+    """Return a device whose power cap costs it matmul rate; one at its rated power, or never measured, as it is.
+
+    Args:
+        spec: with the cap as its power.
+        rated_watts: of the device as it is sold.
+    """
+    if not rated_watts or not spec.watts or not spec.measured_flops or spec.watts >= rated_watts:
+        return spec
+    return replace(spec, measured_flops=spec.measured_flops * (spec.watts / rated_watts) ** _POWER_EXPONENT)
 
 
 def _changed(base: DeviceSpec, table: Mapping[str, object]) -> DeviceSpec:
