@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from weft.planner.search import Question, answer
 from weft.planner.tell.scenario import Scenario, change
-from weft.spec import DecoderSpec, DeviceSpec
+from weft.spec import DeviceSpec
 from weft.spec.cluster import devices
 
 #: A look at a few plans is enough to say whether anything fits.
@@ -68,7 +68,7 @@ def _maker(device: DeviceSpec) -> str:
 
 def _adapters(question: Question) -> Iterator[str]:
     """An adapter in place of all weights, on what is there; then with shorter sequences."""
-    if question.job.adapter is not None or not isinstance(question.model.spec, DecoderSpec):
+    if question.job.adapter is not None or question.model.traced is not None:
         return
     yield "adapter=16"
     yield from (f"adapter=16,{shorter}" for shorter in _shorter_sequences(question))

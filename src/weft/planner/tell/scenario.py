@@ -10,7 +10,7 @@ from weft import units
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.search import Answer, Candidate, Question, answer
 from weft.planner.space import AdapterSize
-from weft.spec import ClusterSpec, DecoderSpec
+from weft.spec import ClusterSpec
 from weft.spec.cluster import device
 from weft.spec.config import AdapterSection
 
@@ -62,11 +62,10 @@ def _job(question: Question, field: str, value: float) -> Question:
 
 def _adapter(question: Question, rank: float) -> Question:
     """Train an adapter of this rank on every product of every layer; all else is frozen."""
-    spec = question.model.spec
-    if not isinstance(spec, DecoderSpec):
+    if question.model.traced is not None:
         rule = "an adapter's size is known for Weft's own decoders alone"
         raise _error("adapter", f"adapter={rank:g}: {rule}. Leave it out, or name one in the config.")
-    size = AdapterSize.of(spec, AdapterSection(rank=int(rank)))
+    size = AdapterSize.of(question.model.spec, AdapterSection(rank=int(rank)))
     return replace(question, job=replace(question.job, adapter=size))
 
 

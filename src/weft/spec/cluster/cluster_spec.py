@@ -110,7 +110,7 @@ class ClusterSpec:
         if match is None:
             raise _error(f"cluster={text!r}: a cluster is [nodes x] devices x name. Write e.g. '2x8xh100'.")
         first, second, name = match.groups()
-        _expect_number_first(text, name if first is None else "")
+        _expect_number_first(text, "" if first else name)
         nodes, devices = (first, second) if second else ("1", first or "1")
         if int(nodes) < 1 or int(devices) < 1:
             raise _error(f"cluster={text}: a cluster has at least one device. Write e.g. '8x{name}'.")
