@@ -112,7 +112,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     core = 2.0 * q + 4.0 * kv
     product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
     scores = _score_bytes(job, t)
-    narrow: Array = 1.0 * (stack.fp8_inputs & (columns.precision >= PRECISIONS.index("fp8")))
+    narrow = np.where(stack.fp8_inputs & (columns.precision >= PRECISIONS.index("fp8")), 1.0, 0.0)
     # Inputs of products in fp8: what q, k, v and the ups read is half as wide; attention keeps its own output beside.
     outside = outside - narrow * 2 * h / gathered
     core = core + narrow * q

@@ -68,7 +68,7 @@ def _maker(device: DeviceSpec) -> str:
 
 def _adapters(question: Question) -> Iterator[str]:
     """An adapter in place of all weights, on what is there; then with shorter sequences."""
-    if question.job.adapter is not None or question.model.spec is None:
+    if question.job.adapter is not None or question.model.traced is not None:
         return
     yield "adapter=16"
     yield from (f"adapter=16,{shorter}" for shorter in _shorter_sequences(question))

@@ -62,11 +62,10 @@ def _job(question: Question, field: str, value: float) -> Question:
 
 def _adapter(question: Question, rank: float) -> Question:
     """Train an adapter of this rank on every product of every layer; all else is frozen."""
-    spec = question.model.spec
-    if spec is None:
+    if question.model.traced is not None:
         rule = "an adapter's size is known for Weft's own decoders alone"
         raise _error("adapter", f"adapter={rank:g}: {rule}. Leave it out, or name one in the config.")
-    size = AdapterSize.of(spec, AdapterSection(rank=int(rank)))
+    size = AdapterSize.of(question.model.spec, AdapterSection(rank=int(rank)))
     return replace(question, job=replace(question.job, adapter=size))
 
 

@@ -23,6 +23,8 @@ TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
 _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
 #: Of a host's memory, what all its ranks may pin: as the setting `memory.pinned_limit` has it by default.
 _PINNED_SHARE = 0.6
+#: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
+_POWER_EXPONENT = 0.85
 _TURNED = re.compile(r"(.+)x([0-9]{1,7})")
 #: Number of a device file -> (field of DeviceSpec, factor to its base unit).
 _NUMBERS = {
@@ -108,11 +110,11 @@ class ClusterSpec:
         if match is None:
             raise _error(f"cluster={text!r}: a cluster is [nodes x] devices x name. Write e.g. '2x8xh100'.")
         first, second, name = match.groups()
-        _expect_number_first(text, name if first is None else "")
-        nodes, devices = (int(first), int(second)) if first and second else (1, int(first or 1))
-        if nodes < 1 or devices < 1:
+        _expect_number_first(text, "" if first else name)
+        nodes, devices = (first, second) if second else ("1", first or "1")
+        if int(nodes) < 1 or int(devices) < 1:
             raise _error(f"cluster={text}: a cluster has at least one device. Write e.g. '8x{name}'.")
-        return cls(nodes=nodes, devices_per_node=devices, device=device(name))
+        return cls(nodes=int(nodes), devices_per_node=int(devices), device=device(name))
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
@@ -209,7 +211,21 @@ def _device_of(value: object) -> DeviceSpec:
         raise _error(f'device.like={shown(like)}: like and name are strings. Use e.g. like = "h100".', "device")
     base = device(like) if like is not None else DeviceSpec(name="custom")
     changed = _changed(base, table)
+    if "watts" in table and "measured_tflops" not in table:
+        changed = capped(changed, base.watts)
     return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device
+
+
+def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
+    """Return a device whose power cap costs it matmul rate; one at its rated power, or never measured, as it is.
+
+    Args:
+        spec: with the cap as its power.
+        rated_watts: of the device as it is sold.
+    """
+    if not rated_watts or not spec.watts or not spec.measured_flops or spec.watts >= rated_watts:
+        return spec
+    return replace(spec, measured_flops=spec.measured_flops * (spec.watts / rated_watts) ** _POWER_EXPONENT)
 
 
 def _changed(base: DeviceSpec, table: Mapping[str, object]) -> DeviceSpec:

@@ -9,13 +9,11 @@ from weft.errors import ConfigError
 from weft.planner.scoring.rows.bandwidths import device_gib, memory_bytes_per_s, network_bytes_per_s
 from weft.planner.scoring.rows.stacks import known_network
 from weft.spec import ClusterSpec, DeviceSpec
-from weft.spec.cluster import device, devices
+from weft.spec.cluster import capped, device, devices
 
 _WATTS = re.compile(r"(\d+)\s?w\b")
 #: Rate of memory, in GB/s, that a name's memory type stands for, by device.
 _MEMORY_TYPES = {("h100", "hbm2e"): 2400.0}
-#: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
-_POWER_EXPONENT = 0.85
 
 
 def device_named(name: str) -> DeviceSpec:
@@ -30,8 +28,8 @@ def device_named(name: str) -> DeviceSpec:
         if spec.name == family and kind in text:
             changes["memory_bytes_per_s"] = rate * 1e9
     if watts and spec.watts and spec.measured_flops and int(watts[1]) < spec.watts:
-        slower = (int(watts[1]) / spec.watts) ** _POWER_EXPONENT
-        changes |= {"watts": float(watts[1]), "measured_flops": spec.measured_flops * slower}
+        limited = capped(replace(spec, watts=float(watts[1])), spec.watts)
+        changes |= {"watts": limited.watts, "measured_flops": limited.measured_flops}
     if "sxm3" in text:  # the sixteen of a DGX-2 hang on switches
         changes |= {"scale_up_domain": 16, "scale_up_topology": "switch"}
     return replace(spec, name=f"{spec.name}*", **changes) if changes else spec  # pyright: ignore[reportArgumentType]  # checked when it is made
