@@ -99,7 +99,13 @@ class Joined:
         return cls((*shape[:dim], place, *shape[dim + 1 :]), parts[0].dtype, tuple(pieces))
 
     def cut(self, dim: int, low: int, high: int) -> Joined:
-        """Return the rows from `low` to `high` of a dim."""
+        """Return some rows of a dim.
+
+        Args:
+            dim: of the whole.
+            low: the first row.
+            high: the row after the last.
+        """
         dim %= len(self.shape)
         wanted = tuple((low, high) if one == dim else (0, size) for one, size in enumerate(self.shape))
         pieces = list[_Piece]()
