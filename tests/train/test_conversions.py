@@ -68,9 +68,9 @@ def test_a_folder_is_read_and_written_as_transformers_does(kind, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "kind", ["gpt_oss", "deepseek_v2", "deepseek_v3", "olmoe", "phi3", "qwen2_moe", "glm4_moe", "ernie4_5_moe",
-             "granitemoe", "jetmoe", "falcon", "bloom", "gptj", "opt", "phimoe", "minimax", "hunyuan_v1_moe", "dots1",
-             "flex_olmo"]
+    "kind", ["gpt_oss",
+             "deepseek_v2", "deepseek_v3", "olmoe", "phi3", "qwen2_moe", "glm4_moe", "ernie4_5_moe", "granitemoe",
+             "jetmoe", "falcon", "bloom", "gptj", "opt", "phimoe", "minimax", "hunyuan_v1_moe", "dots1", "flex_olmo"]
 )  # fmt: skip
 def test_more_families_are_read_and_written_as_transformers_does(kind, tmp_path):
     try:

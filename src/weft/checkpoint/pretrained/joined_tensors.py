@@ -102,9 +102,9 @@ class Joined:
         """Return some rows of a dim.
 
         Args:
-            dim: may be negative.
+            dim: of the whole.
             low: the first row.
-            high: the one after the last.
+            high: the row after the last.
         """
         dim %= len(self.shape)
         wanted = tuple((low, high) if one == dim else (0, size) for one, size in enumerate(self.shape))

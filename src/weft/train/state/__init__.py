@@ -12,7 +12,6 @@ __all__ = [
     "adapter_state",
     "capture_model",
     "copied",
-    "expect_same_base",
     "expected_bytes",
     "gather",
     "model_tensors",
@@ -26,7 +25,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.state.adapter_base import adapter_state, expect_same_base
+    from weft.train.state.base import adapter_state
     from weft.train.state.copies import Copies
     from weft.train.state.digests_behind import DigestsBehind
     from weft.train.state.on_ranks import gather, on_each, on_first, together
@@ -46,9 +45,8 @@ __getattr__ = loads(
     {
         "Copies": ".copies",
         "DigestsBehind": ".digests_behind",
-        "adapter_state": ".adapter_base",
+        "adapter_state": ".base",
         "capture_model": ".state",
-        "expect_same_base": ".adapter_base",
         "copied": ".state",
         "expected_bytes": ".state",
         "gather": ".on_ranks",

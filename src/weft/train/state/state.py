@@ -26,7 +26,7 @@ from weft.parallel.local_tensors import SavedTensor, Stretch
 from weft.parallel.placement import pieces_allowed
 from weft.parallel.zero import carried_here, load_carried
 from weft.spec.config import OptimizerSection
-from weft.train.state.adapter_base import check_base, names_left_out
+from weft.train.state.base import check_base, names_left_out
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:

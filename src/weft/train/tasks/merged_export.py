@@ -15,7 +15,8 @@ from weft.errors import ConfigError
 from weft.models.adapters import Adapted, merge_adapter, merged_weight
 from weft.parallel.local_tensors import read_whole
 from weft.train.folder import RunFolder
-from weft.train.state import expect_same_base, model_tensors, restore_model
+from weft.train.state import model_tensors, restore_model
+from weft.train.state.base import expect_same_base
 from weft.train.task import with_adapter
 from weft.train.tasks.decoder_files import base_of, decoder_of
 from weft.train.tasks.published_weights import pretrained_source
