@@ -39,6 +39,7 @@ FOUR = (
     "dp_replicate=2 dp_shard=2 zero=3 accumulation=2",
     "dp_replicate=2 tp=2 sp=on",
     "dp_shard=2 tp=2 sp=on zero=2",
+    "dp_shard=2 tp=2 zero=3",  # what all ranks of tp hold lies beside another part of a cut weight on each
     "dp_replicate=2 pp=2 microbatches=2",
 )
 MORE = (
@@ -50,7 +51,7 @@ MORE = (
     "dp_replicate=2 cp=2",
     "dp_replicate=2 cp=2 zero=3",
     "dp_shard=2 cp=2 zero=1",
-    "dp_shard=2 tp=2 zero=3",
+    "dp_replicate=2 tp=2 zero=3",
     "dp_shard=2 pp=2 zero=2 microbatches=2",
 )
 OF_EXPERTS = ("dp_shard=2 ep=2 zero=1", "dp_shard=2 ep=2 zero=3")

@@ -30,9 +30,15 @@ def start(plan: Plan, mesh, load: str = "", max_grad_norm: float = 0.05):
     with several_buckets(model):
         parallelize(model, mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = TrainStep(model, optimizer, CASE.loss, mesh, forward=CASE.forward, max_grad_norm=max_grad_norm)
+    spoil: list[float] = []  # what the next loss is multiplied by, once
+
+    def loss(output, batch):
+        loss_sum, number = CASE.loss(output, batch)
+        return (loss_sum * spoil.pop() if spoil else loss_sum), number
+
+    step = TrainStep(model, optimizer, loss, mesh, forward=CASE.forward, max_grad_norm=max_grad_norm)
     told = resume(model, step.optimizer, load_checkpoint(load)) if load else []
-    return model, step, told
+    return model, step, told, spoil
 
 
 def num_tokens(index: int) -> int:
@@ -59,13 +65,12 @@ def steps_by_hand(plan_text: str, saves: list[str]) -> tuple[list[dict[str, torc
     """Save after each step, with what each applied."""
     plan = Plan.parse(plan_text + " precision=fp64")
     mesh = build_mesh(plan)
-    model, step, _ = start(plan, mesh)
+    model, step, _, spoil = start(plan, mesh)
     engine, found, clips = data_parallel(model), [], []
     for index, folder in enumerate(saves):
         if index == 1:
-            spoilt = model.register_forward_hook(lambda module, args, output: output * float("nan"))
+            spoil.append(float("nan"))
             assert step(local_microbatches(CASE.batch(0), plan, mesh.data.rank)).skipped
-            spoilt.remove()
         metrics = step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
         clips.append(min(1.0, 0.05 / (metrics.grad_norm + 1e-6)))
         found.append({name: grad.clone() * num_tokens(index) for name, grad in engine.gradients()})
@@ -106,7 +111,7 @@ def go_on(plan_text: str, load: str, save: str) -> tuple[dict[str, torch.Tensor]
     """One more step from a checkpoint: what it applied, and by how much it clipped."""
     plan = Plan.parse(plan_text + " precision=fp64")
     mesh = build_mesh(plan)
-    model, step, told = start(plan, mesh, load)
+    model, step, told, _ = start(plan, mesh, load)
     metrics = step(local_microbatches(CASE.batch(1), plan, mesh.data.rank))
     grads = {name: grad.clone() * num_tokens(1) for name, grad in data_parallel(model).gradients()}
     save_pieces(Path(save), 2, pieces(model, step.optimizer), {}, together(mesh))

@@ -53,6 +53,11 @@ class BucketSums:
         over, coder = bucket.over, self._coder(bucket, "replicas")
         if over.outer.size == 1 or self.divides(bucket):
             return start_all_reduce(sums, over.replicate, parts=parts, wire=coder)
+        if parts is None:
+            # What a wire made of a block that was not finite covers what lies between parameters too, and would stay.
+            own = slice(0, bucket.size) if bucket.num_shards == 1 else bucket.own
+            for gap in bucket.gaps:
+                sums[max(gap.start - own.start, 0) : max(gap.stop - own.start, 0)].zero_()
         if over.beside.size > 1:
             start_all_reduce(sums, over.beside, parts=parts, wire=coder).wait()
             parts = None

@@ -79,7 +79,7 @@ class FullyShardedModel:
         self._defers = (plan.reshard == "after_step" and plan.microbatches_per_step > 1) or plan.pp > 1
         self._has_host = host is not None and plan.offload_share("params") + plan.offload_share("optimizer") > 0
         self.in_step = False  # from begin_step to publish: TrainStep drives, and gradients are sums
-        self._in_microbatch = self._averages = self._unfinished = False
+        self._in_microbatch = self._averages = self._unfinished = self._is_partial = False
         self._synchronises = True
         self.units = with_experts((*find_units(model), Unit("", model)), model, axes)
         self._unit_axes = [kind.shard for kind in kinds_of(self.units, axes)]
@@ -91,7 +91,6 @@ class FullyShardedModel:
         kinds = self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
         self._partial = PartialSums(axes, self.precision, mesh.device)
         self.coders = self._partial.coders
-        self._is_partial = False  # whether backward delivered sums that are still partial over some axis
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
         materialise.make(self.plain.values())
         plain = set(self.plain.values())
@@ -216,6 +215,7 @@ class FullyShardedModel:
                 param.grad = torch.zeros_like(param)
         if self._is_partial:
             self._partial.add((axis, grad) for axis, one in self._late if (grad := one.local.grad) is not None)
+            self._partial.level(self.shards)
             self._is_partial = False
 
     def norm(self) -> torch.Tensor:
