@@ -47,9 +47,8 @@ def save_tokenizer(folder: Path, family: str) -> int:
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
     )
     named = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "pad", "cls", "sep", "mask")}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **named)
-    kinds = ["token_type_ids"] if family == "bert" else []
-    tokenizer.model_input_names = ["input_ids", *kinds, "attention_mask"]
+    inputs = ["input_ids", *(["token_type_ids"] if family == "bert" else []), "attention_mask"]
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=library, model_input_names=inputs, **named)
     tokenizer.save_pretrained(folder)
     return len(entries)
 

@@ -30,6 +30,9 @@ _SCALES = (
     "lm_head_multiplier",
 )
 
+#: Files that hold the entries of a tokenizer.
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+
 #: Inputs of token ids.
 TOKENS = ("input_ids", "decoder_input_ids")
 
@@ -162,6 +165,11 @@ def load_tokenizer(folder: Path, **options: Any) -> Any:
         DataError: where there is none that transformers can read.
     """
     transformers: Any = importlib.import_module("transformers")
+    if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):  # else transformers makes an empty one
+        raise DataError(
+            f"model.path={folder}: it has no tokenizer. Put tokenizer.json and tokenizer_config.json of the model into "
+            "the folder."
+        )
     try:
         found = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **options

@@ -311,22 +311,14 @@ class FolderTask(Task):
     # --- planner ---
 
     def describe(self) -> PlannedModel:
-        """Describe the model from a trace of it on two texts of train.seq_len."""
+        """Describe the model from a trace of it, on ids alone: a mask would be asked for its values."""
         from weft.planner.search import read_model
         from weft.train.planned import describe_by_tracing
 
-        example = {name: value for name, value in self.example().items() if name != "labels"}
-        traced = describe_by_tracing(self.shapes(), example)
+        traced = describe_by_tracing(self.shapes())
         limits = {**dict(traced.limits), **self.limits()}
         found = read_model(replace(traced, name=self.name(), limits=tuple(limits.items())))
         return replace(found, config=self.config, sample_unit=self.sample_unit)
-
-    def example(self) -> dict[str, torch.Tensor]:
-        """Return what the model is called with for two texts of train.seq_len."""
-        import torch
-
-        ids = torch.zeros((2, self.config.train.seq_len), dtype=torch.int64)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     # --- what people see ---
 

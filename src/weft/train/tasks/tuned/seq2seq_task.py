@@ -100,12 +100,6 @@ class Seq2SeqTask(FolderTask):
     def forward(self, model: Any, batch: Any) -> Any:
         return self.called(model, batch, use_cache=False).logits
 
-    def example(self) -> dict[str, torch.Tensor]:
-        import torch
-
-        wanted = torch.zeros((2, min(self.target_len, self.config.train.seq_len)), dtype=torch.int64)
-        return {**super().example(), "decoder_input_ids": wanted}
-
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         from weft.train.tasks.decoder_loss import token_cross_entropy
 

@@ -204,9 +204,9 @@ class TableReader:
             names = ", ".join(files.path for files in sources)
             raise DataError(f"data: the files of {names} hold no records. Give files with data in them.")
         bad = f", {counted(table.notes['num_broken'], 'broken record')} left out" if table.notes["num_broken"] else ""
-        self._summary.append(
-            f"{split}: {', '.join(files.path for files in sources)}; {counted(len(table), 'row')}{bad}"
-        )
+        cut = f", {number} cut to fit" if (number := table.total("is_cut")) else ""
+        names = ", ".join(files.path for files in sources)
+        self._summary.append(f"{split}: {names}; {counted(len(table), 'row')}{cut}{bad}")
         return table
 
     def _write(
