@@ -46,7 +46,7 @@ class Streak:
         return self._count >= self._span.amount
 
 
-class Window:
+class UsualWindow:
     """The last readings of a span, without those that were out of bounds."""
 
     def __init__(self, span: RunSpan):

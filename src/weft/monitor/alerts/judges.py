@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
-from weft.monitor.alerts.judge_windows import MOST_KEPT, Streak, Window
+from weft.monitor.alerts.judge_windows import MOST_KEPT, Streak, UsualWindow
 from weft.monitor.figures import FigureReading
 from weft.spec.figures import FIGURES, Condition
 from weft.spec.figures import condition as kinds
@@ -57,7 +57,7 @@ class _CompareJudge(Judge):
         name = condition.series.name
         self.figures = frozenset({name, "planned"} if condition.of == "plan" else {name})
         self._streaks: dict[str, Streak] = {}
-        self._windows: dict[str, Window] = {}
+        self._windows: dict[str, UsualWindow] = {}
         self._out: dict[str, int] = {}
         self._true: dict[str, tuple[str, int | None]] = {}
         self._planned: float | None = None
@@ -92,7 +92,7 @@ class _CompareJudge(Judge):
             planned = self._planned
             return (None, "") if planned is None else (condition.value * planned, f"planned {_shown(reading, planned)}")
         assert condition.over is not None
-        window = self._windows.setdefault(label, Window(condition.over))
+        window = self._windows.setdefault(label, UsualWindow(condition.over))
         usual = window.usual()
         bound, level = None, math.nan
         if usual is not None:
