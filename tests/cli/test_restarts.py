@@ -9,10 +9,10 @@ import pytest
 from weft.checkpoint import list_checkpoints
 from weft.cli.launcher import RankFailed, Restarts
 from weft.cli.launcher.failure import Failure
-from weft.cli.launcher.hold import GO_ON, HELD
 from weft.cli.launcher.restarts import cause_of, for_ranks, for_those_there
 from weft.errors import CheckpointError, CommError, ConfigError, DataError, OutOfMemory, TrainingHalted
 from weft.monitor import read_events
+from weft.monitor.alerts.hold_place import GO_ON, HELD
 from weft.spec import RunConfig
 from weft.train import RunFolder
 from weft.train.run.left_out import LEFT_OUT, leave_out, steps_left_out, stretches
@@ -132,7 +132,7 @@ def test_the_last_restart_is_the_last(tmp_path):
 def test_a_held_run_goes_on_when_it_is_told(tmp_path):
     run = Run(tmp_path, DIED, DIED, None, restarts=1, on_failure="hold")
     assert len(run.keep()) == 3
-    assert any("to go on: touch" in line for line in run.said)
+    assert any("To go on: weft resume" in line for line in run.said)
     assert not (tmp_path / GO_ON).exists()
 
 

@@ -13,13 +13,13 @@ from tests.monitor.servers import Recorder, free_port, until
 from weft.errors import ConfigError
 from weft.monitor import EventLog
 from weft.monitor.alerts import Companion, Wish, WishBox, ask
-from weft.monitor.alerts.channels import Mailroom, Message, send_message
+from weft.monitor.alerts.channels import AlertMessage, Mailroom, send_message
 from weft.monitor.sinks import SinkTrouble
 from weft.spec import RunConfig
 from weft.spec.config import ChannelSection
 
 SECRET = "PLANTED-SECRET-4711"
-MESSAGE = Message("title", "text\nlast line", {"name": "one", "step": 3})
+MESSAGE = AlertMessage("title", "text\nlast line", {"name": "one", "step": 3})
 
 
 def channel(kind: str, **settings: object) -> ChannelSection:
@@ -125,7 +125,7 @@ def test_a_command_gets_json_and_no_shell(tmp_path):
 def test_messages_that_wait_are_bounded_and_the_dropped_are_counted(tmp_path):
     room = Mailroom(channel("command", command=["false"]), lambda text: None)
     for number in range(150):
-        room.put(Message(str(number), "", {}))
+        room.put(AlertMessage(str(number), "", {}))
     assert len(room._waiting) == 100
     assert "(50 earlier messages were dropped.)" in room._with_dropped(MESSAGE).text
 

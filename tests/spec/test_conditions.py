@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.spec.figures import FIGURES, STANDARD, Span, parse_condition, simple_parts
+from weft.spec.figures import FIGURES, STANDARD, RunSpan, parse_condition, simple_parts
 from weft.spec.figures.condition import Any_, Compare, Every, Happened, Missing, Series, State, Stuck, Trend
 from weft.spec.files.config_file import format_config, parse_config
 
-STEPS_200, MINUTE = Span(200, "steps"), Span(60, "s")
+STEPS_200, MINUTE = RunSpan(200, "steps"), RunSpan(60, "s")
 
 
 @pytest.mark.parametrize(
@@ -23,26 +23,27 @@ STEPS_200, MINUTE = Span(200, "steps"), Span(60, "s")
         ("loss > 7", Compare(Series("loss"), ">", 7.0)),
         ("loss<=-1.5e-3", Compare(Series("loss"), "<=", -1.5e-3)),
         ("grad_norm is nan", State(Series("grad_norm"), "nan")),
-        ("loss is not finite for 3 steps", State(Series("loss"), "not finite", Span(3, "steps"))),
-        ("eval.loss no better for 3 evaluations", Stuck(Series("eval.loss"), "lower", Span(3, "evaluations"))),
-        ("mfu no better for 2h", Stuck(Series("mfu"), "higher", Span(7200, "s"))),
+        ("loss is not finite for 3 steps", State(Series("loss"), "not finite", RunSpan(3, "steps"))),
+        ("eval.loss no better for 3 evaluations", Stuck(Series("eval.loss"), "lower", RunSpan(3, "evaluations"))),
+        ("mfu no better for 2h", Stuck(Series("mfu"), "higher", RunSpan(7200, "s"))),
         ("eval.accuracy no higher for 5 evaluations by 1%",
-         Stuck(Series("eval.metric", "accuracy"), "higher", Span(5, "evaluations"), 0.01, True)),
+         Stuck(Series("eval.metric", "accuracy"), "higher", RunSpan(5, "evaluations"), 0.01, True)),
         ("loss > 3 sigma over 200 steps", Compare(Series("loss"), ">", 3.0, "sigma", STEPS_200)),
         ("loss > 1.5 of median over 200 steps for 2 steps",
-         Compare(Series("loss"), ">", 1.5, "median", STEPS_200, Span(2, "steps"))),
+         Compare(Series("loss"), ">", 1.5, "median", STEPS_200, RunSpan(2, "steps"))),
         ("gpu.temperature > 87 for 60s", Compare(Series("gpu.temperature"), ">", 87.0, hold=MINUTE)),
-        ("tokens_per_s < 0.8 of plan for 5m", Compare(Series("tokens_per_s"), "<", 0.8, "plan", None, Span(300, "s"))),
+        ("tokens_per_s < 0.8 of plan for 5m",
+         Compare(Series("tokens_per_s"), "<", 0.8, "plan", None, RunSpan(300, "s"))),
         ("tokens_per_s < 80% of plan", Compare(Series("tokens_per_s"), "<", 0.8, "plan")),
         ("disk.free < 20GiB", Compare(Series("disk.free_bytes"), "<", 20 * 2**30)),
         ("rank.lag > 1.5", Compare(Series("rank.lag"), ">", 1.5)),
         ("step_s > 90s", Compare(Series("step_s"), ">", 90.0)),
         ("phase_s{data} > 0.5", Compare(Series("phase_s", "data"), ">", 0.5)),
         ("process.memory_bytes rises by 10% over 1h",
-         Trend(Series("process.memory_bytes"), True, 0.1, True, Span(3600, "s"))),
+         Trend(Series("process.memory_bytes"), True, 0.1, True, RunSpan(3600, "s"))),
         ("tokens_per_s falls by 100 over 500 steps",
-         Trend(Series("tokens_per_s"), False, 100.0, False, Span(500, "steps"))),
-        ("no step for 10m", Missing(Series("step"), Span(600, "s"))),
+         Trend(Series("tokens_per_s"), False, 100.0, False, RunSpan(500, "steps"))),
+        ("no step for 10m", Missing(Series("step"), RunSpan(600, "s"))),
         ("event failure", Happened("failure")),
         ("loss > 1 and lr > 0 or loss is nan",
          Any_((Every((Compare(Series("loss"), ">", 1.0), Compare(Series("lr"), ">", 0.0))),

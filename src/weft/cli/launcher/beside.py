@@ -27,7 +27,7 @@ _LOOK_S = 0.5
 
 @contextmanager
 def process_beside(folder: Path, config: RunConfig, say: Callable[[str], None]) -> Generator[None]:
-    """Within the block, such a process follows the run, where the config has alerts or sinks.
+    """Keep a process beside the ranks within the block, where the config has alerts or sinks.
 
     Args:
         folder: of the run, which the caller holds.

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from weft.checkpoint import list_checkpoints, step_in_name
 from weft.cli.launcher.failure import Failure
-from weft.cli.launcher.hold import HoldPlace, with_settings
 from weft.cli.launcher.launch import RankFailed
 from weft.errors import ConfigError, PlanError, TrainingHalted
 from weft.monitor import EventLog
+from weft.monitor.alerts import HoldPlace, with_settings
 from weft.spec import RunConfig
 from weft.spec.plan import Plan, is_auto
 from weft.train import RunFolder

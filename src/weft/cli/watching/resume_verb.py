@@ -24,7 +24,7 @@ def resume(
     ] = None,
 ) -> None:
     """Let a held run go on. Where no command waits for this word any more, train here from the newest checkpoint."""
-    from weft.cli.launcher.hold import HoldPlace, with_settings
+    from weft.monitor.alerts import HoldPlace, with_settings
     from weft.train.run import run_lock
 
     folder, words = _folder(run), settings or []

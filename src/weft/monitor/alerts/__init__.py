@@ -10,6 +10,7 @@ __all__ = [
     "AlertDesk",
     "AlertRule",
     "Companion",
+    "HoldPlace",
     "Notice",
     "RUN_ACTIONS",
     "Wish",
@@ -18,11 +19,13 @@ __all__ = [
     "ask",
     "backtest",
     "rules_of",
+    "with_settings",
 ]
 
 if TYPE_CHECKING:
     from weft.monitor.alerts.alert_desk import AlertDesk, AlertRule, Notice, rules_of
     from weft.monitor.alerts.companion import Companion, backtest
+    from weft.monitor.alerts.hold_place import HoldPlace, with_settings
     from weft.monitor.alerts.wishes import RUN_ACTIONS, Wish, WishBox, action_line, ask
 
 __getattr__ = loads(
@@ -31,6 +34,7 @@ __getattr__ = loads(
         "AlertDesk": ".alert_desk",
         "AlertRule": ".alert_desk",
         "Companion": ".companion",
+        "HoldPlace": ".hold_place",
         "Notice": ".alert_desk",
         "RUN_ACTIONS": ".wishes",
         "Wish": ".wishes",
@@ -39,5 +43,6 @@ __getattr__ = loads(
         "ask": ".wishes",
         "backtest": ".companion",
         "rules_of": ".alert_desk",
+        "with_settings": ".hold_place",
     },
 )

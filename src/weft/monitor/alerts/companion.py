@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.errors import WeftError
 from weft.monitor.alerts.alert_desk import AlertDesk, Notice, rules_of
-from weft.monitor.alerts.channels import Mailroom, Message
+from weft.monitor.alerts.channels import AlertMessage, Mailroom
 from weft.monitor.alerts.wishes import RUN_ACTIONS, Wish, ask
 from weft.monitor.events import EventLog
 from weft.monitor.sinks import EventFollower, Pump, SinkJob, make_sink
@@ -126,7 +126,7 @@ class Companion:
             print(error, flush=True)
 
 
-def message_of(notice: Notice, folder: Path, config: RunConfig) -> Message:
+def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
     """Return what people are sent: what happened, since when, the last good figures, and the command to go on."""
     rule = notice.rule
     at = f" at step {notice.step}" if notice.step is not None else ""
@@ -147,7 +147,7 @@ def message_of(notice: Notice, folder: Path, config: RunConfig) -> Message:
     data = {"run": config.run.name, "folder": str(folder), "good": dict(notice.good), **notice.as_json()}
     if notice.rule.severity == "critical":
         data["resume"] = resume
-    return Message(f"[weft] {rule.severity}: {config.run.name}: {rule.name}", "\n".join(lines), data)
+    return AlertMessage(f"[weft] {rule.severity}: {config.run.name}: {rule.name}", "\n".join(lines), data)
 
 
 def backtest(folder_events: list[dict[str, object]], config: RunConfig) -> list[str]:

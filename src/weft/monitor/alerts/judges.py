@@ -12,21 +12,12 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import pairwise
 
-from weft.monitor.figures import Reading
-from weft.spec.figures import FIGURES, Condition, Span
-from weft.spec.figures.condition import Any_, Compare, Every, Happened, Missing, Series, State, Stuck, Trend
+from weft.monitor.alerts.judge_windows import MOST_KEPT, Streak, UsualWindow
+from weft.monitor.figures import FigureReading
+from weft.spec.figures import FIGURES, Condition
+from weft.spec.figures import condition as kinds
 from weft.units import format_bytes, format_seconds
 
-#: Readings that a window keeps at most; of a longer span every n-th stands for the others.
-_MOST_KEPT = 1000
-#: Readings that must be there before a median or a deviation says anything.
-_LEAST = 20
-#: What is usual is asked anew once this part of a window is new.
-_REFRESHED = 25
-#: Median absolute deviations of a normal distribution in one standard deviation.
-_MAD = 1.4826
-#: A deviation is at least this share of the median: figures that hardly move are no reason to alert.
-_LEAST_DEVIATION = 1e-3
 #: Parts that a trend's span is divided into, and quarters that must all go the same way.
 _BUCKETS, _QUARTERS = 64, 4
 
@@ -45,7 +36,7 @@ class Judge:
         self.said = ""
         self.since: int | None = None
 
-    def take(self, reading: Reading) -> None:
+    def take(self, reading: FigureReading) -> None:
         """See a reading of one of its figures."""
 
     def hear(self, event: str, time: float) -> None:
@@ -59,95 +50,19 @@ class Judge:
         yield self
 
 
-class _Streak:
-    """For how long something has been so."""
-
-    def __init__(self, span: Span | None):
-        self._span = span
-        self._count = 0
-        self._began = 0.0
-        self.since: int | None = None
-
-    def see(self, is_so: bool, reading: Reading) -> bool:
-        """Whether it has been so for the whole span."""
-        if not is_so:
-            self._count, self.since = 0, None
-            return False
-        if not self._count:
-            self._began, self.since = reading.time, reading.step
-        self._count += 1
-        if self._span is None:
-            return True
-        if self._span.unit == "s":
-            return reading.time - self._began >= self._span.amount
-        return self._count >= self._span.amount
-
-
-class _Window:
-    """The last readings of a span, without those that were out of bounds."""
-
-    def __init__(self, span: Span):
-        self._span = span
-        self._stride = max(1, math.ceil(span.amount / _MOST_KEPT)) if span.unit != "s" else 1
-        self._values: deque[tuple[float, float]] = deque()
-        self._number = 0
-        self._least = _LEAST if span.unit == "s" else max(2, min(_LEAST, int(span.amount)))
-        self._known: tuple[float, float, float] | None = None
-        self._new = 0
-
-    def add(self, value: float, time: float) -> None:
-        """Take a reading."""
-        self._number += 1
-        if self._number % self._stride:
-            return
-        self._new += 1
-        if self._new * _REFRESHED >= len(self._values):
-            self._known, self._new = None, 0  # what is usual moves slowly: sorting it at each step would cost more
-        self._values.append((time, value))
-        if self._span.unit == "s":
-            while self._values and self._values[0][0] < time - self._span.amount:
-                self._values.popleft()
-        most = _MOST_KEPT if self._span.unit == "s" else math.ceil(self._span.amount / self._stride)
-        if len(self._values) > most:
-            # Of a span of time too many readings: the older half thins out.
-            if self._span.unit == "s":
-                half = len(self._values) // 2
-                self._values = deque([*list(self._values)[:half:2], *list(self._values)[half:]])
-            else:
-                self._values.popleft()
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._values.clear()
-        self._known = None
-
-    def usual(self) -> tuple[float, float, float] | None:
-        """(median, median of the newest fifth, deviation from it); None while too few readings are known."""
-        if len(self._values) < self._least:
-            return None
-        if self._known is None:
-            values = [value for _, value in self._values]
-            middle = statistics.median(values)
-            # From one reading to the next: a curve that falls would make the deviation from its median large.
-            moves = statistics.median(abs(after - before) for before, after in pairwise(values))
-            recent = statistics.median(values[-max(_LEAST, len(values) // 5) :])
-            self._known = middle, recent, max(_MAD * moves / math.sqrt(2), _LEAST_DEVIATION * abs(recent))
-        return self._known
-
-
 class _CompareJudge(Judge):
-    def __init__(self, condition: Compare):
+    def __init__(self, condition: kinds.Compare):
         super().__init__()
         self._condition = condition
         name = condition.series.name
         self.figures = frozenset({name, "planned"} if condition.of == "plan" else {name})
-        self._streaks: dict[str, _Streak] = {}
-        self._windows: dict[str, _Window] = {}
+        self._streaks: dict[str, Streak] = {}
+        self._windows: dict[str, UsualWindow] = {}
         self._out: dict[str, int] = {}
         self._true: dict[str, tuple[str, int | None]] = {}
         self._planned: float | None = None
 
-    def take(self, reading: Reading) -> None:
+    def take(self, reading: FigureReading) -> None:
         condition = self._condition
         if reading.name != condition.series.name:
             if reading.label == condition.series.name:
@@ -159,7 +74,7 @@ class _CompareJudge(Judge):
         value, who = (reading.high, reading.at_high) if high else (reading.low, reading.at_low)
         bound, base = self._bound(reading.label, value, reading)
         is_so = bound is not None and _compared(value, condition.operator, bound)
-        streak = self._streaks.setdefault(reading.label, _Streak(condition.hold))
+        streak = self._streaks.setdefault(reading.label, Streak(condition.hold))
         if streak.see(is_so, reading):
             self._true[reading.label] = (self._text(reading, value, who, base), streak.since)
         else:
@@ -168,7 +83,7 @@ class _CompareJudge(Judge):
         if self._true:
             self.said, self.since = next(iter(self._true.values()))
 
-    def _bound(self, label: str, value: float, reading: Reading) -> tuple[float | None, str]:
+    def _bound(self, label: str, value: float, reading: FigureReading) -> tuple[float | None, str]:
         """What the value is compared with, and that in words."""
         condition = self._condition
         if condition.of == "":
@@ -177,7 +92,7 @@ class _CompareJudge(Judge):
             planned = self._planned
             return (None, "") if planned is None else (condition.value * planned, f"planned {_shown(reading, planned)}")
         assert condition.over is not None
-        window = self._windows.setdefault(label, _Window(condition.over))
+        window = self._windows.setdefault(label, UsualWindow(condition.over))
         usual = window.usual()
         bound, level = None, math.nan
         if usual is not None:
@@ -192,31 +107,31 @@ class _CompareJudge(Judge):
         else:
             # What is out of bounds is no part of what is usual, until it has become usual itself.
             self._out[label] = self._out.get(label, 0) + 1
-            most = condition.over.amount if condition.over.unit != "s" else _MOST_KEPT
+            most = condition.over.amount if condition.over.unit != "s" else MOST_KEPT
             if self._out[label] > most:
                 window.clear()
         return bound, "" if usual is None else f"usually {_shown(reading, level)}"
 
-    def _text(self, reading: Reading, value: float, who: str, base: str) -> str:
+    def _text(self, reading: FigureReading, value: float, who: str, base: str) -> str:
         of = f" on {who}" if who else ""
         return f"{reading.series} is {_shown(reading, value)}{of}{f', {base}' if base else ''}"
 
 
 class _StateJudge(Judge):
-    def __init__(self, condition: State):
+    def __init__(self, condition: kinds.State):
         super().__init__()
-        self._condition, self._streaks = condition, dict[str, _Streak]()
+        self._condition, self._streaks = condition, dict[str, Streak]()
         self.figures = frozenset({condition.series.name})
         self._true: dict[str, int | None] = {}
 
-    def take(self, reading: Reading) -> None:
+    def take(self, reading: FigureReading) -> None:
         condition = self._condition
         if condition.series.label and reading.label != condition.series.label:
             return
         values = (reading.value, reading.low, reading.high)
         is_nan, is_inf = any(map(math.isnan, values)), any(map(math.isinf, values))
         is_so = {"nan": is_nan, "inf": is_inf, "not finite": is_nan or is_inf}[condition.state]
-        streak = self._streaks.setdefault(reading.label, _Streak(condition.hold))
+        streak = self._streaks.setdefault(reading.label, Streak(condition.hold))
         if streak.see(is_so, reading):
             self._true[reading.label] = streak.since
             self.said = f"{reading.series} is {'nan' if is_nan else 'inf'}"
@@ -227,7 +142,7 @@ class _StateJudge(Judge):
 
 
 class _StuckJudge(Judge):
-    def __init__(self, condition: Stuck):
+    def __init__(self, condition: kinds.Stuck):
         super().__init__()
         self._condition = condition
         self.figures = frozenset({condition.series.name})
@@ -235,7 +150,7 @@ class _StuckJudge(Judge):
         self._best_at: tuple[int | None, float] = (None, 0.0)
         self._number = 0
 
-    def take(self, reading: Reading) -> None:
+    def take(self, reading: FigureReading) -> None:
         condition = self._condition
         if condition.series.label and reading.label != condition.series.label:
             return
@@ -261,7 +176,7 @@ class _StuckJudge(Judge):
 
 
 class _TrendJudge(Judge):
-    def __init__(self, condition: Trend):
+    def __init__(self, condition: kinds.Trend):
         super().__init__()
         self._condition = condition
         self.figures = frozenset({condition.series.name})
@@ -269,7 +184,7 @@ class _TrendJudge(Judge):
         self._numbers: dict[str, int] = {}
         self._true: dict[str, str] = {}
 
-    def take(self, reading: Reading) -> None:
+    def take(self, reading: FigureReading) -> None:
         condition = self._condition
         if condition.series.label and reading.label != condition.series.label:
             return
@@ -314,14 +229,14 @@ class _TrendJudge(Judge):
 
 
 class _MissingJudge(Judge):
-    def __init__(self, condition: Missing):
+    def __init__(self, condition: kinds.Missing):
         super().__init__()
         self._condition = condition
         self.figures = frozenset({condition.series.name})
         self._last: float | None = None
         self._step: int | None = None
 
-    def take(self, reading: Reading) -> None:
+    def take(self, reading: FigureReading) -> None:
         if self._condition.series.label in ("", reading.label):
             self._last, self._step, self.holds = reading.time, reading.step, False
 
@@ -338,7 +253,7 @@ class _MissingJudge(Judge):
 
 
 class _HappenedJudge(Judge):
-    def __init__(self, condition: Happened):
+    def __init__(self, condition: kinds.Happened):
         super().__init__()
         self._event = condition.event
 
@@ -356,16 +271,16 @@ class _JoinedJudge(Judge):
         self.figures = frozenset[str]()
 
     @property
-    def holds(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - it is never set
+    def holds(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
         found = [part.holds for part in self._parts]
         return all(found) if self._every else any(found)
 
     @property
-    def said(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def said(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
         return "; ".join(dict.fromkeys(part.said for part in self._parts if part.holds))
 
     @property
-    def since(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def since(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
         return min((part.since for part in self._parts if part.holds and part.since is not None), default=None)
 
     def all(self) -> Iterator[Judge]:
@@ -376,17 +291,17 @@ class _JoinedJudge(Judge):
 
 def judge_of(condition: Condition) -> Judge:
     """Return the judge of a condition."""
-    if isinstance(condition, Every | Any_):
-        return _JoinedJudge(condition.parts, every=isinstance(condition, Every))
-    if isinstance(condition, Compare):
+    if isinstance(condition, kinds.Every | kinds.Any_):
+        return _JoinedJudge(condition.parts, every=isinstance(condition, kinds.Every))
+    if isinstance(condition, kinds.Compare):
         return _CompareJudge(condition)
-    if isinstance(condition, State):
+    if isinstance(condition, kinds.State):
         return _StateJudge(condition)
-    if isinstance(condition, Stuck):
+    if isinstance(condition, kinds.Stuck):
         return _StuckJudge(condition)
-    if isinstance(condition, Trend):
+    if isinstance(condition, kinds.Trend):
         return _TrendJudge(condition)
-    return _MissingJudge(condition) if isinstance(condition, Missing) else _HappenedJudge(condition)
+    return _MissingJudge(condition) if isinstance(condition, kinds.Missing) else _HappenedJudge(condition)
 
 
 def _compared(value: float, operator: str, bound: float) -> bool:
@@ -399,7 +314,7 @@ def _compared(value: float, operator: str, bound: float) -> bool:
     return value < bound if operator == "<" else value <= bound
 
 
-def _shown(reading: Reading, value: float) -> str:
+def _shown(reading: FigureReading, value: float) -> str:
     """A value as people read it, by the figure's unit."""
     unit = FIGURES[reading.name].unit
     if not math.isfinite(value):
@@ -409,6 +324,3 @@ def _shown(reading: Reading, value: float) -> str:
     if unit == "s":
         return format_seconds(value)
     return f"{value:.4g}{ {'W': ' W', 'C': ' C'}.get(unit, '') }"
-
-
-__all__ = ["Judge", "Series", "judge_of"]

@@ -12,7 +12,7 @@ __all__ = [
     "GpuSource",
     "HostSource",
     "OwnBoard",
-    "Reading",
+    "FigureReading",
     "ReportBoard",
     "StepFigures",
     "fold",
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from weft.monitor.figures.folded import Fold, fold
     from weft.monitor.figures.gpu_source import GpuSource
     from weft.monitor.figures.host_source import HostSource, host_name
-    from weft.monitor.figures.of_events import Reading, readings
+    from weft.monitor.figures.of_events import FigureReading, readings
 
 __getattr__ = loads(
     __name__,
@@ -35,7 +35,7 @@ __getattr__ = loads(
         "GpuSource": ".gpu_source",
         "HostSource": ".host_source",
         "OwnBoard": ".collector",
-        "Reading": ".of_events",
+        "FigureReading": ".of_events",
         "ReportBoard": ".collector",
         "StepFigures": ".collector",
         "fold": ".folded",

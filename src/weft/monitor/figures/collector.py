@@ -118,13 +118,13 @@ class Collector(threading.Thread):
             self._queue.append(figures)
 
     def close(self) -> None:
-        """Report once more, and end the thread."""
+        """Tell what is left, and end the thread."""
         self._end.set()
         if self.is_alive():
             self.join(5.0)
 
     def run(self) -> None:
-        """Report until `close`: the thread's own function."""
+        """Tell every few seconds until `close`: the thread's own function."""
         due = time.monotonic() + self._every_s
         while not self._end.wait(min(_TICK_S, self._every_s)):
             if time.monotonic() >= due:

@@ -27,7 +27,7 @@ _OF_EVALUATION = frozenset({"event", "time", "step", "loss"})
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class FigureReading:
     """A figure at a moment.
 
     name, label: which series. value: the number; over ranks the median. low, high: over ranks the least and greatest,
@@ -51,7 +51,7 @@ class Reading:
         return series(self.name, self.label)
 
 
-def readings(event: Mapping[str, Any]) -> Iterator[Reading]:
+def readings(event: Mapping[str, Any]) -> Iterator[FigureReading]:
     """Yield what an event says in figures; nothing for events without any. Unknown figures are left out."""
     step, time = event.get("step"), number(event.get("time"))
     at = (step if type(step) is int else None, time)
@@ -65,11 +65,11 @@ def readings(event: Mapping[str, Any]) -> Iterator[Reading]:
         if isinstance(value, list):
             if len(parts := cast(list[Any], value)) == 5:
                 low, middle, high = (number(one) for one in parts[:3])
-                yield Reading(name, label, middle, low, high, str(parts[3]), str(parts[4]), *at)
+                yield FigureReading(name, label, middle, low, high, str(parts[3]), str(parts[4]), *at)
         elif isinstance(value, int | float | str) and not isinstance(value, bool):
             found = number(value)
             if not math.isnan(found) or value == "nan":
-                yield Reading(name, label, found, found, found, "", "", *at)
+                yield FigureReading(name, label, found, found, found, "", "", *at)
 
 
 def _values(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

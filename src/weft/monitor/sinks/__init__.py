@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from weft.monitor.sinks.http_post import Poster
     from weft.monitor.sinks.pump import EventFollower, Pump
     from weft.monitor.sinks.secret import address_of, secret_of
-    from weft.monitor.sinks.sink import Sink, SinkJob, SinkTrouble
+    from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble
 
 __all__ = [
     "EventFollower",
     "Poster",
     "Pump",
     "SINKS",
-    "Sink",
+    "FigureSink",
     "SinkJob",
     "SinkTrouble",
     "address_of",
@@ -38,7 +38,7 @@ SINKS = {
 }
 
 
-def make_sink(job: SinkJob) -> Sink:
+def make_sink(job: SinkJob) -> FigureSink:
     """Return the sink that a job asks for.
 
     Raises:
@@ -54,7 +54,7 @@ __getattr__ = loads(
         "EventFollower": ".pump",
         "Poster": ".http_post",
         "Pump": ".pump",
-        "Sink": ".sink",
+        "FigureSink": ".sink",
         "SinkJob": ".sink",
         "SinkTrouble": ".sink",
         "address_of": ".secret",

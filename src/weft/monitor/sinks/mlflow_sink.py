@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.monitor.sinks.http_post import Poster
-from weft.monitor.sinks.sink import Sink, SinkJob, SinkTrouble, flat_config, flat_values
+from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble, flat_config, flat_values
 
 #: What a request may hold at most, by MLflow's documentation.
 _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 500
 
 
-class MlflowSink(Sink):
+class MlflowSink(FigureSink):
     """One run of MLflow for one run of Weft, over all its starts."""
 
     def __init__(self, job: SinkJob):

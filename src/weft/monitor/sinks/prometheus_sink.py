@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from weft.monitor.figures import Reading, readings
+from weft.monitor.figures import FigureReading, readings
 from weft.monitor.sinks.http_post import Poster
-from weft.monitor.sinks.sink import Sink, SinkJob, SinkTrouble
+from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble
 from weft.spec.figures import FIGURES
 
 #: Seconds between two pushes.
@@ -25,7 +25,7 @@ class NewestFigures:
     def __init__(self, run: str):
         self._run = run
         self._lock = threading.Lock()
-        self._newest: dict[tuple[str, str], Reading] = {}
+        self._newest: dict[tuple[str, str], FigureReading] = {}
         self._failures: set[float] = set()  # by their times: an event may come twice
 
     def see(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -36,7 +36,7 @@ class NewestFigures:
                 if reading.name == "failures":
                     self._failures.add(reading.time)
                     total = float(len(self._failures))
-                    reading = Reading("failures", "", total, total, total, time=reading.time)
+                    reading = FigureReading("failures", "", total, total, total, time=reading.time)
                 self._newest[reading.name, reading.label] = reading
 
     def text(self) -> str:
@@ -61,7 +61,7 @@ class NewestFigures:
         return "\n".join(lines) + "\n"
 
 
-class ScrapedSink(Sink):
+class ScrapedSink(FigureSink):
     """Serves /metrics."""
 
     is_current = True
@@ -92,7 +92,7 @@ class ScrapedSink(Sink):
         self._server.server_close()
 
 
-class PushedSink(Sink):
+class PushedSink(FigureSink):
     """Pushes to a gateway, at most every few seconds; what is pushed is always the newest."""
 
     is_current = True

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import WeftError
-from weft.monitor.sinks.sink import Sink, SinkJob, SinkTrouble
+from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble
 
 #: How often (s) a pump looks for new events.
 _LOOK_S = 0.5
@@ -80,7 +80,7 @@ class Pump(threading.Thread):
     def __init__(
         self,
         name: str,
-        make: Callable[[SinkJob], Sink],
+        make: Callable[[SinkJob], FigureSink],
         job: SinkJob,
         tell: Callable[[str], None],
         *,
@@ -93,7 +93,7 @@ class Pump(threading.Thread):
         job.kept.update(kept.get("kept", {}))
         self._follower = EventFollower(job.folder / "events.jsonl", int(kept.get("offset", 0)))
         self._end = threading.Event()
-        self._sink: Sink | None = None
+        self._sink: FigureSink | None = None
         self._is_away = False
         #: Whether all that was there at the end was sent.
         self.is_done = False

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.monitor.figures import Reading, readings
+from weft.monitor.figures import FigureReading, readings
 from weft.monitor.sinks.http_post import Poster
-from weft.monitor.sinks.sink import Sink, SinkJob
+from weft.monitor.sinks.sink import FigureSink, SinkJob
 from weft.spec.figures import FIGURES
 
 
-class JsonSink(Sink):
+class JsonSink(FigureSink):
     """Posts {"run": name, "events": [...]} to a URL. Each event is as in events.jsonl."""
 
     def __init__(self, job: SinkJob):
@@ -24,7 +24,7 @@ class JsonSink(Sink):
         self._poster.post("", {"run": self.job.run, "events": list(events)})
 
 
-class OtlpSink(Sink):
+class OtlpSink(FigureSink):
     """Posts figures to URL/v1/metrics in OTLP's JSON."""
 
     def __init__(self, job: SinkJob):
@@ -46,7 +46,7 @@ class OtlpSink(Sink):
         path = "" if self.job.settings.url and self.job.settings.url.endswith("/v1/metrics") else "/v1/metrics"
         self._poster.post(path, body)
 
-    def _points(self, reading: Reading) -> Iterator[dict[str, Any]]:
+    def _points(self, reading: FigureReading) -> Iterator[dict[str, Any]]:
         label = FIGURES[reading.name].label
         attributes = [_text(label, reading.label)] if label else []
         at = str(round(reading.time * 1e9)) if math.isfinite(reading.time) else "0"

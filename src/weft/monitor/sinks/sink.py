@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.monitor.figures import Reading, readings
+from weft.monitor.figures import FigureReading, readings
 from weft.spec.config import SinkSection
 
 _UNFIT = re.compile(r"[^A-Za-z0-9_./ -]")
@@ -33,7 +33,7 @@ class SinkJob:
     kept: dict[str, Any] = field(default_factory=dict)
 
 
-class Sink:
+class FigureSink:
     """Base of all sinks. One thread calls it. is_current: it shows what is now, and need not hear of the past."""
 
     is_current = False
@@ -53,7 +53,7 @@ class Sink:
         """Let go of what it holds."""
 
 
-def flat(reading: Reading) -> Iterator[tuple[str, float]]:
+def flat(reading: FigureReading) -> Iterator[tuple[str, float]]:
     """Yield names as trackers write them with their values: "phase_s/forward/median" of ranks, "loss" of the run."""
     name = _UNFIT.sub("_", f"{reading.name}/{reading.label}" if reading.label else reading.name)
     if reading.at_low or reading.at_high:

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, BinaryIO
 
-from weft.monitor.sinks.sink import Sink, SinkJob, SinkTrouble, flat_values
+from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble, flat_values
 
 _POLYNOMIAL = 0x82F63B78
 
 
-class TensorboardSink(Sink):
+class TensorboardSink(FigureSink):
     """Scalars by step. Each start writes a file of its own into RUN/tensorboard, as TensorBoard's own writers do."""
 
     def __init__(self, job: SinkJob):

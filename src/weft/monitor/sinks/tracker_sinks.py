@@ -9,10 +9,10 @@ from typing import Any
 
 from weft.errors import MissingExtra
 from weft.monitor.sinks.secret import secret_of
-from weft.monitor.sinks.sink import Sink, SinkJob, SinkTrouble, flat_values
+from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble, flat_values
 
 
-class _TrackerSink(Sink):
+class _TrackerSink(FigureSink):
     """Logs figures with `log(values)`; the step is one of them, because a run that goes back does steps again."""
 
     package = ""

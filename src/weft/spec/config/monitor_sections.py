@@ -21,8 +21,10 @@ class MonitorSection(Section):
 
 
 class SinkSection(Section):
-    """Where figures go beside events.jsonl. A process beside the ranks sends them, so that none can hold up training;
-    what cannot be sent now is sent later."""
+    """Where figures go beside events.jsonl.
+
+    A process beside the ranks sends them, so that none can hold up training; what cannot be sent now is sent later.
+    """
 
     kind: Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus", "pushgateway", "otlp", "http"] = Field(
         examples=["prometheus"]

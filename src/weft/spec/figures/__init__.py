@@ -12,8 +12,9 @@ __all__ = [
     "Figure",
     "SHORT",
     "STANDARD",
-    "Span",
+    "RunSpan",
     "StandardAlert",
+    "condition",
     "parse_condition",
     "series",
     "simple_parts",
@@ -21,7 +22,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.spec.figures.condition import Condition, Span, simple_parts
+    from weft.spec.figures.condition import Condition, RunSpan, simple_parts
     from weft.spec.figures.figure import Figure, series, split_series
     from weft.spec.figures.figure_table import FIGURES, SHORT
     from weft.spec.figures.grammar import parse_condition
@@ -35,7 +36,7 @@ __getattr__ = loads(
         "Figure": ".figure",
         "SHORT": ".figure_table",
         "STANDARD": ".standard_alerts",
-        "Span": ".condition",
+        "RunSpan": ".condition",
         "StandardAlert": ".standard_alerts",
         "parse_condition": ".grammar",
         "series": ".figure",

@@ -12,7 +12,7 @@ Unit = Literal["s", "steps", "evaluations"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RunSpan:
     """A stretch of a run: so many seconds, or readings of a step or an evaluation."""
 
     amount: float
@@ -49,8 +49,8 @@ class Compare:
     operator: Operator
     value: float
     of: Literal["", "plan", "median", "sigma"] = ""
-    over: Span | None = None
-    hold: Span | None = None
+    over: RunSpan | None = None
+    hold: RunSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class State:
 
     series: Series
     state: Literal["nan", "inf", "not finite"]
-    hold: Span | None = None
+    hold: RunSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Stuck:
 
     series: Series
     way: Literal["higher", "lower"]
-    span: Span
+    span: RunSpan
     by: float = 0.0
     relative: bool = False
 
@@ -83,7 +83,7 @@ class Trend:
     rises: bool
     by: float
     relative: bool
-    span: Span
+    span: RunSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Missing:
     """A figure that had no reading for a span of time, while the run trains."""
 
     series: Series
-    span: Span
+    span: RunSpan
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from weft.spec.figures.condition import (
     Happened,
     Missing,
     Operator,
+    RunSpan,
     Series,
-    Span,
     State,
     Stuck,
     Trend,
@@ -179,7 +179,7 @@ class _Reader:
         by, relative = self._amount(figure) if self._takes("by") else (0.0, False)
         return Stuck(series, cast(Literal["higher", "lower"], way), span, by, relative)
 
-    def _hold(self) -> Span | None:
+    def _hold(self) -> RunSpan | None:
         return self._span() if self._takes("for") else None
 
     def _figure(self) -> tuple[Series, Figure]:
@@ -222,7 +222,7 @@ class _Reader:
             raise ValueError(f"{value:g} is no amount to rise or fall by. Write one above 0")
         return value, relative
 
-    def _span(self, *, times_only: bool = False) -> Span:
+    def _span(self, *, times_only: bool = False) -> RunSpan:
         word = self._take()
         example = "10m" if times_only else "200 steps, 3 evaluations or 10m"
         unit = self._peek()
@@ -230,7 +230,7 @@ class _Reader:
             self._at += 1
             if not re.fullmatch(r"[0-9]{1,9}", word) or not 1 <= int(word) <= _MOST_READINGS:
                 raise ValueError(f"{word} {unit}: a whole number from 1 to {_MOST_READINGS} is needed")
-            return Span(float(word), "steps" if unit.startswith("step") else "evaluations")
+            return RunSpan(float(word), "steps" if unit.startswith("step") else "evaluations")
         try:
             seconds = parse_seconds(word) if re.search(r"[a-z]", word) else 0.0
         except ValueError:
@@ -238,7 +238,7 @@ class _Reader:
         if not 0 < seconds <= _LONGEST_S:
             what = f"in the place of {word!r}" if word else "at the end"
             raise ValueError(f"a span is needed {what}. Write e.g. {example}")
-        return Span(seconds, "s")
+        return RunSpan(seconds, "s")
 
 
 _EXAMPLE = "'eval.loss no better for 3 evaluations' or 'gpu.temperature > 87 for 60s'"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.monitor.alerts.channels.channel import Message, send_message
+from weft.monitor.alerts.channels.channel import AlertMessage, send_message
 from weft.monitor.alerts.channels.mailroom import Mailroom
 
-__all__ = ["Mailroom", "Message", "send_message"]
+__all__ = ["Mailroom", "AlertMessage", "send_message"]

@@ -18,7 +18,7 @@ from weft.units import parse_seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class AlertMessage:
     """What an alert says. title: one line. text: the whole. data: the same for programs."""
 
     title: str
@@ -26,7 +26,7 @@ class Message:
     data: Mapping[str, Any]
 
 
-def send_message(channel: ChannelSection, message: Message) -> None:
+def send_message(channel: ChannelSection, message: AlertMessage) -> None:
     """Send a message over a channel.
 
     Raises:
@@ -36,7 +36,7 @@ def send_message(channel: ChannelSection, message: Message) -> None:
     {"mail": _mail, "webhook": _webhook, "apprise": _apprise, "command": _command}[channel.kind](channel, message)
 
 
-def _mail(channel: ChannelSection, message: Message) -> None:
+def _mail(channel: ChannelSection, message: AlertMessage) -> None:
     mail = EmailMessage()
     mail["Subject"], mail["From"], mail["To"] = message.title, channel.sender, ", ".join(channel.to)
     mail.set_content(message.text)
@@ -64,7 +64,7 @@ def _mail(channel: ChannelSection, message: Message) -> None:
         raise SinkTrouble(f"mail through {channel.server} failed ({f'{code} ' if code else ''}{reason})") from None
 
 
-def _webhook(channel: ChannelSection, message: Message) -> None:
+def _webhook(channel: ChannelSection, message: AlertMessage) -> None:
     assert channel.url is not None
     url = address_of(channel.url, f"channel {channel.name}: url")
     # Slack, Mattermost and many others show "text"; programs read the rest.
@@ -72,7 +72,7 @@ def _webhook(channel: ChannelSection, message: Message) -> None:
     Poster(url, {}, parse_seconds(channel.timeout)).post("", body)
 
 
-def _apprise(channel: ChannelSection, message: Message) -> None:
+def _apprise(channel: ChannelSection, message: AlertMessage) -> None:
     try:
         import apprise
     except ImportError as error:
@@ -88,7 +88,7 @@ def _apprise(channel: ChannelSection, message: Message) -> None:
         raise SinkTrouble("apprise could not send it")
 
 
-def _command(channel: ChannelSection, message: Message) -> None:
+def _command(channel: ChannelSection, message: AlertMessage) -> None:
     body = json.dumps({"title": message.title, "text": message.text, **message.data}).encode()
     try:
         done = subprocess.run(

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from weft.errors import WeftError
-from weft.monitor.alerts.channels.channel import Message, send_message
+from weft.monitor.alerts.channels.channel import AlertMessage, send_message
 from weft.monitor.sinks import SinkTrouble
 from weft.spec.config import ChannelSection
 
@@ -31,11 +31,11 @@ class Mailroom(threading.Thread):
     def __init__(self, channel: ChannelSection, tell: Callable[[str], None], *, pause_s: float = _FIRST_PAUSE_S):
         super().__init__(name=f"weft-channel-{channel.name}", daemon=True)
         self._channel, self._tell, self._first_pause_s = channel, tell, pause_s
-        self._waiting: deque[tuple[float, Message]] = deque()
+        self._waiting: deque[tuple[float, AlertMessage]] = deque()
         self._wake, self._end = threading.Event(), threading.Event()
         self._num_dropped = 0
 
-    def put(self, message: Message) -> None:
+    def put(self, message: AlertMessage) -> None:
         """Take a message; never waits."""
         self._waiting.append((time.monotonic(), message))
         while len(self._waiting) > _MOST_WAITING:
@@ -75,8 +75,8 @@ class Mailroom(threading.Thread):
             if self._waiting and self._waiting[0][1] is message:
                 self._waiting.popleft()
 
-    def _with_dropped(self, message: Message) -> Message:
+    def _with_dropped(self, message: AlertMessage) -> AlertMessage:
         if not self._num_dropped:
             return message
         text = f"{message.text}\n({self._num_dropped} earlier messages were dropped.)"
-        return Message(message.title, text, message.data)
+        return AlertMessage(message.title, text, message.data)

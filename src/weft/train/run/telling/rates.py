@@ -14,7 +14,7 @@ _WORTH_TELLING = 0.02
 
 
 def rate_state(config: RunConfig) -> dict[str, Any]:
-    """What decides the rate of every step, as a checkpoint keeps it."""
+    """Return what decides the rate of every step, as a checkpoint keeps it."""
     return {
         "steps": config.train.steps,
         "lr": config.optimizer.lr,
@@ -23,9 +23,12 @@ def rate_state(config: RunConfig) -> dict[str, Any]:
 
 
 def rate_change(config: RunConfig, step: int, before: Mapping[str, Any] | None) -> list[str]:
-    """Lines for a run that resumes at `step` with another number of steps than before.
+    """Return lines for a run that resumes with another number of steps than before.
 
-    before: `rate_state` of the run that saved; None of a checkpoint that has none.
+    Args:
+        config: of the run.
+        step: the steps done.
+        before: `rate_state` of the run that saved; None of a checkpoint that has none.
     """
     if not before or before["steps"] == config.train.steps or step >= config.train.steps or not step:
         return []

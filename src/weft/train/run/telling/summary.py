@@ -21,7 +21,13 @@ _CONTENTS = ("events.jsonl", "loss.png")
 
 
 def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
-    """Run, model, data, plan and precision, one line each."""
+    """Return run, model, data, plan and precision, one line each.
+
+    Args:
+        folder: of the run.
+        task: what is trained.
+        engine: what computes.
+    """
     plan, device = engine.plan, engine.device.partition(":")[0]
     return [
         f"run     {folder.path}",
@@ -34,9 +40,13 @@ def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
 
 
 def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: object) -> str:
-    """The command that started the run with one setting changed, to be pasted into a shell.
+    """Return the command that started the run with one setting changed, to be pasted into a shell.
 
-    command: its words; where nobody knows them (a run started from Python), the folder's own config is named.
+    Args:
+        command: its words; where nobody knows them (a run started from Python), the folder's own config is named.
+        folder: of the run.
+        key: of the setting.
+        value: of the setting.
     """
     words = list(command) or ["weft", "train", str(folder.path / "config.toml")]
     # Steps and epochs say the same thing, and are refused together.
@@ -54,7 +64,14 @@ def _go_on(command: Sequence[str]) -> str:
 
 
 def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str] = ()) -> list[str]:
-    """For a run whose last step is done."""
+    """Return the lines for a run whose last step is done.
+
+    Args:
+        folder: of the run.
+        task: what was trained.
+        step: the steps done.
+        command: the words that the user typed.
+    """
     told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
     return [
         f"{folder.path} is complete: {step} steps are done.",
@@ -75,7 +92,14 @@ class Ending:
 
 
 def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequence[str] = ()) -> list[str]:
-    """How it ended, how the loss fell, what the model makes, where the time went, and what to type next."""
+    """Return how it ended, how the loss fell, what the model makes, where the time went, and what to type next.
+
+    Args:
+        folder: of the run.
+        task: what was trained.
+        ending: how.
+        command: the words that the user typed.
+    """
     config, progress = task.config, ending.progress
     evaluations = last_per_step(read_events(folder.events), kind="eval")
     lines = [""]

@@ -16,6 +16,7 @@ class Voice:
         self.display: Display | None = None
 
     def tell(self, text: str) -> None:
+        """Show a line."""
         if self.display is not None:
             self.display.note(text)
         else:
