@@ -71,8 +71,8 @@ def goodput(
 
 def _go_on(folder: Path) -> None:
     """The word that a held run waits for. Raises LaunchError where no command waits."""
-    from weft.cli.launcher.hold import HoldPlace
     from weft.errors import LaunchError
+    from weft.monitor.alerts import HoldPlace
 
     place = HoldPlace(folder)
     if not place.is_held:
