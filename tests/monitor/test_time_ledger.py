@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
@@ -115,7 +115,8 @@ _EVENTS = st.fixed_dictionaries(
 )
 
 
-@given(st.lists(_EVENTS, max_size=40))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(_EVENTS, max_size=25))
 def test_any_events_leave_an_account_that_adds_up(events):
     ledger = TimeLedger().feed_all(events)
     seconds = ledger.seconds()

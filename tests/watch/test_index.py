@@ -163,7 +163,7 @@ def test_an_event_with_nonsense_in_all_its_fields_is_shown(tmp_path):
 _VALUES = st.lists(st.floats(-1e6, 1e6, width=32) | st.just(math.nan) | st.just(math.inf), min_size=1, max_size=300)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_VALUES, st.integers(1, 80))
 def test_a_thinned_curve_keeps_its_ends(values, points):
     column = np.asarray(values, np.float32)
@@ -180,7 +180,7 @@ def test_a_thinned_curve_keeps_its_ends(values, points):
         assert min(finite) - 1e-3 - abs(min(finite)) * 1e-5 <= mean[at] <= max(finite) + 1e-3 + abs(max(finite)) * 1e-5
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=9), max_size=12))
 def test_columns_hold_the_last_word_about_each_step(batches):
     columns, kept = StepColumns(), {}
@@ -192,7 +192,7 @@ def test_columns_hold_the_last_word_about_each_step(batches):
     assert columns.values("loss").tolist() == [kept[step] for step in sorted(kept)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=200))
 def test_a_bounded_series_keeps_least_and_greatest(values):
     series = BoundedSeries(places=8)

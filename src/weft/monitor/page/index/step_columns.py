@@ -113,7 +113,11 @@ def thinned(values: np.ndarray, points: int) -> tuple[list[float | None], list[f
         one = _listed(np.where(np.isfinite(values), values, np.nan))
         return one, one, one
     finite = np.isfinite(values)
-    count = np.add.reduceat(finite, edges)
+    if finite.all():  # as nearly always, and several times faster
+        sizes = np.diff(edges, append=len(values))
+        mean = np.add.reduceat(values, edges, dtype=np.float64) / sizes
+        return _listed(mean), _listed(np.minimum.reduceat(values, edges)), _listed(np.maximum.reduceat(values, edges))
+    count = np.add.reduceat(finite, edges, dtype=np.int64)
     total = np.add.reduceat(np.where(finite, values, 0).astype(np.float64), edges)
     low = np.minimum.reduceat(np.where(finite, values, np.inf), edges)
     high = np.maximum.reduceat(np.where(finite, values, -np.inf), edges)
