@@ -314,15 +314,16 @@ def test_an_address_with_a_secret_is_not_told(monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
 def test_trackers_take_a_run(kind, tmp_path, monkeypatch):
-    pytest.importorskip(kind)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it looks there when it is imported
+    pytest.importorskip(kind)
     one = Carried(tmp_path, kind)
     one.write(step(1), step(2), FIGURES)
     one.start()
     until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size or one.said, 120)
     one.pump.finish()
-    one.pump.join(60)
+    one.pump.join(180)
+    assert not one.pump.is_alive()
     assert one.said == []
     found = [*tmp_path.rglob("*.wandb"), *tmp_path.rglob("*.db")]
     assert found

@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.spec.figures import condition
     from weft.spec.figures.condition import Condition, RunSpan, simple_parts
     from weft.spec.figures.figure import Figure, series, split_series
     from weft.spec.figures.figure_table import FIGURES, SHORT

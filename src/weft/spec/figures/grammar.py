@@ -139,7 +139,7 @@ class _Reader:
     def _test(self, series: Series, figure: Figure) -> Condition:
         word = self._take()
         if word in (">", ">=", "<", "<="):
-            return self._compare(series, figure, cast(Operator, word))
+            return self._compare(series, figure, word)
         if word == "is":
             if self._takes("not", "finite"):
                 return State(series, "not finite", self._hold())
