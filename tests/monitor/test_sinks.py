@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from tests.monitor.servers import Recorder, free_port, until
-from weft.errors import ConfigError
+from weft.errors import ConfigError, MissingExtra
 from weft.monitor import EventLog
 from weft.monitor.sinks import EventFollower, Poster, Pump, SinkJob, SinkTrouble, make_sink, secret_of
 from weft.monitor.sinks.prometheus_sink import NewestFigures
@@ -309,6 +310,16 @@ def test_an_address_with_a_secret_is_not_told(monkeypatch):
     with pytest.raises(SinkTrouble) as caught:
         Poster.of(settings).post("", {})
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_a_package_that_is_missing_is_named_with_its_command(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, kind, None)
+    with pytest.raises(MissingExtra) as caught:
+        make_sink(SinkJob(SinkSection.model_validate({"kind": kind}), tmp_path, "run", {}))
+    assert str(caught.value) == (
+        f'{kind} is not installed: sink.kind={kind} needs it. In a checkout of Weft, run: pip install -e ".[{kind}]".'
+    )
 
 
 @pytest.mark.full

@@ -72,7 +72,7 @@ class GpuSource:
         return True
 
     def _utilization(self) -> Iterator[tuple[str, float]]:
-        yield "gpu.utilization", self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+        yield "gpu.utilization", float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100
 
     def _memory(self) -> Iterator[tuple[str, float]]:
         yield "gpu.memory_bytes", float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)

@@ -22,9 +22,7 @@ class _TrackerSink(FigureSink):
         try:
             self._library: Any = importlib.import_module(self.package)
         except ImportError as error:
-            raise MissingExtra(
-                f'sink.kind={self.package}: it needs a package. Install it: pip install "weft-train[{self.package}]".'
-            ) from error
+            raise MissingExtra(self.package, self.package, f"sink.kind={self.package}") from error
         self._run: Any = None
 
     def send(self, events: Sequence[Mapping[str, Any]]) -> None:

@@ -76,9 +76,7 @@ def _apprise(channel: ChannelSection, message: AlertMessage) -> None:
     try:
         import apprise
     except ImportError as error:
-        raise MissingExtra(
-            'channel.kind=apprise: it needs a package. Install it: pip install "weft-train[apprise]".'
-        ) from error
+        raise MissingExtra("apprise", "apprise", "channel.kind=apprise") from error
     assert channel.url is not None
     url = address_of(channel.url, f"channel {channel.name}: url")
     speaker = apprise.Apprise()
