@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
 from tests.monitor.servers import Recorder, free_port, until
-from weft.errors import ConfigError
+from weft.errors import ConfigError, MissingExtra
 from weft.monitor import EventLog
 from weft.monitor.sinks import EventFollower, Poster, Pump, SinkJob, SinkTrouble, make_sink, secret_of
 from weft.monitor.sinks.prometheus_sink import NewestFigures
@@ -311,18 +312,29 @@ def test_an_address_with_a_secret_is_not_told(monkeypatch):
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_a_package_that_is_missing_is_named_with_its_command(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, kind, None)
+    with pytest.raises(MissingExtra) as caught:
+        make_sink(SinkJob(SinkSection.model_validate({"kind": kind}), tmp_path, "run", {}))
+    assert str(caught.value) == (
+        f'{kind} is not installed: sink.kind={kind} needs it. In a checkout of Weft, run: pip install -e ".[{kind}]".'
+    )
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
 def test_trackers_take_a_run(kind, tmp_path, monkeypatch):
-    pytest.importorskip(kind)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # it looks there when it is imported
+    pytest.importorskip(kind)
     one = Carried(tmp_path, kind)
     one.write(step(1), step(2), FIGURES)
     one.start()
     until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size or one.said, 120)
     one.pump.finish()
-    one.pump.join(60)
+    one.pump.join(180)
+    assert not one.pump.is_alive()
     assert one.said == []
     found = [*tmp_path.rglob("*.wandb"), *tmp_path.rglob("*.db")]
     assert found

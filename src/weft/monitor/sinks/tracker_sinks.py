@@ -13,7 +13,7 @@ from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble, flat_value
 
 
 class _TrackerSink(FigureSink):
-    """Logs figures with `log(values)`; the step is one of them, because a run that goes back does steps again."""
+    """Logs figures with `log(values)`; the step is one of them, because W&B refuses steps that are done again."""
 
     package = ""
 
@@ -33,7 +33,7 @@ class _TrackerSink(FigureSink):
             for event in events:
                 values, step = flat_values(event), event.get("step")
                 if values:
-                    self._run.log({**values, **({"step": step} if type(step) is int else {})})
+                    self._log(values, step if type(step) is int else None)
         except Exception as error:  # whatever the package raises, its secret among the words of none of it
             raise SinkTrouble(f"{self.package}: {type(error).__name__}") from None
 
@@ -44,6 +44,9 @@ class _TrackerSink(FigureSink):
 
     def _begin(self) -> Any:
         raise NotImplementedError
+
+    def _log(self, values: dict[str, float], step: int | None) -> None:
+        self._run.log(values if step is None else {**values, "step": step})
 
     @property
     def _id(self) -> str:
@@ -72,6 +75,9 @@ class TrackioSink(_TrackerSink):
     """One run of trackio."""
 
     package = "trackio"
+
+    def _log(self, values: dict[str, float], step: int | None) -> None:
+        self._run.log(values, step=step)  # its own steps may repeat, and "step" is a name that it keeps for itself
 
     def _begin(self) -> Any:
         return self._library.init(

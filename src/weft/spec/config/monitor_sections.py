@@ -58,7 +58,7 @@ class ChannelSection(Section):
     """What `actions` of an alert call it."""
     kind: Literal["mail", "webhook", "apprise", "command"] = Field(examples=["mail"])
     """mail: by SMTP; webhook: JSON posted to `url`; apprise: Slack, Teams, Feishu, DingTalk, Telegram and 130 more
-    (`pip install "weft-train[apprise]"`); command: a program that gets the message as JSON on its standard input."""
+    (extra `apprise`); command: a program that gets the message as JSON on its standard input."""
     to: tuple[str, ...] = Field(default=(), strict=False)
     """mail: addresses."""
     sender: str = "weft@localhost"
