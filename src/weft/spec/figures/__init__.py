@@ -21,12 +21,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-<<<<<<< HEAD
     from weft.spec.figures.conditions import Condition, RunSpan, simple_parts
-=======
-    from weft.spec.figures import condition
-    from weft.spec.figures.condition import Condition, RunSpan, simple_parts
->>>>>>> ifig
     from weft.spec.figures.figure import Figure, series, split_series
     from weft.spec.figures.figure_table import FIGURES, SHORT
     from weft.spec.figures.grammar import parse_condition
