@@ -48,8 +48,8 @@ CASES = [
      "optimizer.options={rho = 0.9}: only an optimizer given as package.module:Class takes options, and "
      "optimizer.name is adamw. Set optimizer.betas, eps or momentum instead, or give a class."),
     ("task-options-are-of-a-class", ["task.options={side = 16}"],
-     "task.options={side = 16}: only a task that is named takes options. Set "
-     "task.name, or leave them out."),
+     "task.options={side = 16}: only a task given as package.module:Class takes options. Set "
+     "task.name=package.module:Class, or leave them out."),
     ("bf16-states-are-of-adamw", ["optimizer.states=bf16", "optimizer.name=muon"],
      "optimizer.states=bf16: Weft stores only AdamW's states in bf16, and optimizer.name is muon. "
      "Use fp32, or optimizer.name=adamw."),

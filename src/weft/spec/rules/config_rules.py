@@ -79,7 +79,8 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         reason="The default task, a decoder on text, has sections of its own.",
         predicate=lambda config: bool(config.task.options) and config.task.name is None,
         message=lambda config: (
-            f"{shown(config.task.options)}: only a task that is named takes options. Set task.name, or leave them out."
+            f"{shown(config.task.options)}: only a task given as package.module:Class takes options. Set "
+            "task.name=package.module:Class, or leave them out."
         ),
     ),
     ConfigRule(
