@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from weft.spec.figures.conditions.kinds import (
+    EVENTS,
     Any_,
     Compare,
     Condition,
     Every,
     Happened,
     Missing,
+    Operator,
     RunSpan,
     Series,
     State,
@@ -18,12 +20,14 @@ from weft.spec.figures.conditions.kinds import (
 )
 
 __all__ = [
+    "EVENTS",
     "Any_",
     "Compare",
     "Condition",
     "Every",
     "Happened",
     "Missing",
+    "Operator",
     "RunSpan",
     "Series",
     "State",
