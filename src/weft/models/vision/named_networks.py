@@ -23,7 +23,7 @@ def build_image_model(name: str, num_classes: int, side: int) -> nn.Module:
         side: pixels to a side; below 64 the stem keeps height and width.
 
     Raises:
-        ModelError: for a name that is not known.
+        ModelError: for a name that is not known, or a side that is too small for it.
     """
     if name in RESNETS:
         return ResNet(RESNETS[name], num_classes, small_images=side < _SMALL_SIDE)
@@ -31,5 +31,9 @@ def build_image_model(name: str, num_classes: int, side: int) -> nn.Module:
     if stages is None:
         hint = did_you_mean(name, IMAGE_MODELS) or f" Use one of {', '.join(IMAGE_MODELS)}."
         raise ModelError(f"model={name}: Weft has no network of that name.{hint}")
+    if side < 2 ** len(stages):
+        raise ModelError(
+            f"side={side}: {name} halves a picture {len(stages)} times. Use {2 ** len(stages)} pixels or more."
+        )
     small = {"side": 1, "hidden": 512} if side < _SMALL_SIDE else {}
     return VGG(stages, num_classes, has_norms=name.endswith("_bn"), **small)
