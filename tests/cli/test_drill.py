@@ -20,6 +20,7 @@ from weft.cli.launcher.drill.drill_verb import report
 from weft.cli.launcher.drill.trial import DrillRow, Trial, state_of
 from weft.errors import ConfigError
 from weft.monitor import StepRecord
+from weft.spec.plan import Plan
 from weft.train import RunFolder, injected
 from weft.train.injected import ACTS, DAMAGES, Fault, FaultHook, asked_fault
 
@@ -50,12 +51,24 @@ def record(step: int) -> StepRecord:
     return StepRecord(step=step, loss=1.0, lr=0.1, grad_norm=1.0, count=1, count_per_s=1.0)
 
 
+TWO = Plan.parse("dp_shard=2")
+
+
+def test_a_loss_is_spoilt_on_the_stage_that_computes_it(tmp_path, monkeypatch):
+    asked = {"kind": "nan_gradient", "step": 5, "rank": 1, "mark": str(tmp_path / "mark"), "world_size": 4}
+    monkeypatch.setenv("WEFT_DRILL", json.dumps(asked))
+    plan = Plan.parse("pp=2 dp_replicate=2 microbatches=2")
+    assert [rank for rank in range(4) if asked_fault(rank, plan)] == [1, 3]
+    monkeypatch.setenv("WEFT_DRILL", json.dumps(asked | {"kind": "nan_weight"}))
+    assert [rank for rank in range(4) if asked_fault(rank, plan)] == [1]
+
+
 def test_a_rank_suffers_only_its_own_fault_and_once(tmp_path, monkeypatch):
-    assert asked_fault(0) is None
+    assert asked_fault(0, TWO) is None
     asked = {"kind": "exception", "step": 5, "rank": 1, "mark": str(tmp_path / "mark"), "world_size": 2}
     monkeypatch.setenv("WEFT_DRILL", json.dumps(asked))
-    assert asked_fault(0) is None
-    found = asked_fault(1)
+    assert asked_fault(0, TWO) is None
+    found = asked_fault(1, TWO)
     assert found is not None
     hook = FaultHook(found, object(), RunFolder(tmp_path))  # type: ignore[arg-type]
     assert hook.on_step(record(4)) is None
@@ -63,7 +76,7 @@ def test_a_rank_suffers_only_its_own_fault_and_once(tmp_path, monkeypatch):
         hook.on_step(record(5))
     assert json.loads((tmp_path / "mark").read_text())["step"] == 5
     assert hook.on_step(record(6)) is None
-    assert asked_fault(1) is None
+    assert asked_fault(1, TWO) is None
 
 
 def test_a_loss_is_spoilt_at_its_step_alone(tmp_path):

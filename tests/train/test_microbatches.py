@@ -170,9 +170,10 @@ def test_numbers_of_samples_are_those_of_each_microbatch():
     data = Axis("data", 2, 1, (0, 1))
     plain = samples_of([x()], 2, data)
     assert [list(one.numbers) for one in plain] == [[8, 9, 10, 11], [12, 13, 14, 15]]
-    marked = from_loader([[x()]], [range(3, 11)], [()], is_plain=True)
+    marked = from_loader([[x()]], [range(3, 11)], [()], is_plain=True, total=16)
     assert samples_of(marked, 1, data)[0].numbers == range(3, 11)
-    whole = from_loader([[x()]], [[0, 1, 2, 3, 8, 9, 10, 11]], [()], is_plain=True)
+    assert samples_of(marked, 1, data)[0].total == 16
+    whole = from_loader([[x()]], [[0, 1, 2, 3, 8, 9, 10, 11]], [()], is_plain=True, total=16)
     assert [list(one.numbers) for one in samples_of(whole, 2, data)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
     alike = samples_of(weft.Microbatches([[x()], [x()]]), 2, data)
     assert [list(one.numbers) for one in alike] == [[*range(8, 16)], [*range(24, 32)]]

@@ -20,6 +20,7 @@ __all__ = [
     "join_ranks",
     "leave_ranks",
     "loopback_store",
+    "members_of",
     "open_store",
     "pick_device",
 ]
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         open_store,
         pick_device,
     )
+    from weft.mesh.places import members_of
     from weft.mesh.pulse import Pulse, Wait
 
 __getattr__ = loads(
@@ -58,6 +60,7 @@ __getattr__ = loads(
         "join_ranks": ".mesh",
         "leave_ranks": ".mesh",
         "loopback_store": ".mesh",
+        "members_of": ".places",
         "open_store": ".mesh",
         "pick_device": ".mesh",
     },

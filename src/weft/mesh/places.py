@@ -39,7 +39,13 @@ def strides(plan: Plan, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
 
 
 def members_of(plan: Plan, rank: int, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the global ranks that differ from `rank` only along `names`, in row-major order of those axes."""
+    """Return the global ranks that differ from `rank` only along `names`, in row-major order of those axes.
+
+    Args:
+        plan: the sizes of the axes.
+        rank: one of its ranks.
+        names: axes of a mesh.
+    """
     places = strides(plan, names)
     along = [places["pp" if name == ENDS else name] for name in names]
     base = rank - sum(rank // stride % size * stride for stride, size in along)

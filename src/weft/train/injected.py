@@ -22,7 +22,9 @@ from typing import Any
 
 from weft import env
 from weft.checkpoint import list_checkpoints
+from weft.mesh import members_of
 from weft.monitor import StepRecord
+from weft.spec.plan import Plan
 from weft.train.engine import Engine
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook
@@ -56,14 +58,18 @@ class Fault:
         os.replace(draft, self.mark)
 
 
-def asked_fault(rank: int) -> Fault | None:
-    """The fault that this rank is to suffer; None outside of drills, and once it has happened."""
+def asked_fault(rank: int, plan: Plan) -> Fault | None:
+    """The fault that this rank is to suffer; None outside of drills, and once it has happened.
+
+    A loss is spoilt on whichever stage of the fault's pipeline computes it.
+    """
     text = env.get("WEFT_DRILL")
     if not text:
         return None
     fault = Fault(**json.loads(text))
     lasting = fault.kind == "lose_rank"
-    return fault if fault.rank == rank and (lasting or not fault.happened) else None
+    hit = members_of(plan, fault.rank, ("pp",)) if fault.kind == "nan_gradient" else (fault.rank,)
+    return fault if rank in hit and (lasting or not fault.happened) else None
 
 
 class FaultHook(Hook):

@@ -45,13 +45,14 @@ CodeName = Annotated[
     StringConstraints(pattern=_CODE),
     WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
 ]
-_TASK = r"^([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*$"
+#: Tasks that have a name; `find_task` knows their classes.
+TASK_NAMES = ("classify_images",)
+_TASK = rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$"
+_TASK_RULE = f"{', '.join(TASK_NAMES)}, or a class as package.module:Class or path/to/file.py:Class"
 TaskName = Annotated[
     str,
     StringConstraints(pattern=_TASK),
-    WithJsonSchema(
-        {"type": "string", "pattern": _TASK, "x-rule": "a class as package.module:Class or path/to/file.py:Class"}
-    ),
+    WithJsonSchema({"type": "string", "pattern": _TASK, "x-rule": _TASK_RULE}),
 ]
 OptionValue = Annotated[
     bool | int | float | str | Annotated[tuple[float, ...], Strict(False)],

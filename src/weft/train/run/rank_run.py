@@ -92,7 +92,7 @@ def run_rank(
         config = folder.config()
         voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
         job = EngineJob(folder, config, find_task(config), folder.plan(), place, voice.tell, start.store)
-        fault = asked_fault(place.rank if place else 0)
+        fault = asked_fault(place.rank if place else 0, job.plan)
         drilled = FaultHook(fault, job.task, folder) if fault else None
         engine = cast(Callable[[EngineJob], Engine], named_object(start.engine))(job)
         try:
