@@ -46,8 +46,8 @@ class TaskSection(Section):
     """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
 
     name: TaskName | None = None
-    """classify_images, with a folder of pictures, or your own task as package.module:Class, importable from this folder,
-    or path/to/file.py:Class. Short form: `task = "package.module:Class"`. By default a decoder trained on text."""
+    """classify_images, with a folder of pictures, or your own task as package.module:Class, importable from this
+    folder, or path/to/file.py:Class. Short form: `task = "package.module:Class"`. By default a decoder on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 
