@@ -229,7 +229,8 @@ class Parts(NamedTuple):
     is_plain: bool
 
 
-def as_parts(batches, numbers, rows, *, is_plain) -> Parts:
+def as_parts(batches, numbers, rows, *, is_plain, total) -> Parts:
+    assert total >= sum(map(len, numbers))
     return Parts([batch[0].tolist() for batch in batches], list(map(list, numbers)), rows, is_plain)
 
 
@@ -268,7 +269,7 @@ def test_the_users_collate_function_sees_each_microbatch(num_workers):
     collected = []
     for rank in range(2):
         [batch] = ShardedLoader(
-            loader, rank, 2, num_microbatches=2, as_batch=lambda batches, numbers, rows, is_plain: (batches, rows)
+            loader, rank, 2, num_microbatches=2, as_batch=lambda batches, numbers, rows, **_: (batches, rows)
         )
         batches, rows = batch
         collected += [(patches[:, 0].tolist(), y.tolist()) for patches, y in batches]
