@@ -56,7 +56,7 @@ class TorchEngine:
             owns_process=job.place is not None,
         )
         self._copies = HostCopies(device)
-        self._started = False
+        self._started = self._is_built = False
 
     def build(self) -> None:
         """Make the model as the task and the plan say, and its optimizer and step."""
@@ -73,11 +73,11 @@ class TorchEngine:
         self._eval_batches = task.eval_batches(share)
         base = task.initial_model(mesh.plan)
         weights = task.initial_weights(base)
-        self.model: nn.Module = with_adapter(base, config)
+        self._model: nn.Module = with_adapter(base, config)
         layout = Layout.read(config.layout) if config.layout else None
-        freeze(self.model, config.optimizer)
+        freeze(self._model, config.optimizer)
         parallelize(
-            self.model,
+            self._model,
             mesh,
             layout=layout,
             seed=config.seed,
@@ -86,19 +86,27 @@ class TorchEngine:
         )
         if weights is not None and self._reads_base():
             with self.pulse.doing("reads the pretrained weights"):
-                load_base(self.model, weights)
+                load_base(self._model, weights)
         self._step = TrainStep(
-            self.model,
-            build_optimizer(self.model.named_parameters(), config.optimizer, config.seed),
+            self._model,
+            build_optimizer(self._model.named_parameters(), config.optimizer, config.seed),
             task.loss,
             mesh,
             forward=task.forward,
             max_grad_norm=config.optimizer.max_grad_norm,
             nominal_tokens=task.nominal_count(),
             meter=self.meter,
+            weights_follow=mesh.device.type == "cuda",  # a CPU copies what arrives itself, and gains nothing
         )
         self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
         self._choose_recompute()
+        self._is_built = True
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. Ask for it at each look: the weights of the last step are waited for."""
+        self._step.arrive()
+        return self._model
 
     @property
     def batches(self) -> Batches:
@@ -179,6 +187,8 @@ class TorchEngine:
         """Leave the other ranks; after an error at once, for they may never come."""
         try:
             if not failed:
+                if self._is_built:
+                    self._step.arrive()
                 # Who is through waits for the first rank here, where it is watched, and not in the parting.
                 barrier(self.mesh.world)
         finally:
@@ -223,7 +233,7 @@ class TorchEngine:
 
     def _reads_base(self) -> bool:
         """A run that goes on reads its weights from its checkpoint, which of an adapter holds no base."""
-        if adapted(self.model) is not None:
+        if adapted(self._model) is not None:
             return True
         return not self.on_first(lambda: bool(list_checkpoints(self._job.folder.checkpoints)))
 
@@ -235,7 +245,7 @@ class TorchEngine:
 
     def _choose_recompute(self) -> None:
         """Settle before the first step what is recomputed, from the first microbatch of the run."""
-        recompute = recompute_of(self.model)
+        recompute = recompute_of(self._model)
         if recompute is None or recompute.is_chosen:
             return
         batch = cut_sequence(self.model, move_batch(self._batches.batches(0)[0], self.mesh.device))

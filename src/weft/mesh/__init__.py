@@ -22,9 +22,11 @@ __all__ = [
     "loopback_store",
     "open_store",
     "pick_device",
+    "told_settings",
 ]
 
 if TYPE_CHECKING:
+    from weft.mesh.gpu_settings import told_settings
     from weft.mesh.mesh import (
         ENDS,
         LIMIT_S,
@@ -60,5 +62,6 @@ __getattr__ = loads(
         "loopback_store": ".mesh",
         "open_store": ".mesh",
         "pick_device": ".mesh",
+        "told_settings": ".gpu_settings",
     },
 )

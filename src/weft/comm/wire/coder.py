@@ -30,13 +30,18 @@ class Coder:
         return codes
 
     @property
-    def carries(self) -> bool:
-        """Whether anything is carried to the next step, or will be if this one is taken."""
-        return bool(self._kept or self._next)
+    def begins(self) -> bool:
+        """Whether this step, if it is taken, carries on what no step before did."""
+        return any(state.keys() != self._kept.get(key, {}).keys() for key, state in self._next.items())
 
-    def commit(self) -> None:
-        """Take over the states of this step: it was taken."""
-        self._kept.update(self._next)
+    def commit(self, taken: torch.Tensor | None = None) -> None:
+        """Take over the states of this step: it was taken. taken: whether it was, 0-d bool, where nothing `begins`."""
+        for key, state in self._next.items():
+            if taken is None:
+                self._kept[key] = state
+            else:
+                before = self._kept[key]
+                self._kept[key] = {name: torch.where(taken, state[name], before[name]) for name in state}
         self._next = {}
 
     def discard(self) -> None:
@@ -57,10 +62,15 @@ class Coder:
 
 
 class Coders:
-    """The coders of an engine's tensors, by name."""
+    """The coders of an engine's tensors, by name.
+
+    taken: whether the step under way is taken, 0-d bool, where only the device knows; for a step in which nothing
+    `begins`.
+    """
 
     def __init__(self, wire: Wire):
         self.wire = wire
+        self.taken: torch.Tensor | None = None
         self._coders: dict[str, Coder] = {}
 
     def __getitem__(self, name: str) -> Coder:
@@ -70,14 +80,15 @@ class Coders:
         return self._coders[name]
 
     @property
-    def carries(self) -> bool:
-        """Whether anything is carried to the next step, or will be if this one is taken."""
-        return any(coder.carries for coder in self._coders.values())
+    def begins(self) -> bool:
+        """Whether this step, if it is taken, carries on what no step before did."""
+        return any(coder.begins for coder in self._coders.values())
 
     def commit(self) -> None:
-        """Take over the states of this step: it was taken."""
+        """Take over the states of this step: it was taken, where `taken` does not say otherwise."""
+        taken, self.taken = self.taken, None
         for coder in self._coders.values():
-            coder.commit()
+            coder.commit(taken)
 
     def discard(self) -> None:
         """Forget the states of this step: it was not taken."""

@@ -51,6 +51,8 @@ class TrainStep:
         nominal_tokens: about how many tokens a global batch holds; keeps scaled losses in range, and does not change
             any result.
         meter: times the phases of steps; None: one of the step's own.
+        weights_follow: new weights of zero=1 and 2 may still travel when a step returns: in the next forward each block
+            waits for its own. Whoever reads parameters in between calls `arrive` before.
         reads_late: from the second step on the device decides whether a step is taken, and the host does not wait for
             its numbers; None: on a GPU.
     """
@@ -66,6 +68,7 @@ class TrainStep:
         max_grad_norm: float = 0.0,
         nominal_tokens: int | None = None,
         meter: Meter | None = None,
+        weights_follow: bool = False,
         reads_late: bool | None = None,
     ):
         self.model = model
@@ -81,6 +84,9 @@ class TrainStep:
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
+        self._weights_follow = weights_follow
+        if weights_follow:
+            self._data_parallel.let_weights_follow()
         self._pipeline = pipeline_of(model)
         self._experts = ExpertBalance(model, mesh)
         self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
@@ -118,8 +124,7 @@ class TrainStep:
         if self._looks_for_copies and not isinstance(batch, Microbatches):
             totals = torch.cat([totals, fingerprint(batch).to(self.mesh.device)])
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
-        if not isinstance(scale, torch.Tensor):  # else there are no routers
-            self._experts.begin(scale)
+        self._experts.begin(scale)
         inside = self._inside(samples, dropout_key)
         if self._pipeline is not None:
             parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
@@ -171,6 +176,10 @@ class TrainStep:
         if self._unchecked:
             self._unchecked = False
             self._data_parallel.check()
+
+    def arrive(self) -> None:
+        """Wait for the last step's weights, before anyone but a forward reads parameters."""
+        self._data_parallel.arrive()
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that this rank's gradients lie in."""
@@ -255,7 +264,7 @@ class TrainStep:
         if metrics.skipped is None:
             factor *= clip_factor(metrics.grad_norm, self.max_grad_norm)
             self._data_parallel.update(self.optimizer, factor)
-            self._data_parallel.publish()
+            self._data_parallel.publish(self._weights_follow)
         self._experts.finish(moved=metrics.skipped is None)
         return metrics
 
@@ -271,7 +280,7 @@ class TrainStep:
             bad.update(False)
             self._next_scale = torch.where(decision.is_finite, good.scale, bad.scale)
         self._data_parallel.update(self.optimizer, decision)
-        self._data_parallel.publish()
+        self._data_parallel.publish(self._weights_follow)
         self._experts.finish(moved=decision.is_taken)
         nominal, then = self._nominal, replace(scale)
         self._unread = LateMetrics(lambda: StepMetrics.of_sums(decision.numbers, nominal, then))
@@ -279,10 +288,7 @@ class TrainStep:
 
     def _reads_late(self) -> bool:
         """Whether the device decides about this step."""
-        if not self._may_read_late or self._is_first:
-            return False
-        needs_scale = self._loss_scale.enabled and self._experts.scales
-        return not needs_scale and self._data_parallel.decides_late(self.optimizer)
+        return self._may_read_late and not self._is_first and self._data_parallel.decides_late(self.optimizer)
 
     def _read(self) -> None:
         """Let the host know what the device decided of the last step."""
