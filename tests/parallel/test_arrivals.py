@@ -168,8 +168,8 @@ def read_by(name: str, follow: bool) -> dict[str, torch.Tensor] | object:
     return {key: tensor.detach().clone() for key, tensor in found.items()} if isinstance(found, dict) else found
 
 
-def all_readers() -> None:
-    for name in READERS:
+def all_readers(names: tuple[str, ...]) -> None:
+    for name in names:
         late, usual = read_by(name, True), read_by(name, False)
         if isinstance(usual, dict):
             assert late.keys() == usual.keys(), name
@@ -178,8 +178,18 @@ def all_readers() -> None:
             assert torch.equal(torch.as_tensor(late), torch.as_tensor(usual)), name
 
 
+#: Tried one by one, and not in the gate: most of them take further steps.
+LONG = ("load", "copy", "arrive", "evaluation", "a call", "ema", "an own loop", "written")
+
+
 def test_whoever_reads_weights_waits_for_them(ranks2):
-    ranks2.run(all_readers)
+    ranks2.run(all_readers, tuple(name for name in READERS if name not in LONG))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LONG)
+def test_whoever_else_reads_weights_waits_for_them(name, ranks2):
+    ranks2.run(all_readers, (name,))
 
 
 class Peeks(nn.Module):
@@ -258,6 +268,7 @@ def copied() -> None:
     step(own_batch(step, 3))
 
 
+@pytest.mark.full
 def test_a_copy_is_a_model_like_any_other(ranks2):
     ranks2.run(copied)
 
@@ -277,6 +288,7 @@ def compiled() -> tuple[list[int], int, dict[str, int]]:
     return waiting, found.graphs, found.breaks
 
 
+@pytest.mark.full
 def test_compiled_blocks_wait_outside_of_their_one_graph(ranks2):
     for waiting, graphs, breaks in ranks2.run(compiled):
         assert min(waiting) > 4
