@@ -7,6 +7,7 @@
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE, TORCHELASTIC_RESTART_COUNT | set by torch's elastic launcher |
 | TORCHELASTIC_USE_AGENT_STORE | set by torch's elastic launcher where ranks use its store |
 | GLOO_SOCKET_IFNAME | set to the loopback interface where all ranks meet there, unless the user sets it |
+| PYTORCH_ALLOC_CONF, TORCH_NCCL_HIGH_PRIORITY | set for ranks on GPUs (mesh/gpu_settings.py), unless the user does |
 | WEFT_HOME | where tokenised data and profiles are kept (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
 | WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts itself |
 | WEFT_LINE | address of the launcher's socket, set by `weft train` for the ranks it starts itself |

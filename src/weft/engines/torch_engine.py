@@ -60,7 +60,7 @@ class TorchEngine:
             owns_process=job.place is not None,
         )
         self._copies = HostCopies(device)
-        self._started = False
+        self._started = self._is_built = False
 
     def build(self) -> None:
         """Make the model as the task and the plan say, and its optimizer and step."""
@@ -77,26 +77,34 @@ class TorchEngine:
         self._eval_batches = task.eval_batches(share)
         base = task.initial_model(mesh.plan)
         weights = task.initial_weights(base)
-        self.model: nn.Module = with_adapter(base, config)
-        freeze(self.model, config.optimizer)
-        self._lay_out(self.model, weights, reads=self._reads_base())
+        self._model: nn.Module = with_adapter(base, config)
+        freeze(self._model, config.optimizer)
+        self._lay_out(self._model, weights, reads=self._reads_base())
         second = task.second_model(mesh.plan)
         if second is not None:
             self._lay_out(second.requires_grad_(False), task.second_weights(second), reads=True)
         self._step = TrainStep(
-            self.model,
-            build_optimizer(self.model.named_parameters(), config.optimizer, config.seed),
+            self._model,
+            build_optimizer(self._model.named_parameters(), config.optimizer, config.seed),
             task.loss,
             mesh,
             forward=task.forward,
             max_grad_norm=config.optimizer.max_grad_norm,
             nominal_tokens=task.nominal_count(),
             meter=self.meter,
+            weights_follow=mesh.device.type == "cuda",  # a CPU copies what arrives itself, and gains nothing
         )
         self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
         with self.pulse.doing("computes what the task needs before the first step"):
             task.begin(RankForwards(self.model, mesh, task, second))
         self._choose_recompute()
+        self._is_built = True
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. Ask for it at each look: the weights of the last step are waited for."""
+        self._step.arrive()
+        return self._model
 
     def _lay_out(self, model: nn.Module, weights: StateSource | None, *, reads: bool) -> None:
         """Cut a model over the ranks, in place, and read its first weights where they are wanted."""
@@ -208,7 +216,7 @@ class TorchEngine:
         return Measures(
             board=StoreBoard(rank, number) if number > 1 else OwnBoard(),
             traffic=lambda: {series("sent_bytes", axis): total for axis, total in self._ledger.sent().items()},
-            memory=lambda: memory_by_class(self.model, self._step.optimizer, self._step.held_gradients()),
+            memory=lambda: memory_by_class(self._model, self._step.optimizer, self._step.held_gradients()),
             gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
         )
 
@@ -216,6 +224,8 @@ class TorchEngine:
         """Leave the other ranks; after an error at once, for they may never come."""
         try:
             if not failed:
+                if self._is_built:
+                    self._step.arrive()
                 # Who is through waits for the first rank here, where it is watched, and not in the parting.
                 barrier(self.mesh.world)
         finally:
@@ -260,7 +270,7 @@ class TorchEngine:
 
     def _reads_base(self) -> bool:
         """A run that goes on reads its weights from its checkpoint, which of an adapter holds no base."""
-        if adapted(self.model) is not None:
+        if adapted(self._model) is not None:
             return True
         return not self.on_first(lambda: bool(list_checkpoints(self._job.folder.checkpoints)))
 
@@ -272,7 +282,7 @@ class TorchEngine:
 
     def _choose_recompute(self) -> None:
         """Settle before the first step what is recomputed, from the first microbatch of the run."""
-        recompute = recompute_of(self.model)
+        recompute = recompute_of(self._model)
         if recompute is None or recompute.is_chosen:
             return
         batch = cut_sequence(self.model, move_batch(self._batches.batches(0)[0], self.mesh.device))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from weft import env
 from weft.errors import CommError, PlanError
 from weft.mesh.axis import ROUTES, Axis, RecordsCall, ignore
+from weft.mesh.gpu_settings import prepare_gpu
 from weft.mesh.places import ENDS, EXPERT_AXES, joined, members_of, strides
 from weft.mesh.pulse import Pulse
 from weft.private_torch import (
@@ -338,6 +339,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
                 f"GPUs. Start at most {torch.cuda.device_count()} ranks on this machine."
             )
         device = torch.device("cuda", local_rank)
+        prepare_gpu()
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")

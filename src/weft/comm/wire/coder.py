@@ -60,20 +60,27 @@ class Coder:
         return codes
 
     @property
-    def carries(self) -> bool:
-        """Whether anything is carried to the next step, or will be if this one is taken."""
-        return bool(self._kept or self._next)
+    def begins(self) -> bool:
+        """Whether this step, if it is taken, carries on what no step before did."""
+        return any(state.keys() != self._kept.get(key, {}).keys() for key, state in self._next.items())
 
-    def commit(self, clip: float = 1.0) -> None:
+    def commit(self, clip: float = 1.0, taken: torch.Tensor | None = None) -> None:
         """Take over the states of this step: it was taken.
 
-        clip: what gradients were multiplied by. What is owed of them is smaller by as much: else what clipping took
-        away would come back with the next step.
+        Args:
+            clip: what gradients were multiplied by. What is owed of them is smaller by as much: else what clipping
+                took away would come back with the next step.
+            taken: whether the step was taken, 0-d bool, where only the device knows and nothing `begins`.
         """
         if self.wire.feeds_back and clip != 1.0:
             for state in self._next.values():
                 state["residual"].mul_(clip)
-        self._kept.update(self._next)
+        for key, state in self._next.items():
+            if taken is None:
+                self._kept[key] = state
+            else:
+                before = self._kept[key]
+                self._kept[key] = {name: torch.where(taken, state[name], before[name]) for name in state}
         self._next = {}
         self.turn, self.calls = self.turn + 1, 0
 
@@ -110,11 +117,13 @@ class Coders:
     def __init__(self, wire: Wire, outer: Wire | None = None):
         self.wire = wire
         self.outer_wire = outer or wire
-        #: Steps that were taken: what rounds by chance draws from it.
+        #: Steps that were published: what rounds by chance draws from it.
         self.turn = 0
         self.unit = 1.0
         #: What others rounded off and still owe, by tensor: added to the sums of the first step that is taken.
         self.owed: dict[str, torch.Tensor] = {}
+        #: Whether the step under way is taken, 0-d bool, where only the device knows; in no step that `needs_host`.
+        self.taken: torch.Tensor | None = None
         self._coders: dict[str, Coder] = {}
 
     def __getitem__(self, name: str) -> Coder:
@@ -138,9 +147,9 @@ class Coders:
         return self.wire.by_chance or self.outer_wire.by_chance
 
     @property
-    def carries(self) -> bool:
-        """Whether anything is carried to the next step, or will be if this one is taken."""
-        return bool(self.owed) or any(coder.carries for coder in self._coders.values())
+    def needs_host(self) -> bool:
+        """Whether the host must know if this step is taken: it clips debts, and a first state follows no other."""
+        return self.owes or any(coder.begins for coder in self._coders.values())
 
     @property
     def owes(self) -> bool:
@@ -154,11 +163,15 @@ class Coders:
             coder.unit = unit
 
     def commit(self, clip: float = 1.0) -> None:
-        """Take over the states of this step: it was taken. clip: what gradients were multiplied by."""
+        """Take over the states of this step: it was taken, where `taken` does not say otherwise.
+
+        clip: what gradients were multiplied by.
+        """
+        taken, self.taken = self.taken, None
         self.turn += 1
         self.owed.clear()
         for coder in self._coders.values():
-            coder.commit(clip)
+            coder.commit(clip, taken)
 
     def discard(self) -> None:
         """Forget the states of this step: it was not taken."""

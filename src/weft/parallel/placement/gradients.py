@@ -100,8 +100,8 @@ class DataParallel(Protocol):
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `update` takes the device's decision for this optimizer, so that the host need not wait.
 
-        After `finish`. No: where the optimizer cannot leave a step out by itself, runs on the host, or a wire carries
-        something to the next step.
+        After `finish`. No: where the optimizer cannot leave a step out by itself or runs on the host, and in the step
+        in which a wire begins to carry something to the next.
         """
         ...
 
@@ -121,11 +121,23 @@ class DataParallel(Protocol):
         """
         ...
 
-    def publish(self, clip: float = 1.0) -> None:
+    def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Show the new weights to the next forward, on all ranks, after `optimizer.step()`.
 
-        clip: what clipping multiplied gradients by.
+        Args:
+            clip: what clipping multiplied gradients by.
+            follow: after `let_weights_follow`, return before they are there: each block waits for its own when it is
+                called, and every method here that reads weights waits for all. Whoever reads parameters calls `arrive`
+                before.
         """
+        ...
+
+    def let_weights_follow(self) -> None:
+        """Prepare the module for `publish(follow=True)`, before its first forward."""
+        ...
+
+    def arrive(self) -> None:
+        """Wait for weights that follow."""
         ...
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from weft.comm import all_reduce
 from weft.mesh import Axis, Mesh
+from weft.parallel import data_parallel
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline import pipeline_of
 from weft.parallel.tensor import expect_labels
@@ -130,6 +131,7 @@ def each_output(
         moved = tree_map(lambda one: one.to(mesh.device) if isinstance(one, torch.Tensor) else one, batch)
         return cut_sequence(model, moved)
 
+    data_parallel(model).arrive()
     was_training = model.training
     model.eval()
     pipeline = pipeline_of(model)

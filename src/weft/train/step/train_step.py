@@ -53,6 +53,8 @@ class TrainStep:
         nominal_tokens: about how many tokens a global batch holds; keeps scaled losses in range, and does not change
             any result.
         meter: times the phases of steps; None: one of the step's own.
+        weights_follow: new weights of zero=1 and 2 may still travel when a step returns: in the next forward each block
+            waits for its own. Whoever reads parameters in between calls `arrive` before.
         reads_late: from the second step on the device decides whether a step is taken, and the host does not wait for
             its numbers; None: on a GPU.
     """
@@ -68,6 +70,7 @@ class TrainStep:
         max_grad_norm: float = 0.0,
         nominal_tokens: int | None = None,
         meter: Meter | None = None,
+        weights_follow: bool = False,
         reads_late: bool | None = None,
     ):
         self.model = model
@@ -86,6 +89,9 @@ class TrainStep:
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
+        self._weights_follow = weights_follow
+        if weights_follow:
+            self._data_parallel.let_weights_follow()
         self._pipeline = pipeline_of(model)
         self._experts = ExpertBalance(model, mesh)
         self._norms = norm_groups_of(model)
@@ -125,8 +131,7 @@ class TrainStep:
         coders = self._data_parallel.coders
         if coders.owes:  # and then the host decides about every step
             coders.set_unit(float(scale))
-        if not isinstance(scale, torch.Tensor):  # else there are no routers
-            self._experts.begin(scale)
+        self._experts.begin(scale)
         if self._norms is not None:
             self._norms.begin()
         inside = self._inside(samples, dropout_key)
@@ -197,6 +202,10 @@ class TrainStep:
         if self._unchecked:
             self._unchecked = False
             self._data_parallel.check()
+
+    def arrive(self) -> None:
+        """Wait for the last step's weights, before anyone but a forward reads parameters."""
+        self._data_parallel.arrive()
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that this rank's gradients lie in."""
@@ -303,7 +312,7 @@ class TrainStep:
         if metrics.skipped is None:
             clip = clip_factor(metrics.grad_norm, self.max_grad_norm)
             self._data_parallel.update(self.optimizer, factor * clip)
-            self._data_parallel.publish(clip)
+            self._data_parallel.publish(clip, self._weights_follow)
         self._finish(moved=metrics.skipped is None)
         return metrics
 
@@ -319,7 +328,7 @@ class TrainStep:
             bad.update(False)
             self._next_scale = torch.where(decision.is_finite, good.scale, bad.scale)
         self._data_parallel.update(self.optimizer, decision)
-        self._data_parallel.publish()
+        self._data_parallel.publish(follow=self._weights_follow)
         self._finish(moved=decision.is_taken)
         nominal, then = self._nominal, replace(scale)
         self._unread = LateMetrics(lambda: StepMetrics.of_sums(decision.numbers, nominal, then))
@@ -333,10 +342,7 @@ class TrainStep:
 
     def _reads_late(self) -> bool:
         """Whether the device decides about this step."""
-        if not self._may_read_late or self._is_first:
-            return False
-        needs_scale = self._loss_scale.enabled and self._experts.scales
-        return not needs_scale and self._data_parallel.decides_late(self.optimizer)
+        return self._may_read_late and not self._is_first and self._data_parallel.decides_late(self.optimizer)
 
     def _read(self) -> None:
         """Let the host know what the device decided of the last step."""

@@ -35,12 +35,12 @@ from weft.optim import StepDecision, clip_factor
 from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats
 from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
-from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, step_by_decision
+from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, settle_counts, step_by_decision
 from weft.parallel.zero.sharded.fsdp_hooks import Calls, ReplicaSum, StagePasses, drop_partial_gradients, hide_hooks
 from weft.parallel.zero.sharded.fsdp_units import Unit, find_units
 from weft.parallel.zero.sharded.gather_order import Act, Order
 from weft.parallel.zero.sharded.hosted_shards import HostedShards, choose_hosted
-from weft.parallel.zero.sharded.param_shards import find_shards
+from weft.parallel.zero.sharded.param_shards import find_shards, whole_tensors
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
 from weft.parallel.zero.sharded.shard_debts import ShardDebts
@@ -100,8 +100,7 @@ class FullyShardedModel:
         names = choose_hosted(self.shards, on_host, plan)
         self._hosted = HostedShards(host, self.shards, names) if host is not None and names else None
         if self._hosted is not None and self._replicas.size == 1:
-            late = {shard.name for _, shard in self._late}
-            self._hosted.watch(name for name in names if name not in late and kinds[name].shard.size > 1)
+            self._hosted.watch(n for n in names if kinds[n].extra.size == 1 and kinds[n].shard.size > 1)
         self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
         self._placed = ShardStretches(self.shards, kinds, axes)
         self.debts = ShardDebts(self._placed, self.shards, self.plain, axes, self.coders)
@@ -244,25 +243,31 @@ class FullyShardedModel:
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `update` takes the device's decision for this optimizer."""
-        return not self._has_host and not self.coders.carries and leaves_steps_out(optimizer)
+        return not self._has_host and not self.coders.needs_host and leaves_steps_out(optimizer)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
         """Let the optimizer take its step with gradients multiplied by a factor."""
         if isinstance(factor, StepDecision):
+            self.coders.taken = factor.is_taken
             step_by_decision(optimizer, factor)
-            return
-        self.scale(factor)
-        optimizer.step()
+        else:
+            self.scale(factor)
+            optimizer.step()
 
     @torch.no_grad()
     def clip_own(self, max_norm: float) -> torch.Tensor:
         """Clip in a user's own loop; the whole gradient's norm before."""
         self.settle()
-        norm = self.norm()
-        self.scale(clip_factor(float(norm), max_norm))
+        self.scale(clip_factor(float(norm := self.norm()), max_norm))
         return norm
 
-    def publish(self, clip: float = 1.0) -> None:
+    def let_weights_follow(self) -> None:
+        """Do nothing: shards are gathered when a unit is called."""
+
+    def arrive(self) -> None:
+        """Do nothing, for the same reason."""
+
+    def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Let the next forward gather the shards as the optimizer left them; statistics follow the first rank's."""
         for buffer, axis in self._moving:
             broadcast(buffer, axis)
@@ -298,8 +303,8 @@ class FullyShardedModel:
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the frozen parameters by name, whole: here they are sharded too. A collective."""
         rest = self.axes.named(self.axes.rest(self._buffers.items()))
-        ours = self.axes.named(self._unsharded(lambda param: None if param.requires_grad else param.detach()))
-        return across_stages(chain(ours, rest), self.axes.stages, self._device)
+        found = whole_tensors(self.shards, self.plain, lambda one: None if one.requires_grad else one.detach())
+        return across_stages(chain(self.axes.named(found), rest), self.axes.stages, self._device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradients by name, whole. A collective."""
@@ -326,6 +331,7 @@ class FullyShardedModel:
     def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
         """Yield what this rank holds of the optimizer's state; no collective."""
         self.adopt(optimizer)
+        settle_counts(optimizer)
         yield from self._placed.states(optimizer, self._adoption)
         yield from plain_states(self.plain, optimizer, self.axes)
 
@@ -338,6 +344,7 @@ class FullyShardedModel:
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
         """Give the optimizer this rank's part of the states that any plan saved."""
         self.adopt(optimizer)
+        settle_counts(optimizer)
         self._placed.take_states(optimizer, self._adoption, self.plain, source)
 
     def settle(self) -> None:
@@ -356,15 +363,8 @@ class FullyShardedModel:
         yield from self.plain.values()
 
     def _whole(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        return across_stages(self.axes.named(self._unsharded(of)), self.axes.stages, self._device)
-
-    def _unsharded(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shard in self.shards.items():
-            if (local := of(shard.local)) is not None:
-                yield name, shard.whole(local)
-        for name, param in self.plain.items():
-            if (tensor := of(param)) is not None:
-                yield name, tensor
+        found = whole_tensors(self.shards, self.plain, of)
+        return across_stages(self.axes.named(found), self.axes.stages, self._device)
 
     def _synchronise(self, wanted: bool) -> None:
         """Whether backward reduces gradients and lets parameters go."""
