@@ -23,12 +23,12 @@ __all__ = [
     "members_of",
     "open_store",
     "pick_device",
-    "told_settings",
+    "library_settings",
 ]
 
 if TYPE_CHECKING:
     from weft.mesh.axis import Axis, Waited
-    from weft.mesh.gpu_settings import told_settings
+    from weft.mesh.gpu_settings import library_settings
     from weft.mesh.mesh import (
         ENDS,
         LIMIT_S,
@@ -64,6 +64,6 @@ __getattr__ = loads(
         "members_of": ".places",
         "open_store": ".mesh",
         "pick_device": ".mesh",
-        "told_settings": ".gpu_settings",
+        "library_settings": ".gpu_settings",
     },
 )

@@ -17,7 +17,7 @@ class GpuVariable:
     value: str
     or_name: str = ""
 
-    def told(self) -> str:
+    def setting(self) -> str:
         """Return the variable as it is set now, or as `prepare_gpu` will set it."""
         for name in (self.name, self.or_name):
             if name and (found := env.get(name)):
@@ -47,8 +47,8 @@ def prepare_gpu() -> None:
     products.allow_fp16_reduced_precision_reduction = False
 
 
-def told_settings() -> list[str]:
+def library_settings() -> list[str]:
     """Return what holds for a rank on a GPU that this process starts, one line each."""
     format_name = {"tf32": "TF32", "none": "fp32", "ieee": "fp32"}
     products = str(torch.backends.cuda.matmul.fp32_precision)
-    return [*(one.told() for one in VARIABLES), f"products of fp32 in {format_name.get(products, products)}"]
+    return [*(one.setting() for one in VARIABLES), f"products of fp32 in {format_name.get(products, products)}"]

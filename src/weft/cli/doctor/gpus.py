@@ -41,9 +41,9 @@ def gpus() -> Iterator[CheckLine]:
 
 def settings() -> CheckLine:
     """What torch and NCCL are told on a GPU: by the environment, and by Weft where that says nothing."""
-    from weft.mesh import told_settings
+    from weft.mesh import library_settings
 
-    return CheckLine("gpus", "settings", "; ".join(told_settings()))
+    return CheckLine("gpus", "settings", "; ".join(library_settings()))
 
 
 def _describe(nvml: Any, gpu: Any) -> str:
