@@ -35,6 +35,10 @@ _SECRET = re.compile(
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
+#: The address of this machine that no other machine can reach.
+LOOPBACK = "127.0.0.1"
+
+
 @dataclass(frozen=True, slots=True)
 class RankEnv:
     """Who this process is, as its starter said."""

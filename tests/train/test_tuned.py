@@ -227,7 +227,7 @@ def test_ids_and_labels_are_those_of_transformers(config, root):
     assert row["input_ids"].tolist() == wanted["input_ids"]
     seen = None
     for word, label in zip(wanted.word_ids(), row["labels"], strict=True):
-        assert (label == -100) is (word is None or word == seen)
+        assert bool(label == -100) is (word is None or word == seen)
         if label != -100:
             assert names[label] == one["tags"][word]
         seen = word

@@ -10,7 +10,6 @@ __all__ = [
     "Axis",
     "ENDS",
     "LIMIT_S",
-    "LOOPBACK",
     "Mesh",
     "Pulse",
     "Wait",
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from weft.mesh.mesh import (
         ENDS,
         LIMIT_S,
-        LOOPBACK,
         Mesh,
         build_mesh,
         join_group,
@@ -51,7 +49,6 @@ __getattr__ = loads(
         "Axis": ".axis",
         "ENDS": ".mesh",
         "LIMIT_S": ".mesh",
-        "LOOPBACK": ".mesh",
         "Mesh": ".mesh",
         "Pulse": ".pulse",
         "Wait": ".pulse",

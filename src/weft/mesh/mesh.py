@@ -36,8 +36,6 @@ from weft.spec.plan import AXES, Plan
 
 #: How long (s) a collective waits for a rank where nobody says otherwise.
 LIMIT_S = 1800.0
-#: The address of this machine that no other machine can reach.
-LOOPBACK = "127.0.0.1"
 #: How long (s) the launcher's store waits for an answer.
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 
@@ -302,7 +300,7 @@ def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE
 def _as_loopback(host: str) -> str | None:
     """The address on the loopback interface that `host` stands for; None where it is another machine's, or unclear."""
     try:
-        address = ipaddress.ip_address(LOOPBACK if host == "localhost" else host)
+        address = ipaddress.ip_address(env.LOOPBACK if host == "localhost" else host)
     except ValueError:
         return None
     return str(address) if address.is_loopback else None

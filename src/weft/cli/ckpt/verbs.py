@@ -124,11 +124,14 @@ def export(
 def _trained(run: str) -> RunFolder | None:
     """The folder of a run of `weft train` whose model transformers knows; None for any other checkpoint."""
     from weft.train import RunFolder
-    from weft.train.tasks import is_exportable
 
     path = Path(run)
     folder = RunFolder(path if path.is_dir() else Path(run.rpartition("@")[0]))
-    return folder if (folder.path / "config.toml").is_file() and is_exportable(folder) else None
+    if not (folder.path / "config.toml").is_file():
+        return None
+    from weft.train.tasks import is_exportable  # which needs torch
+
+    return folder if is_exportable(folder) else None
 
 
 @app.command()

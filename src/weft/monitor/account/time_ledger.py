@@ -19,12 +19,11 @@ The time between an orderly stop and the next command belongs to no cause: the d
 from __future__ import annotations
 
 import math
+import statistics
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from weft.monitor.events import number
 
@@ -193,7 +192,7 @@ class TimeLedger:
         if count < 3:
             return 0.0
         if not self._typical[0] or count >= self._typical[0] * 1.1 or count < self._typical[0]:
-            self._typical = (count, float(np.median(np.asarray(self._work[-10_000:]))))
+            self._typical = (count, float(statistics.median(self._work[-10_000:])))
         return self._typical[1]
 
 

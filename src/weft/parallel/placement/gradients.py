@@ -133,7 +133,7 @@ class DataParallel(Protocol):
         ...
 
     def let_weights_follow(self) -> None:
-        """Prepare the module for `publish(follow=True)`, before its first forward."""
+        """Let modules wait for their own weights, for `publish(follow=True)`. Call it before the first forward."""
         ...
 
     def arrive(self) -> None:

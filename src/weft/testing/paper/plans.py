@@ -97,9 +97,8 @@ def _three_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperR
     meter = Meter(CUDA, communication=ledger)
     mesh = build_mesh(plan, CUDA, ledger.record)
     model = parallelize(build_decoder(subject.spec, seed=0), mesh, seed=0)
-    optimizer = build_optimizer(
-        model.named_parameters(), OptimizerSection(name=subject.optimizer, states=subject.states)
-    )
+    settings = OptimizerSection.model_validate({"name": subject.optimizer, "states": subject.states})
+    optimizer = build_optimizer(model.named_parameters(), settings)
     options = {"forward": model_forward, "max_grad_norm": 1.0, "meter": meter, "weights_follow": True}
     step = TrainStep(model, optimizer, token_cross_entropy, mesh, **options)
     before = ledger.mark()

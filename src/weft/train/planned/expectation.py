@@ -13,13 +13,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from weft.errors import WeftError
-from weft.mesh import Mesh
 from weft.planner import estimate
 from weft.planner.measured import RUN_FILE, Profile, default_path, here, measured_parts, parts_of
 from weft.planner.search import Question
@@ -30,6 +28,9 @@ from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import Plan
 from weft.train.task import Task
 from weft.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from weft.mesh import Mesh
 
 #: Parts of the report, where their share of a step is at least this.
 _WORTH_TELLING = 0.01
@@ -42,7 +43,7 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
     if not parts:
         return []
     measured = {"step_s": sum(parts.values()), "memory_bytes": max(one["memory"] for one in ranks), "parts": parts}
-    expected, reason = expect(task, mesh.plan, mesh.device)
+    expected, reason = expect(task, mesh.plan, str(mesh.device))
     table = {
         "plan": str(mesh.plan),
         "model": task.name(),
@@ -60,13 +61,13 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
     return _lines(measured, expected, mesh.device.type)
 
 
-def expect(task: Task, plan: Plan, device: torch.device) -> tuple[dict[str, Any] | None, str]:
+def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, str]:
     """Return the planner's estimate of this run's plan; or None, and why.
 
     Args:
         task: of the run.
         plan: of the run.
-        device: of this rank; the others have the like.
+        device: of this rank, such as "cuda:0"; the others have the like.
     """
     try:
         cluster, profile, basis = _machines(plan.world_size, device)
@@ -91,15 +92,17 @@ def expect(task: Task, plan: Plan, device: torch.device) -> tuple[dict[str, Any]
     }, ""
 
 
-def _machines(size: int, device: torch.device) -> tuple[ClusterSpec | None, Profile | None, str]:
+def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | None, str]:
     """The machines of this run, their profile, and in words what is known of them; no machines where nothing is."""
-    path = default_path()
+    path, kind = default_path(), device.partition(":")[0]
     if path.exists():
         profile = here.profile_here(path)
-        if profile.machine.kind == device.type:
+        if profile.machine.kind == kind:
             return here.cluster_of(profile, f"{size}xhere"), profile, f"the profile of {profile.made}"
-    if device.type != "cuda":
+    if kind != "cuda":
         return None, None, _TOLD
+    import torch  # here: with another engine a run on CPUs needs none
+
     name = torch.cuda.get_device_name(device)
     known = device_by_torch_name(name)
     if known is None:

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from weft.monitor import StepRecord
 from weft.monitor.times import TimeBook
 from weft.planner.measured import measured_parts, parts_of
@@ -69,7 +67,7 @@ class PlanWatch(Hook):
             write: takes an event.
             warn: tells a person.
         """
-        expected, _ = expect(task, plan, torch.device(device))
+        expected, _ = expect(task, plan, device)
         return None if expected is None else cls(expected, device.startswith("cuda"), book, write, warn)
 
     def on_step(self, record: StepRecord) -> str | None:

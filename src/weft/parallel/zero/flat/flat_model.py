@@ -163,16 +163,16 @@ class FlatModel:
         is_flat = self._steps[adoption].applies()
         if isinstance(factor, StepDecision):
             self.coders.taken = factor.is_taken
-        if is_flat and isinstance(factor, StepDecision):
-            self.reducer.factor = factor.factor
-            self._take(adoption, factor)
+            if is_flat:
+                self.reducer.factor = factor.factor
+                self._take(adoption, factor)
+            else:
+                self.scale(1.0)  # which lets the optimizer find them
+                step_by_decision(optimizer, factor)
         elif is_flat:
             self.reducer.arrive()
             self.reducer.factor = whole = float(self.reducer.factor) * factor
             self._take(adoption, whole)
-        elif isinstance(factor, StepDecision):
-            self.scale(1.0)  # which lets the optimizer find them
-            step_by_decision(optimizer, factor)
         else:
             self.scale(factor)
             optimizer.step()

@@ -120,7 +120,7 @@ def return_no_views(module: nn.Module) -> None:
     """Let a unit return tensors that are no views, before fully_shard hangs its hooks on them.
 
     A layer with a bias returns one. What works on it in place would take the hook away that gathers the unit for
-    backward.
+    backward. What has no gradient stays the same object: a head's loss knows the batch's labels by it.
     """
     module.register_forward_hook(_without_views, prepend=True)
 
@@ -128,7 +128,9 @@ def return_no_views(module: nn.Module) -> None:
 @uncompiled
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
     del module, args
-    return tree_map(lambda one: base_of_its_own(one) if isinstance(one, torch.Tensor) else one, output)
+    return tree_map(
+        lambda one: base_of_its_own(one) if isinstance(one, torch.Tensor) and one.requires_grad else one, output
+    )
 
 
 def hide_hooks(module: nn.Module) -> None:

@@ -40,9 +40,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """A figure beside a number. of: the number is a factor on what was planned ("plan"), on the median of a span
-    ("median"), or counts deviations above or below it ("sigma"); "": it is a value. For ranks and machines the worst
-    one counts: the greatest for ">", the least for "<". hold: it must be so for this long.
+    """A figure beside a number.
+
+    of: the number is a factor on what was planned ("plan"), on the median of a span ("median"), or counts deviations
+    above or below it ("sigma"); "": it is a value. For ranks and machines the worst one counts: the greatest for ">",
+    the least for "<". hold: it must be so for this long.
     """
 
     series: Series
@@ -64,8 +66,9 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A figure without a new best for a span. way: which way better lies. by: gain that counts, as a share where it is
-    `relative`.
+    """A figure without a new best for a span.
+
+    way: which way better lies. by: gain that counts, as a share where it is `relative`.
     """
 
     series: Series
