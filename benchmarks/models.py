@@ -101,6 +101,8 @@ def small_config(kind: str, class_name: str) -> Any:
                 setattr(config, name, value)
         except (AttributeError, NotImplementedError, TypeError):
             continue
+    if getattr(config, "kv_lora_rank", None):  # latent attention makes keys for every head from one latent
+        config.num_key_value_heads, config.qk_head_dim = config.num_attention_heads, 2 * SIZES["qk_rope_head_dim"]
     if isinstance(getattr(config, "layer_types", None), list):
         config.layer_types = config.layer_types[:2]
     for name in ("mlp_layer_types", "no_rope_layers", "attention_layers"):

@@ -16,7 +16,8 @@ from weft.cli.app import run as weft_run
 transformers = pytest.importorskip("transformers")
 
 SMALL = ["train.seq_len=16", "train.global_batch=4", "train.steps=2", "launch.device=cpu", "launch.ranks=1",
-         "eval.every=0", "eval.batches=1", "checkpoint.every=1", "schedule.warmup_steps=1", "sample.prompt="]  # fmt: skip
+         "eval.every=0", "eval.batches=1", "checkpoint.every=1", "schedule.warmup_steps=1",
+         "sample.prompt="]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,8 @@ def said(home, tmp_path, capsys):
     def train(folder: Path, *words: str, data: Path | None = None, code: int = 2) -> str:
         places = [f"run.dir={tmp_path}", "run.name=run", f"data.cache_dir={tmp_path / 'cache'}"]
         capsys.readouterr()
-        found = weft_run(["train", *SMALL, *places, f"model.path={folder}", f"data.train={data or home / 'texts.jsonl'}",
-                          *words])  # fmt: skip
+        read = [f"model.path={folder}", f"data.train={data or home / 'texts.jsonl'}"]
+        found = weft_run(["train", *SMALL, *places, *read, *words])
         error = capsys.readouterr().err
         assert found == code, error
         assert not code or not (tmp_path / "run" / "events.jsonl").exists()
