@@ -62,7 +62,8 @@ class InMemory:
 
     def entries(self, group: str) -> dict[str, Entry]:
         names = {dtype: name for name, dtype in torch_formats().items()}
-        return {name: Entry(tuple(one.shape), names[one.dtype]) for name, one in self._groups[group].items()}
+        found = self._groups.get(group, {})
+        return {name: Entry(tuple(one.shape), names[one.dtype]) for name, one in found.items()}
 
     def private(self, group: str, rank: int) -> Mapping[str, torch.Tensor]:
         return self._groups.get(group, {})

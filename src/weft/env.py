@@ -7,9 +7,11 @@
 | TORCHELASTIC_RUN_ID, TORCHELASTIC_ERROR_FILE, TORCHELASTIC_RESTART_COUNT | set by torch's elastic launcher |
 | TORCHELASTIC_USE_AGENT_STORE | set by torch's elastic launcher where ranks use its store |
 | GLOO_SOCKET_IFNAME | set to the loopback interface where all ranks meet there, unless the user sets it |
+| PYTORCH_ALLOC_CONF, TORCH_NCCL_HIGH_PRIORITY | set for ranks on GPUs (mesh/gpu_settings.py), unless the user does |
 | WEFT_HOME | where tokenised data and profiles are kept (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
 | WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts itself |
 | WEFT_LINE | address of the launcher's socket, set by `weft train` for the ranks it starts itself |
+| WEFT_HOST | ranks with another value count as ranks of another host: two hosts on one machine, for tests |
 | WEFT_DRILL | a fault that `weft drill` has one of its ranks suffer, as JSON |
 | OMP_NUM_THREADS | threads of one CPU rank; `weft train` divides the cores where it is not set |
 | NO_COLOR, CI, COLUMNS | respected by the terminal output |
@@ -31,6 +33,10 @@ _SECRET = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|COOKIE|AUTH|SIGNATURE|(^|_)(API)?KEY(_|$)|_PWD$"
 )
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+#: The address of this machine that no other machine can reach.
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +227,11 @@ def lent_to_children(**extra: str) -> Generator[None]:
 def launcher_pid() -> int | None:
     """Process id of the `weft train` that started this rank; None when it was not started so."""
     return _number("WEFT_LAUNCHED", lowest=1) if "WEFT_LAUNCHED" in os.environ else None
+
+
+def pretended_host() -> str:
+    """The host that this rank is to be on, whatever machine it is on; empty: its own."""
+    return os.environ.get("WEFT_HOST", "")
 
 
 def cache_dir() -> Path:

@@ -10,6 +10,7 @@
     ├── CommError                      ranks cannot meet, or do not agree
     ├── LaunchError                    ranks could not be started, or the machine lacks what was asked for
     ├── TrainingHalted                 the run stopped itself: non-finite values, a limit
+    ├── ActionAsked                    the run left its loop as asked: to be held, or to go back to an older checkpoint
     ├── OutOfMemory (MemoryError)      a rank has no memory left; the text lists what is live and what would help
     └── MissingExtra (ImportError)     an optional dependency is not installed
 
@@ -105,6 +106,23 @@ class TrainingHalted(WeftError):
     """The run stopped itself before its weights were spoilt; the text names the cause and how to go on."""
 
     exit_code = 3
+
+
+class ActionAsked(WeftError):
+    """The run left its loop because a person, a page or an alert asked for it, on all ranks after the same step.
+
+    Args:
+        text: what is told.
+        action: "hold": all is saved, and a person decides when it goes on; "roll_back": the next start goes on from an
+            older checkpoint.
+        step: the steps done.
+    """
+
+    def __init__(self, text: str, action: str = "hold", step: int | None = None):
+        super().__init__(text)
+        self.action, self.step = action, step
+        # 75 (EX_TEMPFAIL) is what schedulers and torchrun take for "start again".
+        self.exit_code = 3 if action == "hold" else 75
 
 
 class OutOfMemory(WeftError, MemoryError):

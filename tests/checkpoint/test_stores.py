@@ -158,7 +158,7 @@ def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypa
         read_dcp(source, taken)
         taken.close()
 
-    monkeypatch.setattr("weft.train.foreign.into_weft._run_child", read)
+    monkeypatch.setattr("weft.train.foreign.into_weft.run_confined", read)
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"model": {"w": torch.ones(3)}, "step": 4}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert said(capsys, "import", str(tmp_path / "dcp"), str(root))[0] == 0

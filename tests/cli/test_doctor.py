@@ -182,7 +182,8 @@ def test_a_gpu_that_torch_does_not_see_is_a_fail(monkeypatch):
     assert lines[1].text == (
         "NVIDIA H200, 128 GiB free of 128 GiB, power limit 700 W, PCIe 5.0 x16 of x16, NVLink 2 up"
     )
-    assert (lines[2].name, lines[2].status) == ("torch", "fail")
+    assert (lines[2].name, lines[2].status) == ("settings", "ok")
+    assert (lines[3].name, lines[3].status) == ("torch", "fail")
 
 
 def test_no_port_on_loopback_is_a_fail(monkeypatch):

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from weft.cli.models import list_models
+from weft.cli.planning.models_verb import list_models
 from weft.spec.model import model_names
 
 

@@ -9,9 +9,10 @@ import pytest
 from weft.checkpoint import list_checkpoints
 from weft.cli.launcher import RankFailed, Restarts
 from weft.cli.launcher.failure import Failure
-from weft.cli.launcher.restarts import GO_ON, cause_of, for_ranks, for_those_there
+from weft.cli.launcher.restarts import cause_of, for_ranks, for_those_there
 from weft.errors import CheckpointError, CommError, ConfigError, DataError, OutOfMemory, TrainingHalted
 from weft.monitor import read_events
+from weft.monitor.alerts.hold_place import GO_ON, HELD
 from weft.spec import RunConfig
 from weft.train import RunFolder
 from weft.train.run.left_out import LEFT_OUT, leave_out, steps_left_out, stretches
@@ -32,17 +33,20 @@ class Run:
         self.folder, self.ends, self.starts, self.said = RunFolder(folder), [*ends], [], []
         self.slept: list[float] = []
         self.plans: list[str] = []
+        self.words: list[str] = []
+        self.configs: list[RunConfig] = []
         self.steps: list[int | None] = []
         self.restarts = Restarts(config, self.folder, 4, self.said.append, self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
-        if "to go on: touch" in self.said[-1]:
-            (self.folder.path / GO_ON).touch()
+        if "weft resume" in self.said[-1]:
+            (self.folder.path / GO_ON).write_text(self.words.pop(0) if self.words else "")
 
     def attempt(self, config: RunConfig, ranks: int) -> None:
         self.starts.append(ranks)
         self.plans.append(config.plan)
+        self.configs.append(config)
         self.steps.append(config.resume.step)
         while isinstance(step := self.ends.pop(0), int):
             made = self.folder.checkpoints / f"step_{step:08d}"
@@ -128,7 +132,7 @@ def test_the_last_restart_is_the_last(tmp_path):
 def test_a_held_run_goes_on_when_it_is_told(tmp_path):
     run = Run(tmp_path, DIED, DIED, None, restarts=1, on_failure="hold")
     assert len(run.keep()) == 3
-    assert any("to go on: touch" in line for line in run.said)
+    assert any("To go on: weft resume" in line for line in run.said)
     assert not (tmp_path / GO_ON).exists()
 
 
@@ -188,3 +192,31 @@ def test_a_run_that_went_back_does_not_go_back_again(tmp_path):
     run = Run(tmp_path / "early", DIED, None, restarts=1, step=5)
     run.keep()
     assert run.steps == [5, 5]  # it died before it had gone back
+
+
+HELD_AT_7 = Failure(0, 3, kind="ActionAsked", message="held at step 7. To go on: weft resume RUN", expected=True,
+                    step=7, action="hold")  # fmt: skip
+BACK = Failure(0, 75, kind="ActionAsked", message="step 9: going back.", expected=True, step=9, action="roll_back")
+
+
+def test_a_hold_that_was_asked_for_waits_for_a_word_and_takes_settings_from_it(tmp_path):
+    run = Run(tmp_path, 7, HELD_AT_7, None)
+    run.words = ["optimizer.lr=-3\n", "optimizer.lr=0.5\ntrain.steps=900\n"]
+    assert run.keep() == [4, 4]
+    assert (run.configs[1].optimizer.lr, run.configs[1].train.steps) == (0.5, 900)
+    assert "a number above 0 is needed" in run.said[1]
+    assert not (tmp_path / HELD).exists()
+    assert not (tmp_path / GO_ON).exists()
+    events = [event for event in read_events(run.folder.events) if event["event"] != "failure"]
+    assert [event["event"] for event in events] == ["held", "go_on"]
+    assert events[0]["step"] == 7
+    assert events[1]["settings"] == ["optimizer.lr=0.5", "train.steps=900"]
+    # Nothing has failed: there is no restart to count, and no restart to pause for.
+    assert not any(event["event"] == "failure" for event in read_events(run.folder.events))
+
+
+def test_going_back_as_asked_is_no_failure(tmp_path):
+    run = Run(tmp_path, 3, BACK, BACK, None)
+    assert run.keep() == [4, 4, 4]
+    assert run.said == ["step 9: going back."] * 2
+    assert run.slept == []

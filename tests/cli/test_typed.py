@@ -6,7 +6,7 @@ import pytest
 
 from weft.cli.launcher.typed import typed_command
 from weft.train import RunFolder
-from weft.train.run.summary import with_setting
+from weft.train.run.telling import with_setting
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,11 @@ def data(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def combined(size: int, numel: int, dtype: torch.dtype, op: str) -> torch.Tensor:
-    """All ranks' inputs combined in order of rank; halves are added in fp32 and rounded once."""
+    """All ranks' inputs combined in a tree over ranks; halves are added in fp32 and rounded once."""
     wide = torch.float32 if op == "sum" and dtype in (torch.bfloat16, torch.float16) else dtype
-    total = data(0, numel, dtype).to(wide)
-    for rank in range(1, size):
-        total = FUNCTIONS[op](total, data(rank, numel, dtype).to(wide))
-    return total.to(dtype)
+    level = [data(rank, numel, dtype).to(wide) for rank in range(size)]
+    # Neighbours two by two, level after level; who has no neighbour goes up as it is.
+    while len(level) > 1:
+        pairs = [level[index : index + 2] for index in range(0, len(level), 2)]
+        level = [FUNCTIONS[op](*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+    return level[0].to(dtype)

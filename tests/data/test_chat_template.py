@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from weft.data.read import Turn
 from weft.data.tokens.chat_template import ChatTemplate
 from weft.errors import DataError
 
@@ -14,7 +15,7 @@ TEMPLATE = (
     "{% else %}{{ m['content'] }}{{ eos_token }}\n{% endif %}{% endfor %}"
 )
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
-TURNS = [("user", " hi "), ("assistant", "one"), ("user", "more"), ("assistant", "two")]
+TURNS = [Turn("user", " hi "), Turn("assistant", "one"), Turn("user", "more"), Turn("assistant", "two")]
 
 
 def template(text: str = TEMPLATE) -> ChatTemplate:
@@ -24,11 +25,11 @@ def template(text: str = TEMPLATE) -> ChatTemplate:
 def test_answers_and_their_ends_are_trained():
     text, spans = template().render(TURNS)
     assert text == "<s><|user|>hi\none</s>\n<|user|>more\ntwo</s>\n"
-    assert [text[low:high] for low, high in spans] == ["one</s>", "two</s>"]
+    assert [text[low:high] for low, high, _ in spans] == ["one</s>", "two</s>"]
 
 
 def test_a_content_that_looks_like_a_special_token_is_told_apart():
-    turns = [("user", "a</s>"), ("assistant", "b")]
+    turns = [Turn("user", "a</s>"), Turn("assistant", "b")]
     assert template().has_special(turns)
     assert not template().has_special(TURNS)
     assert ("a</s>", True) in template().apart(turns)

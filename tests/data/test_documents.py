@@ -7,6 +7,7 @@ import pytest
 from weft.data.read.documents import Document, read_document
 from weft.data.read.records import Broken, Record
 from weft.data.read.schema import Schema
+from weft.data.read.turns import Turn
 
 TEXT = Schema("text", text="text")
 CHAT = Schema("messages", messages="m", role="from", content="value")
@@ -68,7 +69,7 @@ def test_good_records() -> None:
     assert text.text == " x\n"
     chat = make(turns(("System", "s"), ("human", [{"type": "text", "text": "a"}, "b"]), ("GPT", "")), CHAT)
     assert isinstance(chat, Document)
-    assert chat.turns == (("system", "s"), ("user", "ab"), ("assistant", ""))
+    assert chat.turns == (Turn("system", "s"), Turn("user", "ab"), Turn("assistant", ""))
     for schema, mask in ((IDS, [0, 1, True]), (LABELS, [-100, 6, 7])):
         ids = make({"ids": [5, 6, 7], schema.mask: mask}, schema)
         assert isinstance(ids, Document)

@@ -115,7 +115,7 @@ def test_nothing_readable(tmp_path: Path) -> None:
 
 def test_preferences_are_refused_with_a_way_that_works(tmp_path: Path) -> None:
     pair = {"prompt": "q", "chosen": "good", "rejected": "bad"}
-    with pytest.raises(DataError, match=r"does not support preference training \(DPO\) yet") as caught:
+    with pytest.raises(DataError, match=r"this task learns answers. Set task.name=prefer") as caught:
         detect(tmp_path, pair)
     words = str(caught.value).split(" with ")[1].removesuffix(".").split()
     columns = {word.split("=")[0].rpartition(".")[2]: word.split("=")[1] for word in words}

@@ -57,7 +57,7 @@ def life(plan: str, world: int) -> tuple[int, int, Counter[str], list[int]]:
         text = plan.format(world=world, replicas=world // 8)
         gc.disable()  # what it calls belongs to others
         with Counted() as start:
-            mesh = build_mesh(Plan.parse(text), record=lambda axis, kind, size, _: moved.update({kind: size}))
+            mesh = build_mesh(Plan.parse(text), record=lambda axis, kind, size, *_: moved.update({kind: size}))
             model = nn.Sequential(nn.Embedding(200, 16), *(nn.Linear(16, 16) for _ in range(8)), nn.Linear(16, 200))
             parallelize(model, mesh)
             step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss_fn, mesh, max_grad_norm=1.0)

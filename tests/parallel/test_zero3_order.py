@@ -25,7 +25,7 @@ class Watched:
     def __init__(self) -> None:
         self.sent: list[tuple[str, str, int]] = []
 
-    def record(self, axis: str, operation: str, num_bytes: int, seconds: float) -> None:
+    def record(self, axis: str, operation: str, num_bytes: int, *_: float) -> None:
         self.sent.append((axis, operation, num_bytes))
 
     def step(self, sizes: dict[str, int]) -> tuple[int, int]:

@@ -111,7 +111,7 @@ def test_every_stage_trains_as_one_process_with_the_same_wire(ranks2):
         assert found.losses == pytest.approx(exact.losses, rel=1e-3)
         # The totals of each step, and what ranks compare at the start, travel besides.
         spec = wire_spec("block8")
-        rows = [spec.num_bytes(numel // 2) * 2 for numel, _ in layout]
+        rows = [spec.num_bytes(numel // 2) * 2 if "zero" in text else spec.num_bytes(numel) for numel, _ in layout]
         rest = found.reduced_bytes - CASE.num_steps * sum(rows)
         assert 0 < rest < 1000 < sum(rows), (text, rest)
 

@@ -26,7 +26,7 @@ def test_shorthand():
 
 def test_the_table_is_complete_and_plausible():
     table = devices()
-    assert len(table) == 29
+    assert len(table) == 31
     for spec in table.values():
         assert spec.title
         assert spec.sources
@@ -143,3 +143,15 @@ def test_bad_cluster_files(tmp_path, data):
         ClusterSpec.load(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         ClusterSpec.load(tmp_path / "none.toml")
+
+
+def test_a_power_cap_costs_rate():
+    """A matmul's rate falls with the watts, by less than in proportion; what was measured under the cap stands."""
+    full = device("h100").measured_flops
+    table = {"devices_per_node": 8, "device": {"like": "h100", "watts": 500}}
+    capped = ClusterSpec.from_mapping(table).device.measured_flops
+    assert 500 / 700 < capped / full < 0.8
+    table["device"]["measured_tflops"] = 700
+    assert ClusterSpec.from_mapping(table).device.measured_flops == 700e12
+    more = ClusterSpec.from_mapping({"devices_per_node": 8, "device": {"like": "h100", "watts": 800}})
+    assert more.device.measured_flops == full

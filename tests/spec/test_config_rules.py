@@ -14,6 +14,8 @@ from weft.spec.rules.config_rules import CONFIG_RULES, config_problems
 CASES = [
     ("model-path-decides", ["model.path=base", "model.dim=64"],
      "model.path=base: the folder decides model.dim. Leave it out, or leave model.path out."),
+    ("task-has-its-folder", ["task.name=embed"],
+     'model.path="": task.name=embed trains the model of a Hugging Face folder. Set model.path to the folder.'),
     ("adapter-has-a-rank", ["adapter.kind=dora"],
      "adapter.rank=0: there is no adapter, and other settings of [adapter] are given. Use adapter.rank=16, or leave "
      "them out."),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.comm import block8  # noqa: F401 (registers a wire that keeps what it rounds off)
 from tests.spec.plans import plans
 from weft.errors import PlanError
 from weft.spec import DecoderSpec, common_divisors
@@ -36,6 +37,15 @@ CASES = [
      "sp=on: the model reads no sequence that could be cut. Use sp=off.", "tp=2"),
     *((f"model-allows-{name}", f"{name}=2", PICTURES,
        f"{name}=2: the model reads no sequence that could be cut. Use {name}=1.", "") for name in ("cp", "ep", "pp")),
+    ("compress-needs-data", "tp=2 compress=int8", Facts(),
+     "compress=int8: dp_replicate and dp_shard are 1, so no gradient travels between data ranks. "
+     "Leave compress out, or use dp_replicate=2 or more.", "tp=2"),
+    ("compress-debts-zero", "dp_replicate=2 dp_shard=2 zero=3 compress=int4", Facts(),
+     "compress=int4: what it rounds off is owed to the next step, which zero=3 does not keep yet. "
+     "Use zero=2, or compress=int8, which owes nothing.", "dp_replicate=2 dp_shard=2 zero=3 compress=int8"),
+    ("compress-state-over-shard", "dp_shard=2 zero=3 compress=block8", Facts(),
+     "compress=block8: it keeps what it rounds off, a whole gradient on every rank, which zero=3 has no room for. "
+     "Use compress=int8, which keeps nothing, or dp_replicate=2 or more.", "dp_shard=2 zero=3 compress=int8"),
     ("pp-recompute-budget-not-built", "pp=2 recompute=12GiB", Facts(),
      "recompute=12GiB: a memory budget is not supported under a pipeline yet. "
      "Use recompute=full, selective, attention or none, or e.g. full:4 for four blocks of each rank.",

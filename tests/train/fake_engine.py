@@ -13,7 +13,7 @@ from weft.checkpoint.arrays import RawArray
 from weft.mesh import Pulse
 from weft.monitor.times import Meter
 from weft.train import Metric, Task
-from weft.train.engine import EngineJob, Evaluation, StepResult
+from weft.train.engine import EngineJob, Evaluation, Measures, StepResult
 
 
 class Points:
@@ -58,7 +58,7 @@ class LineTask(Task):
 class FakeEngine:
     """Gradient descent with momentum on [slope, offset]."""
 
-    rank, device, wants_stop, evaluates = 0, "cpu", False, True
+    rank, device, wants_stop, asks, evaluates = 0, "cpu", False, False, True
 
     def __init__(self, job: EngineJob):
         self.plan, self.config, self.pulse, self.meter = job.plan, job.config, Pulse(), Meter()
@@ -75,7 +75,7 @@ class FakeEngine:
         self.momentum = 0.9 * self.momentum + gradient
         self.weights = self.weights - self.config.optimizer.lr * lr_factor * self.momentum
         norm = float(np.linalg.norm(gradient))
-        return StepResult(loss / count, norm, count, wants_stop=self.wants_stop)
+        return StepResult(loss / count, norm, count, wants_stop=self.wants_stop or self.asks)
 
     def evaluate(self) -> Evaluation:
         return Evaluation(float((self.weights[0] - 3.0) ** 2), 1, {"slope": float(self.weights[0])})
@@ -102,6 +102,9 @@ class FakeEngine:
 
     def on_first(self, act):
         return act()
+
+    def measures(self):
+        return Measures()
 
     def close(self, *, failed: bool = False) -> None:
         self.closed = True

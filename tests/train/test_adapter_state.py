@@ -21,7 +21,7 @@ from weft.parallel.zero import start_magnitudes
 from weft.spec.plan import Plan
 from weft.testing import Case
 from weft.testing.parity import local_microbatches
-from weft.train.state.adapter_base import digest_of
+from weft.train.state.base.adapter_base import digest_of
 
 HALF, STEPS = 2, 4
 CASE = AdapterCase(cases()["decoder"], kind="dora")

@@ -38,7 +38,7 @@ def here(monkeypatch) -> None:
             raise CheckpointError(f"SOURCE={source}: {error}. Import a checkpoint that you saved yourself.") from error
         taken.close()
 
-    monkeypatch.setattr("weft.train.foreign.into_weft._run_child", read)
+    monkeypatch.setattr("weft.train.foreign.into_weft.run_confined", read)
 
 
 @pytest.mark.parametrize("flatten", [False, True])

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import pickle
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+import tests.comm.block8  # noqa: F401  registers a wire
 from weft.errors import ModelError
 from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.optim import Muon
+from weft.optim.rounded_adamw import RoundedAdamW
 from weft.parallel import data_parallel, parallelize
+from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.step import TrainStep
 from weft.train.step.microbatches import split_batch
 from weft.train.step.step_metrics import LateMetrics
+from weft.train.tasks import model_forward, token_cross_entropy
 
 
 def mlp() -> nn.Module:
@@ -152,7 +160,9 @@ def test_random_numbers_follow_what_the_step_is_given_alone(layer, name):
     assert loss(7) == loss(7) != loss(8)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain", "adagrad"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "sgd", "plain", "muon", "bf16", "fp8", "fused adagrad", "amsgrad", "adagrad"]
+)
 @pytest.mark.parametrize(
     "plan", ["precision=fp32", "precision=bf16", "precision=fp16", "precision=fp64 accumulation=2"]
 )
@@ -167,6 +177,11 @@ def test_what_the_device_decides_is_what_the_host_would(plan, optimizer):
             "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, fused=True),
             "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
             "plain": lambda params: torch.optim.AdamW(params, lr=0.05),
+            "muon": lambda params: Muon(params, lr=0.05),
+            "bf16": lambda params: RoundedAdamW(params, lr=0.05),
+            "fp8": lambda params: RoundedAdamW(params, lr=0.05, states="fp8"),
+            "amsgrad": lambda params: torch.optim.AdamW(params, lr=0.05, amsgrad=True, fused=True),
+            "fused adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05, fused=True),
             "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
         }[optimizer](model.parameters())
         step = TrainStep(model, made, class_loss, mesh, max_grad_norm=0.2, reads_late=reads_late)
@@ -175,9 +190,7 @@ def test_what_the_device_decides_is_what_the_host_would(plan, optimizer):
             x, y = batch_of(8, seed, torch.float64 if "fp64" in plan else torch.float32)
             x[3, 2] = {3: math.nan, 4: math.inf}.get(seed, x[3, 2])
             found.append(step((x, y)))
-        assert any(isinstance(one, LateMetrics) for one in found) == (
-            reads_late and optimizer in ("adamw", "sgd", "plain")
-        )
+        assert any(isinstance(one, LateMetrics) for one in found) == (reads_late and optimizer != "adagrad")
         scale = step.loss_scale.state()
         step.settle()
         engine = data_parallel(model)
@@ -189,6 +202,54 @@ def test_what_the_device_decides_is_what_the_host_would(plan, optimizer):
     for one, other in zip(late[2:], usual[2:], strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def trained_decoder(plan: str, reads_late: bool, **options) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """What steps said of themselves, two of which are skipped, and weights and what wires carry at the end."""
+    mesh = build_mesh(Plan.parse(plan))
+    spec = DecoderSpec(vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=32, max_seq_len=8,
+                       **options)  # fmt: skip
+    model = build_decoder(spec, seed=0)
+    parallelize(model, mesh, seed=0)
+    made = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    step = TrainStep(model, made, token_cross_entropy, mesh, forward=model_forward, reads_late=reads_late)
+    found = []
+    for seed in range(6):
+        ids = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(seed))
+        batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "positions": torch.arange(8).expand(2, 8)}
+        spoiled = seed in (2, 3) and mesh.rank == 0
+        with patch.object(step._loss, "loss_fn", infinite) if spoiled else contextlib.nullcontext():
+            found.append(step(batch))
+    assert any(isinstance(one, LateMetrics) for one in found) == reads_late
+    said = [str(one)[str(one).index("(") :] for one in found]
+    engine = data_parallel(model)
+    return said, {**dict(engine.weights()), **engine.coders.states(), **dict(model.named_buffers())}
+
+
+def infinite(output, batch):
+    loss_sum, number = token_cross_entropy(output, batch)
+    return loss_sum * math.inf, number
+
+
+def the_same_late_and_not(plan: str, **options) -> tuple[int, set[str]]:
+    late, usual = trained_decoder(plan, True, **options), trained_decoder(plan, False, **options)
+    assert late[0] == usual[0]
+    assert late[1].keys() == usual[1].keys()
+    assert all(torch.equal(late[1][name], usual[1][name]) for name in late[1])
+    return sum("skipped=None" not in one for one in late[0]), set(late[1])
+
+
+@pytest.mark.parametrize("balance", ["aux_loss", "bias"])
+def test_the_device_decides_with_experts_whose_balance_has_a_scaled_loss(balance):
+    skipped, _ = the_same_late_and_not("precision=fp16", num_experts=4, balance=balance, balance_rate=0.01)
+    assert skipped >= 2
+
+
+def test_the_device_decides_what_a_wire_carries_on(ranks2):
+    for plan in ("dp_replicate=2 reduce=block8", "dp_shard=2 zero=3 reduce=block8"):
+        for skipped, names in ranks2.run(the_same_late_and_not, plan):
+            assert skipped >= 2
+            assert any(name.endswith("residual") for name in names)
 
 
 def test_metrics_that_come_late_are_those_of_any_step_and_can_be_sent():

@@ -152,7 +152,7 @@ class _Source:
         if not outer or run * width >= _LONG_RUN:
             for place in np.ndindex(*outer):
                 there = offset + sum(one * step for one, step in zip(place, reach, strict=False)) * width
-                self._fill_box(out[place], file, there, run)
+                self._fill_box(out[(*place, ...)], file, there, run)  # `...`: of an array without dims a view, too
             return
         step, rows = reach[inner - 1], outer[-1]
         at_once = max(1, _WINDOW // (step * width))

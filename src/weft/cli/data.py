@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,8 +17,9 @@ from weft.monitor.screen import tell
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weft.data import PreparedData, SampleView
+    from weft.data import PreparedData, PreparedSource, SampleView
     from weft.spec import RunConfig
+    from weft.train.tasks import DecoderTask
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Inspect, tokenise and check the data of a run.")
 
@@ -34,36 +36,36 @@ def preview(
     first: Annotated[int, typer.Option(min=0, help="Global index of the first sample.")] = 0,
     split: Annotated[str, typer.Option(help="train or eval.")] = "train",
 ) -> None:
-    """Show decoded samples in training order, and which of their tokens are trained."""
-    from weft.data import SampleStream, view_sample
+    """Show decoded samples in training order: what is trained, with which weight, what is context, where borders are.
+
+    Of preferences it shows the chosen and the rejected answer.
+    """
     from weft.errors import DataError
 
     if split not in ("train", "eval"):
         raise DataError(f"split={split}: not a split. Use --split train or --split eval.")
-    config = _load(arguments)
-    prepared = _prepare(config)
-    sources = prepared.train if split == "train" else prepared.eval
-    if not sources:
+    task = _task(_load(arguments))
+    prepared = _prepare(task)
+    if not (prepared.train if split == "train" else prepared.eval):
         raise DataError("split=eval: this run has no evaluation data. Set data.holdout or data.eval.")
-    stream = SampleStream(
-        sources, seed=config.seed, seq_len=config.train.seq_len, packing=config.data.packing,
-        borders=config.data.borders, shuffle=split == "train",
-    )  # fmt: skip
     console = _console()
     coloured = console.is_terminal and not console.no_color and console.color_system is not None
-    legend = "green: trained, dim: masked" if coloured else "[[double brackets]]: masked"
-    console.print(f"{split}: {stream.num_sequences} sequences per epoch. {legend}", markup=False, highlight=False)
-    for index in range(first, first + num):
-        sample = stream.sample(index)
-        view = view_sample(sample, prepared.tokenizer)
-        head = f"sample {index}: {sources[sample.source].name}, epoch {sample.epoch}, {_counts(view)}"
+    samples = _answers if task.learns_preferences else _sequences
+    title, shown = samples(task.config, prepared, split, range(first, first + num))
+    legend = (
+        "green: trained, yellow: with another weight, red: not wanted, dim: context, cyan: a border of documents"
+        if coloured
+        else "[[double brackets]]: masked; 0.5{text}: with that weight; -1{text}: not wanted"
+    )
+    console.print(f"{split}: {title}. {legend}", markup=False, highlight=False)
+    for head, view in shown:
         _show(console, head, view, coloured)
 
 
 @app.command()
 def prepare(arguments: Arguments = None) -> None:
     """Tokenise the data now, so that the run starts at once."""
-    prepared = _prepare(_load(arguments))
+    prepared = _prepare(_task(_load(arguments)))
     folders = dict.fromkeys(source.folder.parent for source in (*prepared.train, *prepared.eval))
     for folder in folders:
         typer.echo(f"stored in {folder}")
@@ -75,7 +77,7 @@ def verify(arguments: Arguments = None) -> None:
     from weft.data import verify_data
     from weft.errors import DataError
 
-    prepared = _prepare(_load(arguments))
+    prepared = _prepare(_task(_load(arguments)))
     problems = verify_data(prepared)
     if problems:
         folders = dict.fromkeys(str(source.folder.parent) for source in (*prepared.train, *prepared.eval))
@@ -95,13 +97,85 @@ def _load(arguments: list[str] | None) -> RunConfig:
     return load_config(path, given).config
 
 
-def _prepare(config: RunConfig) -> PreparedData:
-    from weft.data import prepare_data
+def _task(config: RunConfig) -> DecoderTask:
+    """The config's task, which says how its data is read.
+
+    Raises:
+        ConfigError: for one that has no text.
+    """
+    from weft.errors import ConfigError, Problem
+    from weft.train.tasks import DecoderTask, find_task
+
+    task = find_task(config)
+    if not isinstance(task, DecoderTask):
+        rule = f"task.name={config.task.name}: its data is not tokenised text. Leave the task out to look at text."
+        raise ConfigError([Problem("task.name", rule)])
+    return task
+
+
+def _prepare(task: DecoderTask) -> PreparedData:
+    from weft.data.prepared import check_trainable
 
     with progress_report(sys.stderr) as report:
-        prepared = prepare_data(config, report)
+        prepared = task.tokens(report)
+    # Here the samples show what is wrong, so it is told and never refused.
+    section = task.config.data
+    told = section if section.check == "off" else section.model_copy(update={"check": "warn"})
+    prepared = check_trainable(prepared, told, task.config.train.seq_len)
     tell(sys.stdout, prepared.summary, indent=2)
     return prepared
+
+
+def _sequences(
+    config: RunConfig, prepared: PreparedData, split: str, which: range
+) -> tuple[str, Iterator[tuple[str, SampleView]]]:
+    """How many sequences there are, and some of them, each with a line above it."""
+    from weft.data import SampleStream, view_sample
+
+    sources = prepared.train if split == "train" else prepared.eval
+    stream = SampleStream(
+        sources, seed=config.seed, seq_len=config.train.seq_len, packing=config.data.packing,
+        borders=config.data.borders, shuffle=split == "train",
+    )  # fmt: skip
+
+    def views() -> Iterator[tuple[str, SampleView]]:
+        for index in which:
+            sample = stream.sample(index)
+            view = view_sample(sample, prepared.tokenizer)
+            yield f"sample {index}: {sources[sample.source].name}, epoch {sample.epoch}, {_counts(view)}", view
+
+    return f"{stream.num_sequences} sequences per epoch", views()
+
+
+def _answers(
+    config: RunConfig, prepared: PreparedData, split: str, which: range
+) -> tuple[str, Iterator[tuple[str, SampleView]]]:
+    """How many answers there are, and some preferences of the first epoch: both answers of a pair."""
+    from weft.data.order import permutation, view_answer
+    from weft.data.prepared import SplitReader
+
+    sources = prepared.train if split == "train" else prepared.eval
+    rows = [(source, place) for source in sources for place in range(_preferences(source))]
+
+    def views() -> Iterator[tuple[str, SampleView]]:
+        for index in which:
+            epoch, rest = divmod(index, len(rows))
+            order = permutation(len(rows), "task", config.seed, epoch) if split == "train" else int
+            source, place = rows[order(rest)]
+            reader, each = SplitReader(source.folder, source.counts), 1 + (source.kind == "preference")
+            for number in range(place * each, (place + 1) * each):
+                start, end = (int(reader.offsets[number + more]) for more in (0, 1))
+                mask = reader.trained(start, end - start)
+                weights = [1.0] * (end - start) if mask is None else source.counts.weight_table[mask].tolist()
+                view = view_answer(reader.tokens(start, end - start).tolist(), weights, prepared.tokenizer)
+                verdict = "chosen" if max(weights, default=0.0) > 0 else "rejected"
+                yield f"sample {index}, {verdict}: {source.name}, {_counts(view)}", view
+
+    return f"{len(rows)} preferences per epoch", views()
+
+
+def _preferences(source: PreparedSource) -> int:
+    return source.num_documents // (1 + (source.kind == "preference"))
 
 
 def _console() -> Console:
@@ -126,6 +200,13 @@ def _show(console: Console, head: str, view: SampleView, coloured: bool) -> None
         return
     text = Text()
     for segment in view.segments:
-        colour = "green" if segment.trained else "dim"
+        if segment.begins:
+            text.append("│", style="cyan")
+        colour = _colour(segment.weight)
         text.append(visible(segment.text), style=f"{colour} reverse" if segment.special else colour)
     console.print(text)
+
+
+def _colour(weight: float) -> str:
+    """Of a stretch of text with such a weight in the loss."""
+    return "dim" if weight == 0 else "red" if weight < 0 else "green" if weight == 1 else "yellow"

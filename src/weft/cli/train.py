@@ -23,6 +23,7 @@ from weft.cli.launcher import (
     for_those_there,
     launch_ranks,
     process_age_s,
+    process_beside,
     threads_variables,
     typed_command,
     usable_cores,
@@ -83,12 +84,17 @@ def train_here(config: RunConfig) -> None:
         from weft.train.run import run_lock
 
     # Held before the first write, and by the ranks too: who is refused has changed nothing.
-    with run_lock(run_folder(config).path) as lock:
+    with run_lock(run_folder(config).path) as lock, ExitStack() as until_over:
         copies = CopyServer() if config.checkpoint.peer_every and config.launch.restarts else None
         home = asdict(copies.home) if copies is not None else None
 
+        besides: list[Path] = []
+
         def attempt(settled: RunConfig, ranks: int) -> None:
             folder = _prepare(settled, ranks, ranks)
+            if not besides:  # after the folder is prepared: a run that is refused leaves nothing
+                until_over.enter_context(process_beside(folder.path, folder.config(), say))
+                besides.append(folder.path)
             given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": typed_command()}
             settings = json.dumps({**given, "copies": home}).encode()
             command = [sys.executable, "-m", "weft.cli.launcher.rank", str(folder.path)]
@@ -148,6 +154,7 @@ def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | 
         held.enter_context(run_lock(run_folder(config).path))
         config = for_those_there(config, place.world_size)
         folder = _prepare(config, place.world_size, place.local_world_size)
+        held.enter_context(process_beside(folder.path, folder.config(), say))
         said = {"path": str(folder.path), "texts": folder.texts}
     except BaseException as error:
         said = {"exit_code": exit_code_of(error)}
@@ -162,15 +169,17 @@ def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | 
 
 def _prepared_elsewhere(config: RunConfig, word: FirstWord | None) -> RunFolder:
     """What the first rank settled; ends this process with its exit code where it refused, and told why."""
-    from weft.data import prepare_data
     from weft.train import RunFolder
+    from weft.train.tasks import DecoderTask, find_task
 
     assert word is not None
     said = json.loads(word.hear())
     if "exit_code" in said:
         raise typer.Exit(said["exit_code"])
     # The cache of this machine, where it is not the first rank's; else this finds everything there.
-    prepare_data(config)
+    task = find_task(config)
+    if isinstance(task, DecoderTask):
+        task.tokens(None)
     return RunFolder(Path(said["path"]), said["texts"])
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -120,18 +120,13 @@ def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
 
 
 def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool) -> int:
+    from weft.spec.rules import check
     from weft.testing import layout_of, legal
     from weft.testing.verify import Sweep, Verifier, covering_plans
 
-    settings = subject.settings
-    every = legal(
-        num_ranks,
-        model=subject.shape,
-        global_batch=subject.even_batch,
-        seq_len=settings.seq_len,
-        passes=(1, 2),
-        precision=("fp32",),
-    )
+    settings, facts = subject.settings, subject.facts(num_ranks)
+    sizes: dict[str, Any] = {"model": subject.shape, "global_batch": subject.even_batch, "seq_len": settings.seq_len}
+    every = [plan for plan in legal(num_ranks, **sizes, passes=(1, 2), precision=("fp32",)) if not check(plan, facts)]
     if not every:
         raise PlanError(
             f"all={num_ranks}: no plan of {num_ranks} ranks is legal for this model and "

@@ -1,7 +1,7 @@
 """Collectives by axis. Over an axis of size 1 each is the identity and costs nothing.
 
 All ranks of an axis start the same operations in the same order; waits may come in any order. Results are the same
-bits on every rank and in every run: on the CPU sums are made in order of rank, whatever carries the bytes, and a
+bits on every rank and in every run: on the CPU sums are made in one tree over ranks, whatever carries the bytes, and a
 reduce_scatter gives this rank's slice of the all_reduce. Between `start_...` and `wait()` the tensors belong to comm.
 
 wire: what travels in place of the tensor's own values, with what it carries from step to step; None: those values. Over

@@ -17,12 +17,17 @@ _MOST_UNREAD = 2**14
 class LedgerEntry:
     """Sum over the calls of one operation on one axis.
 
+    num_bytes: of the tensors on this rank, as they travel. sent_bytes: that this rank handed to others; nccl does not
+    say, so over it there are none. off_host_bytes: what of those left this rank's host.
+
     seconds: that the computation waited for it: of the host, or of the device's compute stream where the host does not
     wait. What other work hides is not in it.
     """
 
     calls: int = 0
     num_bytes: int = 0
+    sent_bytes: int = 0
+    off_host_bytes: int = 0
     seconds: float = 0.0
 
 
@@ -35,18 +40,30 @@ class Ledger:
         self._unread: deque[tuple[str, str, Waited]] = deque()
         self._num_read = 0
 
-    def record(self, axis: str, operation: str, num_bytes: int, seconds: float | Waited) -> None:
+    def record(
+        self,
+        axis: str,
+        operation: str,
+        num_bytes: int,
+        seconds: float | Waited,
+        sent_bytes: int = 0,
+        off_host_bytes: int = 0,
+    ) -> None:
         """Add one call.
 
         Args:
             axis: its name.
             operation: such as "all_reduce".
-            num_bytes: that this rank sent.
+            num_bytes: of the tensor on this rank, as it travels.
             seconds: that the host waited, or what knows how long the device's stream did.
+            sent_bytes: that this rank handed to others.
+            off_host_bytes: what of those left its host.
         """
         entry = self._entries.setdefault((axis, operation), LedgerEntry())
         entry.calls += 1
         entry.num_bytes += num_bytes
+        entry.sent_bytes += sent_bytes
+        entry.off_host_bytes += off_host_bytes
         if isinstance(seconds, int | float):
             entry.seconds += seconds
             self._host[axis] = self._host.get(axis, 0.0) + seconds
@@ -55,10 +72,21 @@ class Ledger:
         if len(self._unread) > _MOST_UNREAD:
             self._read_first()
 
+    def off_host_bytes(self) -> int:
+        """Return how many bytes this rank sent to other hosts."""
+        return sum(entry.off_host_bytes for entry in self._entries.values())
+
     def entry(self, axis: str, operation: str) -> LedgerEntry:
         """Return what was counted for one operation on one axis (zeros where it never ran)."""
         self._read()
         return self._entries.get((axis, operation), LedgerEntry())
+
+    def sent(self) -> dict[str, int]:
+        """Return the bytes sent so far by axis; may be asked by another thread, and waits for nothing."""
+        found: dict[str, int] = {}
+        for (axis, _), entry in list(self._entries.items()):
+            found[axis] = found.get(axis, 0) + entry.num_bytes
+        return found
 
     def rows(self) -> list[tuple[str, str, LedgerEntry]]:
         """Return all entries as (axis, operation, sums), the most bytes first."""
@@ -68,10 +96,12 @@ class Ledger:
 
     def table(self) -> str:
         """Write what was sent, one line for each axis and operation, for a person to read."""
-        lines = [f"{'axis':<24}{'operation':<16}{'calls':>8}{'bytes':>12}{'seconds':>10}"]
+        lines = [f"{'axis':<24}{'operation':<16}{'calls':>8}{'bytes':>12}{'sent':>12}{'off host':>12}{'seconds':>10}"]
         for axis, operation, entry in self.rows():
-            sent = format_bytes(entry.num_bytes)
-            lines.append(f"{axis:<24}{operation:<16}{entry.calls:>8}{sent:>12}{entry.seconds:>10.3f}")
+            sizes = "".join(
+                f"{format_bytes(number):>12}" for number in (entry.num_bytes, entry.sent_bytes, entry.off_host_bytes)
+            )
+            lines.append(f"{axis:<24}{operation:<16}{entry.calls:>8}{sizes}{entry.seconds:>10.3f}")
         return "\n".join(lines)
 
     def mark(self) -> tuple[Mapping[str, float], int]:

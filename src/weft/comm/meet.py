@@ -3,7 +3,8 @@
 | ranks of the axis | tensors on | transport |
 |---|---|---|
 | all on one host (same boot, process namespace and user; x86-64 Linux) | CPU, gloo | shared memory |
-| otherwise | CPU, gloo | gloo exchange: gloo moves bytes, sums are made here |
+| on hosts with equal blocks of 2, 4, 8 ... neighbours | CPU, gloo | two levels: within hosts, then between them |
+| otherwise, or with `route=flat` | CPU, gloo | gloo exchange: gloo moves bytes, sums are made here |
 | any | CUDA (nccl), or CPU with another backend than gloo | the backend's own |
 | any | CUDA in a group of gloo, as for several ranks on one GPU | staged: copied to the host, then as above |
 
@@ -12,17 +13,20 @@ On the CPU a transport never changes a bit of a result. Figures and reasons: doc
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from weft.comm.links import BackendLink, ExchangeLink, Link, Segment, SharedLink, StagedLink, host_mark
-from weft.comm.private_torch import all_gather, all_reduce, as_bytes, backend_of, broadcast, timeout_s
+from weft.comm.links import BackendLink, ExchangeLink, Link, SharedLink, StagedLink
+from weft.comm.private_torch import backend_of, timeout_s
+from weft.comm.two_level import Hosts, TwoLevelLink, meet_hosts, share_memory
 from weft.errors import CommError
-from weft.mesh import Axis, Mesh
+from weft.mesh import Axis, Mesh, join_group
 
+#: Those that serve any ranks of one host; two levels need several hosts.
 TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transport, StagedLink.transport)
 
 
@@ -101,47 +105,46 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
     foreign = device != "cpu" or not is_gloo
     if transport == BackendLink.transport or (foreign and not transport):
         return BackendLink(group, axis.ranks, asked or f"{backend.name()} is the backend for {device}")
-    if transport == ExchangeLink.transport:
-        return ExchangeLink(group, axis.ranks, axis.rank, asked)
-    segment, why = _share(axis, group)
-    if segment is not None:
-        return SharedLink(segment, axis.ranks, timeout_s(backend), asked or f"all {axis.size} ranks are on one host")
-    if transport:
+    hosts = meet_hosts(axis, group)
+    why = hosts.why or f"its ranks are on {len(set(hosts.memories))} hosts, namespaces or users that share no memory"
+    if hosts.shares_memory and transport in (None, SharedLink.transport):
+        segments, why = share_memory(axis, group, axis.size)
+        if segments:
+            reason = asked or f"all {axis.size} ranks are on one host"
+            return SharedLink(segments[0], axis.ranks, timeout_s(backend), reason)
+    if transport == SharedLink.transport:
         raise CommError(f"axis {axis.label}: its ranks cannot share memory: {why}. Use another transport.")
-    return ExchangeLink(group, axis.ranks, axis.rank, why)
+    if transport == TwoLevelLink.transport or (axis.route != "flat" and transport is None):
+        link, refusal = _two_levels(axis, group, hosts, asked)
+        if link is not None:
+            return link
+        if transport or (axis.route == "two_level" and len(set(hosts.numbers)) > 1):
+            raise CommError(
+                f"route=two_level: axis {axis.label}: {refusal}. Use route=auto, or put 2, 4, 8 ... neighbours of the "
+                f"axis on each host."
+            )
+    return ExchangeLink(group, axis.ranks, axis.rank, asked or why, hosts.numbers)
 
 
-def _share(axis: Axis, group: dist.ProcessGroup) -> tuple[Segment | None, str]:
-    """The axis's shared memory, or None and why there is none; the same answer on all ranks."""
-    mark, why = host_mark()
-    marks = [torch.zeros(16, dtype=torch.uint8) for _ in axis.ranks]
-    own = torch.frombuffer(bytearray(mark.ljust(16, b"\0")), dtype=torch.uint8)
-    all_gather(marks, own, group=group, async_op=True).wait()
-    found = {as_bytes(other) for other in marks}
-    if len(found) > 1 or not mark:
-        return None, why or f"its ranks are on {len(found)} hosts, namespaces or users that share no memory"
-    segment, address = None, (0, 0, bytes(16))
-    if axis.rank == 0:
-        try:
-            segment, address = Segment.make(axis.size)
-        except OSError as error:
-            why = f"{Segment.total_bytes(axis.size)} bytes of shared memory cannot be allocated ({error.strerror})"
-    words = torch.zeros(32, dtype=torch.uint8)
-    if segment is not None:
-        pid, fd, token = address
-        words = torch.frombuffer(
-            bytearray(pid.to_bytes(8, "little") + fd.to_bytes(8, "little") + token), dtype=torch.uint8
-        )
-    broadcast(words, src=axis.ranks[0], group=group, async_op=True).wait()
-    if axis.rank != 0:
-        told = as_bytes(words)
-        address = (int.from_bytes(told[:8], "little"), int.from_bytes(told[8:16], "little"), told[16:])
-        try:
-            segment = Segment.find(address, axis.rank, axis.size) if address[0] else None
-        except OSError as error:
-            why = f"the memory of rank {axis.ranks[0]} cannot be opened ({error.strerror})"
-    agreed = torch.tensor([segment is not None], dtype=torch.int32)
-    all_reduce(agreed, op=dist.ReduceOp.MIN, group=group, async_op=True).wait()
-    if not agreed.item():
-        return None, why or "another rank of the axis could not map the shared memory"
-    return segment, ""
+def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) -> tuple[Link | None, str]:
+    """The link for hosts with equal blocks of ranks, or None and why there is none; the same on all ranks."""
+    block = hosts.block
+    if block == 1:
+        return None, "its hosts do not hold equal blocks of 2, 4, 8 ... neighbouring ranks that share memory"
+    segments, why = share_memory(axis, group, block, number=2)
+    if not segments:
+        return None, why
+    host, place = divmod(axis.rank, block)
+    neighbours, peers = axis.ranks[host * block :][:block], axis.ranks[place::block]
+    limit_s, words = timeout_s(backend_of(group, torch.device("cpu"))), "the ranks of one host"
+    within = (
+        SharedLink(segments[0], neighbours, limit_s, words),
+        SharedLink(segments[1], neighbours, limit_s, words),
+    )
+    # Groups of this axis alone: another may have the same peers, and begin things in another order on each rank.
+    name = f"between hosts of {zlib.crc32(repr(axis.ranks).encode()):08x}"
+    peer_group = join_group(peers, name)
+    between = ExchangeLink(peer_group, peers, host, "ranks of equal place", tuple(range(len(peers))), f"second {name}")
+    flat = ExchangeLink(group, axis.ranks, axis.rank, words, hosts.numbers)
+    reason = asked or f"{len(peers)} hosts hold {block} neighbouring ranks each"
+    return TwoLevelLink(within, between, flat, axis.rank, block, reason), ""

@@ -36,6 +36,7 @@ class Pending:
         self._operation = operation
         self._counts = counts
         self.seconds = 0.0
+        self.sent_bytes = self.off_host_bytes = 0
         if axis is not None and operation is not None:
             while axis.staged:
                 axis.staged.pop().go_on()
@@ -60,10 +61,12 @@ class Pending:
             pulse.waiting = None
             pulse.moved += 1
             self._axis = self._operation = None
+            self.sent_bytes, self.off_host_bytes = operation.sent_bytes, operation.off_host_bytes
             if self._counts:
                 num_bytes = max(operation.source.nbytes, operation.out.nbytes)
                 seconds = waited(stream_wait, operation.out.device, self.seconds)
-                axis.record(axis.name, operation.kind, num_bytes, seconds)
+                sent = operation.sent_bytes, operation.off_host_bytes
+                axis.record(axis.name, operation.kind, num_bytes, seconds, *sent)
             if self._into is not None:
                 self._into.detach().copy_(self._tensor.view_as(self._into))
                 self._tensor, self._into = self._into, None

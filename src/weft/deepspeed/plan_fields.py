@@ -143,7 +143,24 @@ def read_zero(reading: Reading, dp: int | None) -> None:
         reading.plan_word(stage_key, zero=stage)
         groups: object = "*" if dp is None else dp // shards
         reading.plan_word(f"{_ZERO}.mics_shard_size", dp_shard=shards, dp_replicate=groups)
+    _read_quantized(reading, stage, dp)
     _read_offload(reading, stage or 0)
+
+
+def _read_quantized(reading: Reading, stage: int | None, dp: int | None) -> None:
+    """Gradients as int8, which DeepSpeed has at stage 3."""
+    key = f"{_ZERO}.zero_quantized_gradients"
+    wanted = reading.switch(key)
+    if wanted is None:
+        return
+    if not wanted:
+        reading.nothing(key, "switched off")
+    elif stage != 3:
+        reading.nothing(key, "it needs stage 3")
+    elif dp == 1:
+        reading.nothing(key, "one data-parallel rank sends no gradients")
+    else:
+        reading.plan_word(key, compress="int8")
 
 
 def _shard_group(reading: Reading, stage: int | None, dp: int | None) -> int | None:

@@ -96,7 +96,8 @@ def read_optimizer(reading: Reading) -> str:
     if not name:
         remedy = "Weft's config has adamw, sgd, muon, and any torch optimizer as optimizer.name=package.module:Class"
         if named in REMOVED_OPTIMIZERS:
-            reading.removed(key, f"{named}. {remedy}")
+            less = "to send less, add plan.compress=int8, which works with any optimizer and ZeRO stage"
+            reading.removed(key, f"{named}. {remedy}; {less}")
         else:
             reading.missing(key, f"{named}. {remedy}")
         _say_params(reading, _OPTIMIZER, f"optimizer.type: Weft does not translate {named}")

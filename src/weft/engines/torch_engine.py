@@ -11,25 +11,29 @@ from torch import nn
 
 from weft.checkpoint import Checkpoint, SavedPiece, Together, list_checkpoints
 from weft.comm import Ledger, StoreTalk, barrier
-from weft.comm.watch import Watch
+from weft.comm.watch import StoreBoard, Watch
 from weft.data.batch import move_batch
+from weft.engines.held_memory import memory_by_class
 from weft.memory import HostCopies, offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models.adapters import adapted
+from weft.monitor.figures import OwnBoard
 from weft.monitor.times import Meter, TimeBook
 from weft.optim import build_optimizer, freeze
 from weft.parallel import Precision, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.local_tensors import StateSource
 from weft.parallel.placement import originals
 from weft.parallel.zero import load_base
 from weft.spec import Layout
 from weft.spec.cluster import device_by_torch_name
+from weft.spec.figures import series
 from weft.train import Microbatches, StepMetrics, TrainStep
-from weft.train.engine import EngineJob, Evaluation, LateResult, StepResult, derive_seed
+from weft.train.engine import EngineJob, Evaluation, LateResult, Measures, StepResult, derive_seed
 from weft.train.planned import report_times
 from weft.train.state import adapter_state, expected_bytes, gather, on_first, pieces, resume
-from weft.train.step import evaluate
-from weft.train.task import Batches, Share, with_adapter
+from weft.train.step import RankForwards, evaluate
+from weft.train.task import Batches, Share, Task, with_adapter
 from weft.units import format_count, parse_seconds
 
 
@@ -43,7 +47,7 @@ class TorchEngine:
         if job.place is not None:
             join_ranks(job.place, device, parse_seconds(launch.timeout), job.store)
         self._ledger = Ledger()
-        self.mesh = build_mesh(job.plan, device, self._ledger.record)
+        self.mesh = build_mesh(job.plan, device, self._ledger.record, launch.route)
         self.rank, self.plan, self.device, self.pulse = self.mesh.rank, job.plan, str(device), self.mesh.pulse
         self.meter = Meter(device, communication=self._ledger)
         self._watch = Watch(
@@ -56,7 +60,7 @@ class TorchEngine:
             owns_process=job.place is not None,
         )
         self._copies = HostCopies(device)
-        self._started = False
+        self._started = self._is_built = False
 
     def build(self) -> None:
         """Make the model as the task and the plan say, and its optimizer and step."""
@@ -73,33 +77,49 @@ class TorchEngine:
         self._eval_batches = task.eval_batches(share)
         base = task.initial_model(mesh.plan)
         weights = task.initial_weights(base)
-        self.model: nn.Module = with_adapter(base, config)
-        layout = Layout.read(config.layout) if config.layout else None
-        freeze(self.model, config.optimizer)
-        parallelize(
-            self.model,
-            mesh,
-            layout=layout,
-            seed=config.seed,
-            filled_later=weights is not None,
-            pinned_limit=config.memory.pinned_limit,
-            norm_group=config.train.norm_group,
-        )
-        if weights is not None and self._reads_base():
-            with self.pulse.doing("reads the pretrained weights"):
-                load_base(self.model, weights)
+        self._model: nn.Module = with_adapter(base, config)
+        freeze(self._model, config.optimizer)
+        self._lay_out(self._model, weights, reads=self._reads_base())
+        second = task.second_model(mesh.plan)
+        if second is not None:
+            self._lay_out(second.requires_grad_(False), task.second_weights(second), reads=True)
         self._step = TrainStep(
-            self.model,
-            build_optimizer(self.model.named_parameters(), config.optimizer, config.seed),
+            self._model,
+            build_optimizer(self._model.named_parameters(), config.optimizer, config.seed),
             task.loss,
             mesh,
             forward=task.forward,
             max_grad_norm=config.optimizer.max_grad_norm,
             nominal_tokens=task.nominal_count(),
             meter=self.meter,
+            weights_follow=mesh.device.type == "cuda",  # a CPU copies what arrives itself, and gains nothing
         )
         self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
+        with self.pulse.doing("computes what the task needs before the first step"):
+            task.begin(RankForwards(self.model, mesh, task, second))
         self._choose_recompute()
+        self._is_built = True
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. Ask for it at each look: the weights of the last step are waited for."""
+        self._step.arrive()
+        return self._model
+
+    def _lay_out(self, model: nn.Module, weights: StateSource | None, *, reads: bool) -> None:
+        """Cut a model over the ranks, in place, and read its first weights where they are wanted."""
+        parallelize(
+            model,
+            self.mesh,
+            layout=Layout.read(self._config.layout) if self._config.layout else None,
+            seed=self._config.seed,
+            filled_later=weights is not None,
+            pinned_limit=self._config.memory.pinned_limit,
+            norm_group=self._config.train.norm_group,
+        )
+        if weights is not None and reads:
+            with self.pulse.doing("reads the pretrained weights"):
+                load_base(model, weights)
 
     @property
     def batches(self) -> Batches:
@@ -115,6 +135,15 @@ class TorchEngine:
     def wants_stop(self, wanted: bool) -> None:
         self._step.wants_stop = wanted
 
+    @property
+    def asks(self) -> bool:
+        """Whether this rank asks all to look what is wished; the next step tells the others."""
+        return self._step.asks
+
+    @asks.setter
+    def asks(self, wanted: bool) -> None:
+        self._step.asks = wanted
+
     def step(self, batches: Sequence[Any], number: int, lr_factor: float) -> StepResult | LateResult:
         """Take one optimizer step on this rank's microbatches.
 
@@ -127,7 +156,7 @@ class TorchEngine:
             group["lr"] = group["initial_lr"] * lr_factor
         with self._first_is_long():
             key = derive_seed(self._config.seed, number)
-            done = self._step(Microbatches(batches), self._seeds(number), key)
+            done = self._step(Microbatches(self._task.before_step(batches)), self._seeds(number), key)
         return LateResult(lambda: self._result(done)) if self._step.is_unread else self._result(done)
 
     def _result(self, done: StepMetrics) -> StepResult:
@@ -143,7 +172,12 @@ class TorchEngine:
     def evaluate(self) -> Evaluation:
         """Compute loss and metrics over the task's evaluation set."""
         assert self._eval_batches is not None
-        return evaluate(self.model, self._eval_batches, self.mesh, self._task)
+        batches: Iterable[Any] = self._eval_batches
+        if type(self._task).before_step is not Task.before_step:
+            every, num = list(batches), self.mesh.plan.microbatches_per_step
+            whole = [every[first : first + num] for first in range(0, len(every), num)]
+            batches = [one for batch in whole for one in self._task.before_step(batch)]
+        return evaluate(self.model, batches, self.mesh, self._task)
 
     def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
         """Return what this rank writes; aside: as copies in host memory."""
@@ -176,10 +210,22 @@ class TorchEngine:
         found = StoreTalk(rank, number)
         return Together(rank, number, found.on_first, found.gather)
 
+    def measures(self) -> Measures:
+        """Return the board in the ranks' store, bytes by axis, memory by class, and the GPU."""
+        rank, number, device = self.mesh.rank, self.mesh.world_size, self.mesh.device
+        return Measures(
+            board=StoreBoard(rank, number) if number > 1 else OwnBoard(),
+            traffic=lambda: {series("sent_bytes", axis): total for axis, total in self._ledger.sent().items()},
+            memory=lambda: memory_by_class(self._model, self._step.optimizer, self._step.held_gradients()),
+            gpu=str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
+        )
+
     def close(self, *, failed: bool = False) -> None:
         """Leave the other ranks; after an error at once, for they may never come."""
         try:
             if not failed:
+                if self._is_built:
+                    self._step.arrive()
                 # Who is through waits for the first rank here, where it is watched, and not in the parting.
                 barrier(self.mesh.world)
         finally:
@@ -224,7 +270,7 @@ class TorchEngine:
 
     def _reads_base(self) -> bool:
         """A run that goes on reads its weights from its checkpoint, which of an adapter holds no base."""
-        if adapted(self.model) is not None:
+        if adapted(self._model) is not None:
             return True
         return not self.on_first(lambda: bool(list_checkpoints(self._job.folder.checkpoints)))
 
@@ -236,7 +282,7 @@ class TorchEngine:
 
     def _choose_recompute(self) -> None:
         """Settle before the first step what is recomputed, from the first microbatch of the run."""
-        recompute = recompute_of(self.model)
+        recompute = recompute_of(self._model)
         if recompute is None or recompute.is_chosen:
             return
         batch = cut_sequence(self.model, move_batch(self._batches.batches(0)[0], self.mesh.device))

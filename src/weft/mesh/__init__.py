@@ -10,7 +10,6 @@ __all__ = [
     "Axis",
     "ENDS",
     "LIMIT_S",
-    "LOOPBACK",
     "Mesh",
     "Pulse",
     "Wait",
@@ -23,16 +22,16 @@ __all__ = [
     "members_of",
     "open_store",
     "pick_device",
+    "library_settings",
 ]
 
 if TYPE_CHECKING:
+    from weft.mesh.axis import Axis, Waited
+    from weft.mesh.gpu_settings import library_settings
     from weft.mesh.mesh import (
         ENDS,
         LIMIT_S,
-        LOOPBACK,
-        Axis,
         Mesh,
-        Waited,
         build_mesh,
         join_group,
         join_ranks,
@@ -47,14 +46,13 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
-        "Axis": ".mesh",
+        "Axis": ".axis",
         "ENDS": ".mesh",
         "LIMIT_S": ".mesh",
-        "LOOPBACK": ".mesh",
         "Mesh": ".mesh",
         "Pulse": ".pulse",
         "Wait": ".pulse",
-        "Waited": ".mesh",
+        "Waited": ".axis",
         "build_mesh": ".mesh",
         "join_group": ".mesh",
         "join_ranks": ".mesh",
@@ -63,5 +61,6 @@ __getattr__ = loads(
         "members_of": ".places",
         "open_store": ".mesh",
         "pick_device": ".mesh",
+        "library_settings": ".gpu_settings",
     },
 )

@@ -12,15 +12,15 @@ import gc
 import ipaddress
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft import env
 from weft.errors import CommError, PlanError
+from weft.mesh.axis import ROUTES, Axis, RecordsCall, ignore
+from weft.mesh.gpu_settings import prepare_gpu
 from weft.mesh.places import ENDS, EXPERT_AXES, joined, members_of, strides
 from weft.mesh.pulse import Pulse
 from weft.private_torch import (
@@ -36,61 +36,11 @@ from weft.spec.plan import AXES, Plan
 
 #: How long (s) a collective waits for a rank where nobody says otherwise.
 LIMIT_S = 1800.0
-#: The address of this machine that no other machine can reach.
-LOOPBACK = "127.0.0.1"
 #: How long (s) the launcher's store waits for an answer.
 _STORE_TIMEOUT = datetime.timedelta(seconds=60)
 
 #: torch.distributed, for those of its functions that have no types.
 _untyped: Any = dist
-
-
-class Waited(Protocol):
-    """How long a device's stream waited, which is known later."""
-
-    def seconds(self) -> float:
-        """Return the seconds; the host waits until they are known."""
-        ...
-
-
-#: Told of each collective: (axis name, operation, bytes on this rank, seconds that the computation waited).
-Record = Callable[[str, str, int, float | Waited], None]
-
-
-def _ignore(axis: str, operation: str, num_bytes: int, seconds: float | Waited) -> None:
-    """The record of a mesh that nobody counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One axis of the mesh, or several joined, seen from this rank.
-
-    rank: this rank's index on the axis. ranks: global ranks of the group, in order of the axis.
-    group: torch's process group; None where size is 1. used: of joined axes, the names of those with several ranks.
-    """
-
-    name: str
-    size: int
-    rank: int
-    ranks: tuple[int, ...]
-    group: dist.ProcessGroup | None = None
-    record: Record = field(default=_ignore, repr=False, compare=False)
-    #: What comm keeps between calls, for as long as the mesh lives: one dict, shared by all axes of a mesh.
-    links: dict[tuple[object, ...], object] = field(
-        default_factory=dict[tuple[object, ...], object], repr=False, compare=False
-    )
-    #: Where this rank stands, for the thread that watches: one for all axes of a mesh.
-    pulse: Pulse = field(default_factory=Pulse, repr=False, compare=False)
-    #: Collectives under way that have a second stage to begin; one list, shared by all axes of a mesh.
-    staged: list[Any] = field(default_factory=list[Any], repr=False, compare=False)
-    #: What graphs of torch.compile call in the place of collectives over it, by name: `comm.operators` puts it here.
-    operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
-    used: str = field(default="", repr=False, compare=False)
-
-    @property
-    def label(self) -> str:
-        """Its name for people: without the axes that have one rank. `name` is the same under every plan."""
-        return self.used or self.name
 
 
 class Mesh:
@@ -104,14 +54,17 @@ class Mesh:
         rank: this process's global rank.
         device: where this rank computes.
         record: called after each collective with what a ledger counts.
+        route: how bytes go between hosts, one of ROUTES.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, record: Record = _ignore):
+    def __init__(self, plan: Plan, rank: int, device: torch.device, record: RecordsCall = ignore, route: str = "auto"):
         self.plan = plan
         self.rank = rank
         self.world_size = plan.world_size
         self.device = device
         self._record = record
+        self._route = route
+        self._hosts: dict[int, bytes] = {}
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._links: dict[tuple[object, ...], object] = {}
         self._staged: list[Any] = []
@@ -177,6 +130,8 @@ class Mesh:
             ranks=ranks,
             group=self._group(ranks),
             record=self._record,
+            route=self._route,
+            hosts=self._hosts,
             links=self._links,
             staged=self._staged,
             pulse=self.pulse,
@@ -208,17 +163,22 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     return made
 
 
-def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = _ignore) -> Mesh:
+def build_mesh(
+    plan: Plan, device: torch.device | str = "cpu", record: RecordsCall = ignore, route: str = "auto"
+) -> Mesh:
     """Return the mesh of `plan` on this rank. Ranks have joined before (`join_ranks`) unless the plan has one rank.
 
     Args:
         plan: the sizes of the axes.
         device: where this rank computes.
         record: called after each collective with what a ledger counts, such as `Ledger().record`.
+        route: how bytes go between hosts: "auto", "flat" or "two_level".
 
     Raises:
-        PlanError: when the number of started ranks is not the plan's.
+        PlanError: when the number of started ranks is not the plan's, or the route is not known.
     """
+    if route not in ROUTES:
+        raise PlanError(f"route={route}: not one of {', '.join(ROUTES)}. Use auto.")
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if plan.world_size != world_size:
         sizes = " * ".join(f"{axis}={size}" for axis, size in plan.axis_sizes().items() if size > 1) or "one rank"
@@ -227,7 +187,7 @@ def build_mesh(plan: Plan, device: torch.device | str = "cpu", record: Record = 
             f"Start {plan.world_size} ranks, or let one axis take all that are there, such as dp_replicate=*."
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return Mesh(plan, rank, torch.device(device), record)
+    return Mesh(plan, rank, torch.device(device), record, route)
 
 
 def join_ranks(
@@ -340,7 +300,7 @@ def loopback_store(address: str, port: int, timeout: datetime.timedelta = _STORE
 def _as_loopback(host: str) -> str | None:
     """The address on the loopback interface that `host` stands for; None where it is another machine's, or unclear."""
     try:
-        address = ipaddress.ip_address(LOOPBACK if host == "localhost" else host)
+        address = ipaddress.ip_address(env.LOOPBACK if host == "localhost" else host)
     except ValueError:
         return None
     return str(address) if address.is_loopback else None
@@ -377,6 +337,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
                 f"GPUs. Start at most {torch.cuda.device_count()} ranks on this machine."
             )
         device = torch.device("cuda", local_rank)
+        prepare_gpu()
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")

@@ -120,7 +120,10 @@ def last_per_step(events: Iterable[Mapping[str, Any]], kind: str = "step") -> li
 def number(value: object) -> float:
     """A float as `EventLog` wrote it: "nan" and "inf" come back as floats, and anything else that is none as nan."""
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number that no float holds
+            return math.nan
     return float(value) if value in ("nan", "inf", "-inf") else math.nan
 
 

@@ -8,10 +8,10 @@ from weft.lazy import loads
 
 __all__ = [
     "AdamRule",
+    "DecidedOptimizer",
     "Lane",
     "LossScale",
     "Muon",
-    "Rule",
     "SgdRule",
     "StepDecision",
     "build_optimizer",
@@ -29,20 +29,21 @@ if TYPE_CHECKING:
     from weft.optim.build import build_optimizer, check_optimizer, freeze, options_of
     from weft.optim.byte_floats import exact_moment
     from weft.optim.clip import clip_factor, global_norm
+    from weft.optim.decided import DecidedOptimizer
     from weft.optim.loss_scale import LossScale
     from weft.optim.lr_schedule import lr_factor
     from weft.optim.muon import Muon
-    from weft.optim.one_pass import AdamRule, Lane, Rule, SgdRule, step_lane
+    from weft.optim.one_pass import AdamRule, Lane, SgdRule, step_lane
     from weft.optim.step_decision import StepDecision
 
 __getattr__ = loads(
     __name__,
     {
         "AdamRule": ".one_pass",
+        "DecidedOptimizer": ".decided",
         "Lane": ".one_pass",
         "LossScale": ".loss_scale",
         "Muon": ".muon",
-        "Rule": ".one_pass",
         "SgdRule": ".one_pass",
         "StepDecision": ".step_decision",
         "build_optimizer": ".build",

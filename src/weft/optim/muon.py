@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from weft.optim.decided import DecidedOptimizer
 from weft.private_torch import foreach_lerp_
 
 #: The quintic iteration of torch.optim.Muon: towards singular values of 1, fast and roughly.
@@ -38,7 +39,7 @@ class Join(Protocol):
     def whole_shape(self, part: torch.Tensor) -> tuple[int, ...]: ...
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(DecidedOptimizer):
     """Muon on 2-D parameters, AdamW on all others.
 
     Orthogonalisation runs in bf16, as torch's does, and in float64 for float64 parameters.
@@ -90,6 +91,7 @@ class Muon(torch.optim.Optimizer):
                 self.state[param]["momentum"] = torch.zeros_like(param)
         grads = [param.grad for param in params if param.grad is not None]
         momenta = [self.state[param]["momentum"] for param in params]
+        before = [one.clone() for one in momenta] if self.decision is not None else []
         foreach_lerp_(momenta, grads, 1 - group["momentum"])
         ahead = [_working(grad.lerp(one, group["momentum"])) for grad, one in zip(grads, momenta, strict=True)]
         joins = [self.joins.get(param) for param in params]
@@ -99,8 +101,17 @@ class Muon(torch.optim.Optimizer):
         scale = 0.2 * max(updates.shape[1:]) ** 0.5
         for param, join, update in zip(params, joins, updates.unbind(), strict=True):
             update = update if join is None else join.part(update)
-            param.mul_(1 - group["lr"] * group["weight_decay"])
-            param.add_(update.to(param), alpha=-group["lr"] * scale)
+            moved = param if self.decision is None else param.clone()
+            moved.mul_(1 - group["lr"] * group["weight_decay"])
+            moved.add_(update.to(param), alpha=-group["lr"] * scale)
+            self._take(param, moved, param)
+        for one, old in zip(momenta, before, strict=bool(before)):
+            self._take(one, one, old)
+
+    def _take(self, target: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> None:
+        """Give `target` what is new where the step is taken, and what was there before where it is not."""
+        if self.decision is not None:
+            torch.where(self.decision.is_taken, new, old, out=target)
 
     def _stacks(self, params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Those of one shape, format and device, as many at a time as STACK_BYTES hold, in the order of their first.
@@ -138,6 +149,8 @@ class Muon(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            # As torch's GradScaler has it: the kernel changes nothing, nor counts, where this is 1.
+            found_inf=None if self.decision is None else (~self.decision.is_taken).float(),
         )
 
 

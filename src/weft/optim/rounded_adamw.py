@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.optim.byte_floats import HALF, encode_bytes, exact_moment
+from weft.optim.decided import DecidedOptimizer
 from weft.optim.one_pass import AdamRule, Lane, step_lane
+from weft.optim.step_decision import StepDecision
 
 #: Elements that are stepped at a time: on a CPU they stay in its caches, on a GPU they bound what is made meanwhile.
 _TILE, _GPU_TILE = 2**17, 2**24
@@ -42,7 +44,7 @@ class Placed(Protocol):
         ...
 
 
-class RoundedAdamW(torch.optim.Optimizer):
+class RoundedAdamW(DecidedOptimizer):
     """AdamW whose `exp_avg` and `exp_avg_sq` are bf16, or under states="fp8" codes of `weft.optim.byte_floats`.
 
     places: of the parameters that are parts of larger ones, or have names; filled by who divides them. Others are whole
@@ -65,6 +67,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         self.seed = seed
         self._formats = _FORMATS[states]
         self.places: dict[nn.Parameter, Placed] = {}
+        self._last: StepDecision | None = None  # of a step that was counted, and may not have been taken
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -73,13 +76,22 @@ class RoundedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.settle()
         number = 0
         for group in self.param_groups:
             for param in group["params"]:
                 number += 1
                 if param.grad is not None and param.numel():
                     self._update(param, param.grad, group, self.places.get(param) or _Whole(str(number), param))
+        self._last = self.decision
         return loss
+
+    def settle(self) -> None:
+        """Take the last step out of the counts where the device did not take it. Waits for its decision."""
+        last, self._last = self._last, None
+        if last is not None and not last.was_taken:
+            for state in self.state.values():
+                state["step"] -= 1
 
     def _update(self, param: nn.Parameter, grad: Tensor, group: dict[str, Any], place: Placed) -> None:
         state = self.state[param]
@@ -99,16 +111,21 @@ class RoundedAdamW(torch.optim.Optimizer):
         key = _key_of(self.seed, count, place.name)
         size = _GPU_TILE if param.device.type == "cuda" else _TILE
         lane = Lane(param, grad, (state["exp_avg"], state["exp_avg_sq"]))
+        factor: float | Tensor = 1.0
+        if self.decision is not None:
+            factor = torch.where(self.decision.is_taken, 1.0, torch.nan).to(param.dtype)
         for index, one in enumerate(lane.tiles(size)):
             exact = tuple(exact_moment(moment).to(one.master.dtype) for moment in one.states)
-            step_lane(Lane(one.master, one.grad, exact), rule, 1.0)
+            step_lane(Lane(one.master, one.grad, exact), rule, factor)
             first = index * size
             noise = noise_at(place.positions(first, first + one.master.numel()).to(param.device), key)
+            # In a step that is not taken moments come back as they were: what a format holds is not rounded again.
             for state_line, moment, bits in zip(one.states, exact, (noise, noise >> 16), strict=True):
                 state_line.copy_(_stored(moment, bits & _LOW_16, state_line.dtype))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what torch's optimizers do; codes of one byte become bf16, exactly, so that any AdamW can load it."""
+        self.settle()
         found = super().state_dict()
         found["state"] = {
             index: {

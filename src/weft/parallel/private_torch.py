@@ -84,6 +84,14 @@ def wrap_forward_hooks(module: nn.Module, wrap: Callable[[Callable[..., Any]], C
             hooks[key] = wrap(hook)
 
 
+def base_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which autograd no longer takes for a view of another tensor; as torch's own matmul returns it.
+
+    fully_shard hangs a hook on what a unit returns, and in-place work on a view would lose it; torch warns of that.
+    """
+    return tensor if tensor._base is None else torch.ops.aten._unsafe_view(tensor, tensor.shape)
+
+
 def fsdp_state(module: FSDPModule) -> Any:
     """What fully_shard knows of a unit, made ready for its first forward."""
     state = module._get_fsdp_state()

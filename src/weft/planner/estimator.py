@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,14 +11,12 @@ from numpy.typing import NDArray
 
 from weft.planner.cost import CLASSES, TERMS, LayerCosts, Parts, device_parts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables
+from weft.planner.foresight import fits_chance, memory_spread, shipped
 from weft.planner.measured import HostTables, host
 from weft.planner.space import Columns, Job
 from weft.spec import ClusterSpec
 
 Array = NDArray[np.float64]
-
-#: Relative standard deviation of predicted memory, as `fits_probability` takes it.
-_MEMORY_SD = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,8 @@ class Estimates:
 
     terms: seconds of one optimizer step by name (TERMS); they sum to `step_s`. memory: bytes on the fullest rank by
     class (CLASSES); they sum to `total_bytes`. usable_bytes: what a run can use of the device's memory.
-    tokens: of one step. model_flops: of one step, by the convention of `model_flops`.
+    host_bytes: of a rank in its host's memory, of which it may pin host_limit.
+    tokens: of one step. memory_spread: scale of the errors of memory, as a logarithm.
     """
 
     terms: Mapping[str, Array]
@@ -34,6 +34,9 @@ class Estimates:
     usable_bytes: float
     tokens: float
     world_size: NDArray[np.int64]
+    memory_spread: float
+    host_bytes: Array
+    host_limit: float
 
     @property
     def step_s(self) -> Array:
@@ -64,8 +67,8 @@ class Estimates:
     @property
     def fits_probability(self) -> Array:
         """Chance that the plan runs without falling short of memory, 0 to 1."""
-        room = np.log(self.usable_bytes / np.maximum(self.total_bytes, 1.0)) / _MEMORY_SD
-        return 1.0 / (1.0 + np.exp(-1.702 * np.clip(room, -40, 40)))  # the logistic curve nearest to the normal one
+        room = np.log(self.usable_bytes / np.maximum(self.total_bytes, 1.0))
+        return np.where(self.host_bytes > self.host_limit, 0.0, fits_chance(room, self.memory_spread))
 
 
 def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
@@ -78,8 +81,22 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
         tables: constants of the device, or of a host that was measured.
     """
     if isinstance(tables, HostTables):
-        return _estimates(job, columns, tables, [host.host_parts(job, columns, tables.laws)])
-    return _estimates(job, columns, tables, list(device_parts(job, cluster, columns, tables)))
+        return _estimates(job, cluster, columns, tables, [host.host_parts(job, columns, tables.laws)])
+    return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables)))
+
+
+def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
+    """Predict the memory of every row; without terms where that is less work.
+
+    Args:
+        job: model, sequence and batch.
+        cluster: gives the size of a node.
+        columns: the plans.
+        tables: constants of the device, or of a host that was measured.
+    """
+    if isinstance(tables, HostTables) or job.stack.balanced_stages:
+        return estimate(job, cluster, columns, tables)
+    return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables, timed=False)))
 
 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
@@ -89,8 +106,9 @@ def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tab
     return layer_costs(job, columns, tables, Fabric.of(tables, cluster.devices_per_node))
 
 
-def _estimates(job: Job, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
+def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
     none = [np.zeros(len(columns))]
+    on_host = isinstance(tables, HostTables)
     return Estimates(
         terms={
             name: np.concatenate([part[0][name] for part in parts if name in part[0]] or none)
@@ -101,4 +119,7 @@ def _estimates(job: Job, columns: Columns, tables: Tables, parts: Sequence[Parts
         usable_bytes=tables.memory_bytes * tables.usable,
         tokens=float(job.global_batch) * job.seq_len,
         world_size=columns.world_size,
+        memory_spread=shipped().memory.spread if on_host else memory_spread(job, cluster),
+        host_bytes=np.concatenate([part[1]["host"] for part in parts if "host" in part[1]] or none),
+        host_limit=math.inf if on_host or not cluster.device.memory_bytes else cluster.device.pinnable_bytes,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "COMPRESSES",
     "ClusterSpec",
     "DecoderSpec",
     "DeviceSpec",
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
     from weft.spec.layout import Layout, Style
     from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec, resolve_decoder
     from weft.spec.traced import TracedModel
-    from weft.spec.wires import WIRES, WireSpec, wire_spec
+    from weft.spec.wires import COMPRESSES, WIRES, WireSpec, wire_spec
 
 __getattr__ = loads(
     __name__,
     {
+        "COMPRESSES": ".wires",
         "ClusterSpec": ".cluster",
         "DecoderSpec": ".model",
         "DeviceSpec": ".cluster",

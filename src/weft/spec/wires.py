@@ -1,6 +1,7 @@
 """Wires: in what form gradients travel between ranks. What each costs is here, without torch; `weft.comm.wire` encodes.
 
-A new wire is one file with its codec and one `register` line; its name is then a legal value of the plan's `reduce`.
+A new wire is one file with its codec and one `register` line; its name is then a legal value of the plan's `reduce`,
+and where it rounds, of `compress`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class WireSpec:
     name: in the plan. codec: its class as "module:Class", loaded when ranks use it. exact: nothing is rounded.
     element_bytes: of one value on the wire; 0: as many as it has in memory. block, block_bytes: so many values share
     so many bytes more (a scale). state_bytes: what each rank keeps from step to step, for each value it sends.
+    outer_only: a value of `compress` alone.
     """
 
     name: str
@@ -28,10 +30,13 @@ class WireSpec:
     block: int = 1
     block_bytes: float = 0.0
     state_bytes: float = 0.0
+    outer_only: bool = False
 
     def num_bytes(self, numel: Any, own_bytes: Any = 4.0) -> Any:
         """Return the bytes of `numel` values that have `own_bytes` each in memory. Numbers, or arrays of numpy."""
         values = numel * (self.element_bytes or own_bytes)
+        if self.element_bytes % 1:
+            values = -(-values // 1)  # a row ends with a whole byte
         return values + -(-numel // self.block) * self.block_bytes if self.block_bytes else values
 
     def copy_bytes(self, own_bytes: float = 4.0) -> float:
@@ -64,19 +69,43 @@ class _Names(Sequence[str]):
     @overload
     def __getitem__(self, index: slice) -> tuple[str, ...]: ...
     def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
-        return tuple(_KNOWN)[index]
+        return self._all()[index]
 
     def __len__(self) -> int:
-        return len(_KNOWN)
+        return len(self._all())
 
     def __iter__(self) -> Iterator[str]:
-        return iter(tuple(_KNOWN))
+        return iter(self._all())
 
     def __contains__(self, name: object) -> bool:
-        return name in _KNOWN
+        return name in self._all()
+
+    def _all(self) -> tuple[str, ...]:
+        return tuple(name for name, wire in _KNOWN.items() if not wire.outer_only)
+
+
+class _RoundingNames(_Names):
+    """ "none", and names of the wires that round."""
+
+    def _all(self) -> tuple[str, ...]:
+        return ("none", *(name for name, wire in _KNOWN.items() if not wire.exact))
 
 
 WIRES = _Names()
+#: What gradients may travel as over the outermost data axis alone.
+COMPRESSES = _RoundingNames()
 
 register(WireSpec("fp32", "weft.comm.wire.formats:AsIs", exact=True))
 register(WireSpec("bf16", "weft.comm.wire.formats:Bf16", element_bytes=2.0))
+register(WireSpec("int8", "weft.comm.wire.block_codes:Int8", element_bytes=1.0, block=256, block_bytes=2.0))
+register(
+    WireSpec(
+        "int4",
+        "weft.comm.wire.block_codes:Int4",
+        element_bytes=0.5,
+        block=64,
+        block_bytes=2.0,
+        state_bytes=4.0,
+        outer_only=True,
+    )
+)

@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 
 from weft import env
-from weft.errors import MissingExtra, ModelError
+from weft.errors import DataError, MissingExtra, ModelError
+from weft.private_torch import named_modules
 from weft.spec.model import image_shape, number
 
 #: Numbers by which models change their logits after the head.
@@ -28,6 +29,9 @@ _SCALES = (
     "output_multiplier_scale",
     "lm_head_multiplier",
 )
+
+#: Files that hold the entries of a tokenizer.
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 
 #: Inputs of token ids.
 TOKENS = ("input_ids", "decoder_input_ids")
@@ -50,6 +54,9 @@ def load_model_config(path: Path) -> Any:
     except ImportError:
         raise MissingExtra("transformers", "hf", "a Hugging Face model") from None
     folder = path.parent if path.is_file() else path
+    if not (folder / "config.json").is_file():  # else transformers takes the path for the name of a download
+        what = "it has no config.json" if folder.is_dir() else "there is no such folder"
+        raise ModelError(f"model={path}: {what}. Give the folder of a Hugging Face model, or package.module:function.")
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what it raises depends on what the file holds
@@ -116,6 +123,20 @@ def causal_model(config: Any) -> nn.Module:
     Raises:
         ModelError: for a family without one, and for weights that are stored quantised.
     """
+    return headed_model(config, "CausalLM", "causal language model")
+
+
+def headed_model(config: Any, head: str, words: str) -> nn.Module:
+    """The model of a config's family with some head, in float32; within `as_shapes` without memory.
+
+    Args:
+        config: of transformers.
+        head: what transformers' AutoModelFor is followed by, such as "MaskedLM"; "": the model without a head.
+        words: what that is called in errors.
+
+    Raises:
+        ModelError: for a family without one, and for weights that are stored quantised.
+    """
     transformers: Any = importlib.import_module("transformers")
     family = getattr(config, "model_type", "?")
     if getattr(config, "quantization_config", None) is not None:
@@ -123,14 +144,48 @@ def causal_model(config: Any) -> nn.Module:
             f"model.path: the weights of this {family} are quantised. Give the folder of the model in bf16 or fp32."
         )
     config.update({"dtype" if hasattr(config, "dtype") else "torch_dtype": None})
+    kind = getattr(transformers, f"AutoModelFor{head}" if head else "AutoModel")
     try:
-        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return kind.from_config(config, trust_remote_code=False)
     except Exception as error:  # what it raises depends on what the config holds
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
         raise ModelError(
-            f"model.path: transformers has no causal language model for model_type={family} ({first}). "
-            "Give the folder of a causal language model."
+            f"model.path: transformers has no {words} for model_type={family} ({first}). Give the folder of a {words}."
         ) from error
+
+
+def load_tokenizer(folder: Path, **options: Any) -> Any:
+    """The fast tokenizer of a folder; nothing is downloaded, and no code of the folder is run.
+
+    Args:
+        folder: of the model.
+        options: that the tokenizer's class knows.
+
+    Raises:
+        DataError: where there is none that transformers can read.
+    """
+    transformers: Any = importlib.import_module("transformers")
+    if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):  # else transformers makes an empty one
+        raise DataError(
+            f"model.path={folder}: it has no tokenizer. Put tokenizer.json and tokenizer_config.json of the model into "
+            "the folder."
+        )
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
+    except Exception as error:  # what it raises depends on what the files hold
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        raise DataError(
+            f"model.path={folder}: transformers cannot read its tokenizer ({first}). Put tokenizer.json and "
+            "tokenizer_config.json of the model into the folder."
+        ) from error
+    if not found.is_fast:
+        raise DataError(
+            f"model.path={folder}: its tokenizer has no tokenizer.json. Convert it with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        )
+    return found
 
 
 def attention_heads(model: Any) -> tuple[int, int] | None:
@@ -188,6 +243,19 @@ def scales_logits(model: nn.Module) -> bool:
 def longest_sequence(model: nn.Module) -> int | None:
     """Tokens that the model reads at most; None where it does not say."""
     return number(getattr(model, "config", None) or getattr(model, "spec", None), "positions")
+
+
+def longest_text(model: nn.Module) -> int | None:
+    """Tokens that the model reads at most; None where positions have no end or the model does not say.
+
+    Tables of positions whose first rows stand for padding (RoBERTa) are shorter than the config says.
+    """
+    for name, module in named_modules(model):
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.num_embeddings - module.padding_idx - 1
+    if hasattr(getattr(model, "config", None), "relative_attention_num_buckets"):
+        return None
+    return longest_sequence(model)
 
 
 def has_gated_experts(experts: nn.Module) -> bool:

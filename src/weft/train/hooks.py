@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from weft.checkpoint.targets import Location
 from weft.monitor import StepRecord
+from weft.monitor.alerts import Wish
 from weft.train.engine import Evaluation
 
 
@@ -50,6 +51,9 @@ class Hook:
 
     def on_warning(self, step: int, text: str) -> None:
         """Hear what a person should know, in one line: a step that was not saved, a jump of the loss."""
+
+    def on_action(self, step: int, wish: Wish) -> None:
+        """Hear that the ranks do what the run was asked for, after `step` steps."""
 
     def on_checkpoint(self, saved: SaveEnd) -> None:
         """Hear that a checkpoint is complete, on disk or in memory; later steps than its own may be done already."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from weft.errors import TrainingHalted
 from weft.monitor import GarbageTurns, NonFiniteGuard, StepRecord, mfu
-from weft.monitor.times import StepTimes, TimeBook, memory_bytes
+from weft.monitor.alerts import Wish
+from weft.monitor.times import StepTimes, TimeBook, busy_seconds, memory_bytes
 from weft.optim import lr_factor
 from weft.spec import RunConfig
 from weft.train.engine import Engine, LateResult, StepResult
@@ -22,6 +23,8 @@ from weft.train.task import Task
 
 #: Why a run ended that a signal or a hook stopped.
 ASKED_TO_STOP = "asked to stop"
+#: Wishes after which the next start goes on from an older checkpoint.
+GOES_BACK = ("roll_back", "skip_data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ class Trainer:
     waits for the one under way. copy: as save, into the memory of the hosts; False where another is under way, and
     after the next step it is asked again. confirm: the weights after so many steps gave a finite loss. halted: where
     the same command resumes after a first bad step, in words. All are called on every rank. left_out: steps, counted
-    from 1, that are passed over with their data.
+    from 1, that are passed over with their data. wishes: on the first rank, gives what the run is asked for; None: it
+    cannot be asked. parting: the wish that ended training, where one did.
     """
 
     task: Task
@@ -56,9 +60,11 @@ class Trainer:
     halted: Callable[[int], str] = lambda first_bad: "it resumes from the last checkpoint"
     hooks: Sequence[Hook] = ()
     left_out: Collection[int] = ()
+    wishes: Callable[[], Sequence[Wish]] | None = None
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
     garbage: GarbageTurns = field(init=False)
+    parting: Wish | None = field(default=None, init=False)
     _flops: float | None = None
     _peak_flops: float | None = None
     _saved_step: int = 0
@@ -66,6 +72,7 @@ class Trainer:
     _data_s: float = 0.0
     _unread: _Launched | None = None
     _copy_waits: bool = False
+    _save_asked: bool = False
 
     def __post_init__(self) -> None:
         self.garbage = GarbageTurns(self.config.train.collect_every)
@@ -93,7 +100,9 @@ class Trainer:
                 if stop := self._train_stretch(end, guard):
                     reason = stop
                     break
-        if why := self._save_last(guard):
+        if self.parting is not None and self.parting.action in GOES_BACK:
+            self._wait_for_saves()  # what follows trains on from an older checkpoint: these weights are not wanted
+        elif (why := self._save_last(guard)) and self._must_be_saved():
             # However it came to its end: "asked to stop" promises that everything is saved.
             raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}", guard)
         self._end(reason)
@@ -119,13 +128,13 @@ class Trainer:
         self.progress.step += 1
         self.garbage.after_step(self.progress.step)
         stop = self._see(before, guard) if before else None
-        if stop or not isinstance(self._unread.result, LateResult) or self._is_something_due():
+        if stop or self._save_asked or not isinstance(self._unread.result, LateResult) or self._is_something_due():
             stop = self._see_last(guard) or stop
         self._tell_ended(self.ended(False))
         stop = stop or self._evaluate_if_due()
         self._copy_waits = self._copy_waits or self._due(self.config.checkpoint.peer_every)
-        if not stop and (self._due(self.config.checkpoint.every) or self._is_best_now()):
-            self._copy_waits = False
+        if not stop and (self._due(self.config.checkpoint.every) or self._is_best_now() or self._save_asked):
+            self._copy_waits = self._save_asked = False
             self._save(guard)
         elif self._copy_waits and not (stop or guard.num_bad or self._is_last()):
             with self.engine.pulse.doing("copies its state"), self.book.spend("checkpoint"):
@@ -147,7 +156,37 @@ class Trainer:
             raise self._halt(str(halt), guard) from None
         if not guard.num_bad:
             self.confirm(launched.number - 1)
-        return ASKED_TO_STOP if result.wants_stop else None
+        return self._heed() if result.wants_stop else None
+
+    def _heed(self) -> str | None:
+        """Some rank asked for something, and all ranks know it: a reason to stop, or None."""
+        if self.wishes is None:
+            return ASKED_TO_STOP
+        engine, wishes = self.engine, self.wishes
+        engine.asks = False  # before the wishes are taken: one that comes now is heard after the next step
+        said = engine.gather(b"stop" if engine.wants_stop else b"")
+        found = engine.on_first(lambda: [b"stop" in said, [wish.as_json() for wish in wishes()]])
+        for wish in map(Wish.from_json, found[1]):
+            self._do(wish)
+        if found[0]:
+            self.parting = None
+            return ASKED_TO_STOP
+        return None if self.parting is None else f"asked to {self.parting.action} by {self.parting.by}"
+
+    def _do(self, wish: Wish) -> None:
+        """What the run is asked for; all ranks, after the same step."""
+        for hook in self.hooks:
+            hook.on_action(self.progress.step, wish)
+        if wish.action == "checkpoint":
+            self._save_asked = True
+        elif wish.action == "lower_lr":
+            self.progress.lr_factor *= wish.factor
+        elif wish.action != "tell" and self.parting is None:
+            self.parting = wish
+
+    def _must_be_saved(self) -> bool:
+        """A run that is held may wait with an older checkpoint: a person looks at it."""
+        return self.parting is None or self.parting.action != "hold"
 
     def _awaited(self, steps: Iterable[list[Any]]) -> Iterator[list[Any]]:
         """The steps' batches; waiting for them is counted."""
@@ -234,7 +273,7 @@ class Trainer:
     def _launch(self, step: int, batches: list[Any]) -> _Launched:
         meter = self.engine.meter
         meter.begin_step()
-        factor = lr_factor(step, self.config.train.steps, self.config.schedule)
+        factor = lr_factor(step, self.config.train.steps, self.config.schedule) * self.progress.lr_factor
         result = self.engine.step(batches, step, factor)
         data_s, self._data_s = self._data_s, 0.0
         return _Launched(step + 1, self.config.optimizer.lr * factor, result, meter.end_step(), data_s)
@@ -244,7 +283,8 @@ class Trainer:
         meter, times = self.engine.meter, launched.times
         meter.count(times, result.count)
         self.book.add_step(times, launched.data_s)
-        speed = meter.count_per_s
+        speed, samples = meter.count_per_s, self.config.train.global_batch
+        busy_s, exposed = busy_seconds(times)
         return StepRecord(
             step=launched.number,
             loss=result.loss,
@@ -260,6 +300,10 @@ class Trainer:
             loss_scale=result.loss_scale,
             skipped=result.skipped,
             unit=self.task.unit,
+            samples_per_s=speed * samples / result.count if result.count and self.task.unit != "samples" else None,
+            busy_s=busy_s,
+            exposed=exposed,
+            data_s=launched.data_s,
         )
 
     def _show_step(self, record: StepRecord) -> None:

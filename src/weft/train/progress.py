@@ -16,6 +16,7 @@ class Progress:
     best_value: float | None = None
     best_by: str = "loss"
     evaluations_without_gain: int = 0
+    lr_factor: float = 1.0  # on the schedule's rate: below 1 once an alert or a person lowered it
 
     def __post_init__(self) -> None:
         if self.best_by == "loss" and self.best_value is None:  # of a checkpoint that knew no other metric

@@ -11,6 +11,7 @@ from weft.memory.budget import cheapest_choice
 from weft.planner.cost.layer_cost import layer_costs
 from weft.planner.cost.machine.collective_cost import Fabric
 from weft.planner.cost.recompute_cost import menu, replay_s
+from weft.planner.search.best_plans import host_message
 from weft.planner.search.moves import estimated
 from weft.planner.search.question import Question
 from weft.planner.space.columns import Columns
@@ -100,3 +101,15 @@ def test_recompute_of_some_blocks_lies_between_none_and_all():
     assert none.total_bytes > eight.total_bytes > most.total_bytes > every.total_bytes
     assert every.total_bytes == full.total_bytes
     assert eight.terms["recompute"] == pytest.approx(full.terms["recompute"] * 8 / 32)
+
+
+def test_a_host_has_only_so_much_memory():
+    """Eight ranks that keep a 405B model's states in one host's memory: more than it can pin."""
+    words = "dp_shard=8 zero=3 accumulation=8 precision=bf16 recompute=full offload=params"
+    for model, fits_there in (("llama3-405b", False), ("llama3-8b", True)):
+        asked = Question.of(model, "8xh100", seq_len=8192, global_batch=64, built_only=False)
+        found = estimated([read_plan(words, asked)], asked)[0]
+        assert found.host_limit == 0.6 * 256 * 2**30
+        assert (0 < found.host_bytes <= found.host_limit) == fits_there
+        assert fits_there or found.fits == 0
+    assert "host's memory; its share that may be pinned is 154 GiB" in host_message(1e12, 0.6 * 256 * 2**30)

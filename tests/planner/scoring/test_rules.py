@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
+from weft.planner.cost.layer_kernels import attention_gain
+from weft.planner.cost.machine import Fabric
 from weft.planner.cost.machine.tables import Tables
 from weft.planner.scoring.fill import candidates, predict
-from weft.planner.scoring.names import cluster_of, device_named, network_rate
-from weft.planner.scoring.runs import read_runs
-from weft.planner.scoring.shapes import shape_of, step_flops
-from weft.planner.scoring.stacks import stack_of, stack_rules
+from weft.planner.scoring.rows.names import cluster_of, device_named, network_rate
+from weft.planner.scoring.rows.runs import read_runs
+from weft.planner.scoring.rows.shapes import shape_of, step_flops
+from weft.planner.scoring.rows.stacks import stack_of, stack_rules
+from weft.planner.space import Job
 
 
 @pytest.mark.parametrize(
@@ -123,3 +126,86 @@ def test_settings_that_are_left_out_are_chosen_so_that_they_fit(tmp_path):
     assert fits[chosen]
     assert not fits.all()
     assert estimates.step_s[chosen] == estimates.step_s[fits].min()
+
+
+def test_rules_do_not_overwrite_each_other_unawares():
+    """Two rules that set one feature differently: the later one names the earlier."""
+    rules = stack_rules()
+    for place, later in enumerate(rules):
+        assert later.cite, later.name
+        assert later.over <= {each.name for each in rules[:place]}, later.name
+        for earlier in rules[:place]:
+            own, known = dict(later.values), dict(earlier.values)
+            clash = [name for name in own if name in known and own[name] != known[name] and name != "name"]
+            apart = earlier.name in later.over or _never_together(earlier, later)
+            assert not clash or apart, (earlier.name, later.name, clash)
+
+
+def _never_together(one, other) -> bool:
+    """Whether a sample of what sources write meets both rules nowhere."""
+    texts = [
+        "megatron-lm sc21 (2021)", "megatron-lm readme (sep 2020)", "megatron-deepspeed bloom", "korthikanti",
+        "mosaicml",
+        "mosaicml; mp mode default; alibi+flash attn", "mosaicml; mp mode pure; alibi", "torchtitan; fsdp2",
+        "hf nanotron", "internevo", "aleph alpha; kernel=flash_attentionv1", "aleph alpha; kernel=torch",
+        "aleph alpha; kernel=fused", "aleph alpha; kernel=flash_attention2 + rms kernel", "nvidia jax-toolbox pax; xla",
+        "pax; te on xla", "nemo automodel; fsdp2; deepep", "nvidia megatron-bridge; container 24.09", "mlperf; nemo",
+        "megatron-moe-modelzoo; deepep; recompute norm+act", "moe parallel folding; mcore 5d",
+        "moe parallel folding; mcore folding; etp=1", "torchtitan; selective layer ac", "stas00; liger",
+        "primus; megatron",
+        "megatron-moe-modelzoo; selective recompute of layernorm+moe", "zero bubble pipeline", "open beta nemo",
+    ]  # fmt: skip
+    gpus = ("a100-80gb-sxm", "h100-80gb-sxm", "v100-32gb-sxm3", "b200", "mi355x")
+    return not any(one.holds(text, gpu) and other.holds(text, gpu) for text in texts for gpu in gpus)
+
+
+def test_speeds_of_kernels_multiply():
+    """The first FlashAttention on Hopper is both: half of the second's speed, which was made for Ampere."""
+    first, _ = stack_of("mosaicml; fsdp; alibi+flash attn", "h100-80gb-sxm")
+    second, _ = stack_of("torchtitan; fsdp", "h100-80gb-sxm")
+    tables = Tables.of(device_named("h100-80gb-sxm"))
+    shape = shape_of(row())
+    speeds = [
+        attention_gain(Job(shape=shape, seq_len=4096, global_batch=1, stack=each), tables) for each in (first, second)
+    ]
+    assert speeds[1] == pytest.approx(0.62)
+    assert speeds[0] == pytest.approx(0.62 * 0.55)
+    assert stack_of("megatron-deepspeed; bloom", "a100")[0].host_gain == pytest.approx(0.2)
+
+
+def test_a_token_that_goes_to_a_node_once_crosses_the_network_less():
+    fabric = Fabric.of(Tables.of(device_named("h100-80gb-sxm")), 8)
+    each, once = (float(fabric.all_to_all_s(1e9, 32, 1, copies)) for copies in (None, 8))
+    assert once < 0.6 * each
+    assert float(fabric.all_to_all_s(1e9, 8, 1, 8)) == pytest.approx(float(fabric.all_to_all_s(1e9, 8, 1)), rel=0.01)
+    assert stack_of("megatron-moe-modelzoo; deepep", "h100-80gb-sxm")[0].once_per_node
+    assert not stack_of("megatron-moe-modelzoo; a2a dispatcher", "h100-80gb-sxm")[0].once_per_node
+
+
+def test_what_a_row_leaves_out_is_inferred(tmp_path):
+    path = tmp_path / "open.csv"
+    head = (
+        "id,source,layers,hidden,heads,seq_len,gpu,gpus,tp,pp,dp,zero_stage,global_batch,precision,experts,top_k,ep,"
+        "notes"
+    )
+    path.write_text(
+        f"{head}\n"
+        "x-1,Megatron-LM,126,16384,128,8k,h100-80gb-sxm,2048,8,16,16,,256,bf16,,,,d_iter=9\n"
+        "x-2,Megatron-LM,24,2048,16,4096,h100-80gb-sxm,8,1,1,8,1,64,bf16,64,8,,optimizer step on CPU (ZeRO offload)\n"
+    )
+    (dense, mixture), skipped = read_runs(path)
+    assert not skipped
+    assert (dense.job.seq_len, dense.zero, mixture.ep, mixture.host_optimizer) == (8192, None, None, True)
+    plans = candidates(dense)
+    assert set(plans.zero) == {0, 1, 2}
+    assert {2, 4, 8} <= set(plans.virtual_stages)  # 126 layers and two ends fill 16 stages evenly
+    assert (plans.activation_budget < 1).any()
+    assert set(candidates(mixture).ep) == {1, 2, 4, 8}
+    assert (candidates(mixture).offload_optimizer == 1).all()
+
+
+def test_shapes_that_notes_tell():
+    found = shape_of(row(notes="head_dim=128; local/global attention 5:1 with 1024 window", layers=48))
+    assert (found.head_dim, found.window, found.windowed_layers) == (128, 1024, 40)
+    half = shape_of(row(experts=128, top_k=1, ffn_hidden=8192, notes="MoE every other layer", layers=48))
+    assert (half.moe_layers, half.ffn) == (24, 16_384)

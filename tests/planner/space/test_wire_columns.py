@@ -17,7 +17,7 @@ from weft.planner.space.wire_columns import copy_bytes, state_bytes, wire_bytes
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import ModelSpec, decoder_spec
 from weft.spec.plan import Plan
-from weft.spec.wires import WIRES, wire_spec
+from weft.spec.wires import COMPRESSES, WIRES, wire_spec
 
 CLUSTER = ClusterSpec.parse("16x8xh100")
 JOB = Job(shape=Shape.of_decoder(decoder_spec("llama3-8b")), seq_len=4096, global_batch=256)
@@ -32,6 +32,28 @@ def test_bytes_of_each_row_are_those_of_its_wire():
     assert copy_bytes(columns, 4.0).tolist() == [0.0, 2.0, 1.0625, 1.0625]
     assert state_bytes(columns).tolist() == [0.0, 0.0, 8.0, 0.0], "one rank sends nothing, and keeps nothing"
     assert wire_spec("block8").num_bytes(1000) == 1064
+
+
+def test_compress_is_counted_on_the_outermost_data_axis_alone():
+    int8 = tuple(COMPRESSES).index("int8")
+    columns = Columns.make(3, dp_replicate=[1, 2, 2], dp_shard=4, zero=1, compress=[int8, int8, 0])
+    numel = np.array([1024.0] * 3)
+    assert wire_bytes(columns, numel, 4.0, "shard").tolist() == [1032.0, 4096.0, 4096.0]
+    assert wire_bytes(columns, numel, 4.0, "replicas").tolist() == [4096.0, 1032.0, 4096.0]
+    assert state_bytes(columns).tolist() == [0.0] * 3, "int8 keeps nothing"
+    kept_code = np.full(3, tuple(COMPRESSES).index("block8"), np.uint8)
+    kept = state_bytes(columns.with_arrays(compress=kept_code))
+    assert kept.tolist() == [8.0, 2.0, 2.0], "of its own part alone, over replicas"
+
+
+def test_a_slow_link_between_replicas_is_priced():
+    slow = ClusterSpec.parse("2x8xh100")
+    plan = Columns.make(1, dp_replicate=2, dp_shard=8, zero=1)
+    tables = Tables.of(slow.device)
+    code = np.full(1, tuple(COMPRESSES).index("int8"), np.uint8)
+    exact, coded = (estimate(JOB, slow, one, tables) for one in (plan, plan.with_arrays(compress=code)))
+    assert coded.terms["dp_exposed"] <= exact.terms["dp_exposed"]
+    assert coded.step_s <= exact.step_s
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.planner import stub
-from weft.errors import PlanError
+from weft.errors import ConfigError, PlanError, WeftError
 from weft.planner.search import best_plans as search
 from weft.planner.search import moves
 from weft.planner.search.best_plans import answer
 from weft.planner.search.question import Question
 from weft.planner.tell.comparison import compare
+from weft.planner.tell.nearest import nearest_yes
 from weft.planner.tell.report import comparison_table, why_not_table
 from weft.planner.tell.verdict import why_not
+from weft.spec import ClusterSpec
 from weft.spec.rules.plan_rules import LASTING, check
 
 
@@ -20,6 +22,7 @@ from weft.spec.rules.plan_rules import LASTING, check
 def question(monkeypatch) -> Question:
     monkeypatch.setattr(moves, "estimate", stub.estimate)
     monkeypatch.setattr(search, "estimate", stub.estimate)
+    monkeypatch.setattr(search, "estimate_memory", stub.estimate)
     return Question.of(
         "llama3-8b",
         "8xh100",
@@ -124,3 +127,50 @@ def test_two_plans_beside_each_other(question):
 def test_plans_that_break_rules_are_not_compared(question):
     with pytest.raises(PlanError, match="B: tp=3: the model has 32 heads"):
         compare("dp_replicate=8", "tp=3", question)
+
+
+def test_a_plan_without_a_precision_is_one_in_fp32_and_says_so(question):
+    assert (
+        "        the plan names no precision, so it is one in fp32. Add precision=bf16 for one in half precision."
+        in told(question, "dp_replicate=8").splitlines()
+    )
+    assert "names no precision" not in told(question, "dp_replicate=8 precision=bf16")
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=4 tp=2 zero=3 precision=bf16", "dp_replicate=8 zero=2 precision=bf16"])
+def test_changes_that_mend_a_rule_mend_the_plan(question, plan):
+    """What keeps the rules and does not fit is no remedy: each one that is listed fits."""
+    found = why_not(plan, question, answer(question))
+    assert found.kind == "rule"
+    assert found.remedies
+    for each in found.remedies:
+        assert each.after.fits >= question.fits
+        assert not check(each.after.plan, question.facts, question.rules)
+
+
+def test_what_does_not_divide_the_devices_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"fix=tp=3: 8 devices are no multiple of 3. Use a divisor: 1, 2, 4, 8."):
+        Question.of("llama3-8b", "8xh100", fixed="tp=3")
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: ClusterSpec.parse("h100x8"), "cluster=h100x8: the number comes before the device. Write '8xh100'."),
+        (lambda: Question.of("llama3-8b", "8xh100", fixed="dp=4"), "unknown plan field 'dp'. Write dp_shard=N"),
+        (lambda: Question.of("llama3-8b", "8xh100", global_batch=0), "Use e.g. --global-batch 128."),
+    ],
+)
+def test_words_of_other_tools(call, text):
+    with pytest.raises(WeftError) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+def test_an_owner_of_small_devices_is_offered_an_adapter_and_no_other_makers():
+    """A 7B model on one card of 24 GB: fine-tuning an adapter; larger devices are of the same maker."""
+    asked = Question.of("llama2-7b", "1xrtx4090", seq_len=1024, global_batch=4, most_plans=4000)
+    found = nearest_yes(asked)
+    assert found[0].text.startswith("adapter=16")
+    makers = [one.question.cluster.device.title.partition(" ")[0] for one in found]
+    assert set(makers) == {"NVIDIA"}

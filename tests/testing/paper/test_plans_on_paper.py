@@ -53,13 +53,22 @@ DENSE = {
     "offload=activations recompute=full dp_shard=2 zero=1 precision=bf16": (0, 0),
 }
 #: Layers of experts; over ep the host must know how many rows go where: once in each of the two layers. Without a
-#: grouped kernel, as in fp32, it cuts rows by expert: twice in each.
+#: grouped kernel, as in fp32 and fp16, it cuts rows by expert: once in each.
 EXPERTS = {
     "precision=bf16": (0, 0),
-    "precision=fp32": (4, 4),
+    "precision=fp32": (2, 2),
+    "precision=fp16": (2, 2),
     "dp_shard=2 ep=2 zero=1 precision=bf16": (2, 2),
-    "dp_shard=2 ep=2 zero=1 precision=fp32": (6, 6),
+    "dp_shard=2 ep=2 zero=1 precision=fp32": (4, 4),
 }
+#: Optimizers that step in kernels of their own: plan, optimizer, its states. None waits.
+OPTIMIZERS = (
+    ("precision=bf16", "muon", "fp32"),
+    ("tp=2 dp_shard=2 zero=1 precision=bf16", "muon", "fp32"),
+    ("dp_shard=2 zero=3 precision=fp16", "muon", "fp32"),
+    ("dp_shard=2 zero=1 precision=bf16", "adamw", "bf16"),
+    ("dp_shard=2 zero=3 precision=bf16", "adamw", "fp8"),
+)
 #: Steps that take the device longer than the host.
 LARGE = ("precision=bf16", "dp_shard=2 zero=3 precision=fp16")
 #: Sequences of several documents, whose borders come with the batch.
@@ -97,7 +106,30 @@ def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(known, optio
             assert 0.9 * waits_s <= sum(report.over_s.values()) <= 1.001 * waits_s, report.lines()
 
 
-#: Each fault is planted in Weft's own code, for one step on the paper device.
+STEPPED = """
+import json
+
+from weft.testing.paper.plans import PaperModel, plan_report
+from weft.testing.paper.streams import device_here
+
+for plan, optimizer, states in json.loads(OPTIMIZERS):
+    subject = PaperModel(layers=1, seq_len=128, batch=2, optimizer=optimizer, states=states)
+    print(json.dumps(plan_report(plan, device_here(), subject).as_dict()))
+"""
+
+
+def test_no_optimizer_of_wefts_own_lets_the_host_wait(tmp_path):
+    script = tmp_path / "optimizers.py"
+    script.write_text(STEPPED.replace("OPTIMIZERS", repr(json.dumps(OPTIMIZERS))))
+    done = script_on_paper(script)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(OPTIMIZERS)
+    for report in map(json.loads, lines):
+        assert (report["error"], report["mismatch"], report["races"]) == ("", "", {}), report
+        assert report["syncs"] == {}, report
+
+
 def test_the_host_is_one_step_ahead_of_a_slow_device():
     """It waits once, for the numbers of the step before, and the device goes on with this one meanwhile."""
     done = plans_on_paper(LARGE, "--layers=2", "--dim=2048", "--seq-len=4096")
@@ -110,6 +142,7 @@ def test_the_host_is_one_step_ahead_of_a_slow_device():
         assert report.step_s <= 1.1 * report.busy_s, report.lines()
 
 
+#: Each fault is planted in Weft's own code, for one step on the paper device.
 FAULTS = """
 import contextlib, json, sys
 from unittest.mock import patch

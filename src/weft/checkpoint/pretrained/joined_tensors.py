@@ -5,24 +5,36 @@ Nothing is put together in memory: a stretch that is asked for is looked up in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from weft.checkpoint.arrays import torch_formats
 from weft.checkpoint.manifest import DTYPE_BYTES, TensorEntry
 from weft.checkpoint.parts import Box, BoxView, Part, meet
 from weft.checkpoint.pretrained.weights_folder import StoredWeights
 from weft.checkpoint.read import StretchReader
 from weft.errors import CheckpointError
 
+#: Whole numbers as wide as an element, by its bytes.
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A stored tensor in the whole. corner: where its first element lies; dims: which dim of the whole each is."""
+    """Elements of a stored tensor in the whole.
+
+    shape: of those elements, in the stored order of dims. start: the first of them in the stored tensor. corner: where
+    it lies in the whole. dims: which dim of the whole each stored dim is.
+    """
 
     name: str
     shape: tuple[int, ...]
+    start: tuple[int, ...]
     corner: tuple[int, ...]
     dims: tuple[int, ...]
 
@@ -45,7 +57,7 @@ class Joined:
     def of(cls, name: str, entry: TensorEntry) -> Joined:
         """Return a stored tensor as it is."""
         rank = len(entry.shape)
-        return cls(entry.shape, entry.dtype, (_Piece(name, entry.shape, (0,) * rank, tuple(range(rank))),))
+        return cls(entry.shape, entry.dtype, (_Piece(name, entry.shape, (0,) * rank, (0,) * rank, tuple(range(rank))),))
 
     @classmethod
     def stacked(cls, parts: Sequence[Joined], dim: int) -> Joined:
@@ -86,6 +98,59 @@ class Joined:
         shape = parts[0].shape
         return cls((*shape[:dim], place, *shape[dim + 1 :]), parts[0].dtype, tuple(pieces))
 
+    def cut(self, dim: int, low: int, high: int) -> Joined:
+        """Return some rows of a dim.
+
+        Args:
+            dim: of the whole.
+            low: the first row.
+            high: the row after the last.
+        """
+        dim %= len(self.shape)
+        wanted = tuple((low, high) if one == dim else (0, size) for one, size in enumerate(self.shape))
+        pieces = list[_Piece]()
+        for piece in self.pieces:
+            common = meet(piece.box(), wanted)
+            if common is None:
+                continue
+            moved = [common[each][0] - piece.corner[each] for each in piece.dims]
+            pieces.append(
+                replace(
+                    piece,
+                    shape=tuple(common[each][1] - common[each][0] for each in piece.dims),
+                    start=tuple(first + more for first, more in zip(piece.start, moved, strict=True)),
+                    corner=tuple(first - (low if one == dim else 0) for one, (first, _) in enumerate(common)),
+                )
+            )
+        return Joined((*self.shape[:dim], high - low, *self.shape[dim + 1 :]), self.dtype, tuple(pieces))
+
+    def turned(self, dim0: int, dim1: int) -> Joined:
+        """Return it with two dims exchanged."""
+        order = list(range(len(self.shape)))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        pieces = [
+            replace(
+                piece,
+                corner=tuple(piece.corner[one] for one in order),
+                dims=tuple(order.index(each) for each in piece.dims),
+            )
+            for piece in self.pieces
+        ]
+        return Joined(tuple(self.shape[one] for one in order), self.dtype, tuple(pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One tensor that comes out of stored ones by a computation on them whole.
+
+    name: of it in what `make` returns. make: gives tensors by name, from a function that gives a stored tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    name: str
+    make: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]
+
 
 class JoinedTensors:
     """Tensors by a model's names, of which any stretch is read from the files of a folder.
@@ -95,10 +160,12 @@ class JoinedTensors:
         entries: what each of the model's tensors is made of.
     """
 
-    def __init__(self, stored: StoredWeights, entries: Mapping[str, Joined]):
+    def __init__(self, stored: StoredWeights, entries: Mapping[str, Joined | Computed]):
         self.entries = entries
         self._stored = stored
         self._reader = StretchReader(stored.folder, stored.files)
+        #: What the last computation made: tensors that come from the same ones are read one after the other.
+        self._made: tuple[object, Mapping[str, Tensor]] = (None, {})
 
     @property
     def num_bytes_read(self) -> int:
@@ -119,11 +186,16 @@ class JoinedTensors:
         """
         joined = self.entries[name]
         width = DTYPE_BYTES[joined.dtype]
-        target = np.frombuffer(out, {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[width])
+        target = np.frombuffer(out, _BITS[width])
         if part.is_padded:
             target[:] = 0
-        boxes = [(piece, piece.box()) for piece in joined.pieces]
         try:
+            if isinstance(joined, Computed):
+                made = self._computed(joined)
+                for view in part.views(start, start + len(target)):
+                    _copy_array(made, target, view)
+                return
+            boxes = [(piece, piece.box()) for piece in joined.pieces]
             for view in part.views(start, start + len(target)):
                 for piece, box in boxes:
                     common = meet(view.box, box)
@@ -133,10 +205,34 @@ class JoinedTensors:
             raise CheckpointError(f"model.path={self._stored.folder}: {error}. Download the folder again.") from error
 
     def _copy(self, target: np.ndarray, view: BoxView, piece: _Piece, common: Box) -> None:
-        there = tuple((common[dim][0] - piece.corner[dim], common[dim][1] - piece.corner[dim]) for dim in piece.dims)
+        moved = [first - piece.corner[dim] for first, dim in zip(piece.start, piece.dims, strict=True)]
+        there = tuple((common[dim][0] + by, common[dim][1] + by) for dim, by in zip(piece.dims, moved, strict=True))
         strides = tuple(view.strides[dim] for dim in piece.dims)
         want = BoxView(there, view.at(common), strides)
         self._reader.read_box(piece.name, self._stored.entries[piece.name], target, want)
+
+    def _computed(self, one: Computed) -> np.ndarray:
+        """The bits of a tensor, in its shape."""
+        if self._made[0] is not one.make:
+            self._made = (one.make, one.make(self._stored_tensor))
+        flat = self._made[1][one.name].detach().contiguous().view(-1).view(torch.uint8).numpy()
+        return flat.view(_BITS[DTYPE_BYTES[one.dtype]]).reshape(one.shape)
+
+    def _stored_tensor(self, name: str) -> Tensor:
+        entry = self._stored.entries[name]
+        bits = np.empty(math.prod(entry.shape), _BITS[DTYPE_BYTES[entry.dtype]])
+        strides = tuple(math.prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape)))
+        whole = BoxView(tuple((0, size) for size in entry.shape), 0, strides)
+        if bits.size:
+            self._reader.read_box(name, entry, bits, whole)
+        return torch.from_numpy(bits.view(np.uint8)).view(torch_formats()[entry.dtype]).view(entry.shape)
+
+
+def _copy_array(source: np.ndarray, target: np.ndarray, view: BoxView) -> None:
+    """Copy a box of an array to where the view says, counted in elements of `target`."""
+    inside = source[tuple(slice(low, high) for low, high in view.box)]
+    steps = tuple(stride * target.itemsize for stride in view.strides)
+    np.lib.stride_tricks.as_strided(target[view.offset :], inside.shape, steps)[...] = inside
 
 
 def _expect_equal(kinds: Sequence[object]) -> None:

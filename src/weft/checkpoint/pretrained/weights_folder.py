@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,14 @@ class StoredWeights:
     files: Mapping[str, FileEntry]
 
 
+def no_folder(folder: Path) -> str:
+    """Return what to say where model.path is no folder, as where it is the name of a model to download."""
+    is_name = len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.is_dir()
+    fetch = f" Weft downloads nothing: type hf download {folder} --local-dir {folder} first." if is_name else ""
+    remedy = fetch or " Give a Hugging Face model's: config.json, safetensors weights, tokenizer."
+    return f"model.path={folder}: there is no such folder.{remedy}"
+
+
 def stored_weights(folder: Path) -> StoredWeights:
     """Read the headers of a folder's weights: one safetensors file, or several with an index.
 
@@ -35,6 +44,8 @@ def stored_weights(folder: Path) -> StoredWeights:
         CheckpointError: names the file or the tensor that is missing, cut off or not what the index says, and what to
             do about weights in pickles.
     """
+    if not folder.is_dir():
+        raise CheckpointError(no_folder(folder))
     if (folder / _INDEX).is_file():
         place = _index(folder / _INDEX)
     elif (folder / _SINGLE).is_file():
@@ -86,10 +97,10 @@ def _is_file_name(name: Any) -> bool:
 def _no_weights(folder: Path) -> str:
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
-        convert = f'M.from_pretrained("{folder}").save_pretrained("{folder}-safetensors")'
+        out = shlex.quote(f"{folder}-safetensors")
         return (
             f"model.path={folder}: its weights are pickles ({pickles[0]}), which can run code when they are read. "
-            f"If you trust them, type python -c 'from transformers import AutoModelForCausalLM as M; {convert}', copy "
-            "the tokenizer's files there, and give that folder."
+            f"Type weft ckpt convert {shlex.quote(str(folder))} {out}, which reads them in a confined process, and "
+            "give that folder."
         )
     return f"model.path={folder}: it has neither {_SINGLE} nor {_INDEX}. Give a folder with safetensors weights."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,21 +14,36 @@ from weft.errors import CheckpointError
 from weft.models.adapters import Adapted, adapt_layers, merge_adapter, write_adapter
 from weft.train.state import model_tensors, restore_model
 
+if TYPE_CHECKING:
+    from weft.train import RunFolder
+
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def write_alone(checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None) -> None:
-    """Write adapter_config.json and adapter_model.safetensors. said: the checkpoint's state of its adapter."""
+def write_alone(
+    checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None, run: RunFolder | None = None
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors; of a run a model card too.
+
+    said: the checkpoint's state of its adapter. run: of `weft train`, whose base the config then names.
+    """
     tensors, record = checkpoint.tensors("model"), Adapted.read(said)
     own = {f"{path}.{name}" for path, name in record.params()}
     if more := sorted(tensors.keys() - own):
         raise CheckpointError(
             f"tensor {more[0]!r}: it was trained beside the adapter, and files of an adapter cannot hold it. Use "
-            "--like with the folder of the base, to merge both."
+            "--merge, or --like with the folder of the base, to write both as one model."
         )
     if dtype is not None:
         tensors = {name: tensor.to(FORMATS[dtype]) for name, tensor in tensors.items()}
-    write_adapter(record, out, tensors)
+    if run is None:
+        write_adapter(record, out, tensors)
+        return
+    from weft.train.tasks import base_name, write_card
+
+    base = base_name(run)
+    write_adapter(record, out, tensors, base=base, task_type=None if base is None else "CAUSAL_LM")
+    write_card(run, checkpoint, out)
 
 
 def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,31 +99,39 @@ def export(
         Path | None,
         typer.Option(help="Folder of a Hugging Face model: write a folder of the same form, with its tokenizer."),
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write an adapter's whole model: the base it was trained on, with it added.")
+    ] = False,
     own_names: Annotated[
         bool, typer.Option("--own-names", help="Write safetensors files alone, under Weft's names of tensors.")
     ] = False,
 ) -> None:
     """Write a model that transformers loads: safetensors, config, tokenizer, model card; from any plan's checkpoint."""
     from weft.checkpoint import load_checkpoint
-    from weft.cli.ckpt.whole_weights import DTYPES, export_weights
+    from weft.cli.ckpt.whole_weights import export_weights
 
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(DTYPES)}.")
+    _expect_format(dtype)
+    if merge and (like is not None or own_names or group != "model"):
+        other = "--like" if like is not None else "--own-names" if own_names else "--group"
+        raise ConfigError(f"--merge: {other} says otherwise what is written. Use one of both.")
     folder = folder_of("FOLDER", out)
     opened = load_checkpoint(one_of(run if step is None else f"{run}@{step}"), verify=True)
     trained = None if own_names or like is not None or group != "model" else _trained(run)
-    files = export_weights(opened, folder, group=group, dtype=dtype, like=like, run=trained)
+    files = export_weights(opened, folder, group=group, dtype=dtype, like=like, run=trained, merged=merge)
     say(f"step {opened.step} of {opened.path} is in {out}: {', '.join(file.name for file in files)}.")
 
 
 def _trained(run: str) -> RunFolder | None:
     """The folder of a run of `weft train` whose model transformers knows; None for any other checkpoint."""
     from weft.train import RunFolder
-    from weft.train.tasks import is_exportable
 
     path = Path(run)
     folder = RunFolder(path if path.is_dir() else Path(run.rpartition("@")[0]))
-    return folder if (folder.path / "config.toml").is_file() and is_exportable(folder) else None
+    if not (folder.path / "config.toml").is_file():
+        return None
+    from weft.train.tasks import is_exportable  # which needs torch
+
+    return folder if is_exportable(folder) else None
 
 
 @app.command()
@@ -173,12 +182,9 @@ def import_them(
     from weft.checkpoint import step_in_name
     from weft.checkpoint.targets import located
     from weft.train.foreign import bring_in
-    from weft.units import counted, parse_seconds
+    from weft.units import counted
 
-    try:
-        limit_s = parse_seconds(limit)
-    except ValueError as error:
-        raise ConfigError(f"--limit {limit}: {error}.") from error
+    limit_s = _seconds(limit)
     place = located(run)
     holds_steps = place.is_dir() and any(step_in_name(path.name) is not None for path in place.iterdir())
     is_root = holds_steps or place.name == "checkpoints" or not isinstance(place, Path)
@@ -187,10 +193,49 @@ def import_them(
     counts = f"{counted(found.num_weights, 'weight')} and {counted(found.num_states, 'optimizer state')}"
     say(f"imported {counts} of {found.kind}, step {found.step}, into {found.path}.")
     if found.left_out:
-        shown = ", ".join(found.left_out[:5]) + (
-            f" and {len(found.left_out) - 5} more" if len(found.left_out) > 5 else ""
-        )
-        say(f"skipped, because Weft's checkpoints have no place for it: {shown}.")
+        say(f"skipped, because Weft's checkpoints have no place for it: {_listed(found.left_out)}.")
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder of a Hugging Face model whose weights are .bin or .pt files.")],
+    out: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder to create.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", show_default="as saved")] = None,
+    limit: Annotated[str, typer.Option(help="Time limit for reading.")] = "30min",
+) -> None:
+    """Write a model's pickled weights as safetensors, and copy its config and tokenizer.
+
+    A process without network and secrets reads the files, and refuses whatever is no weight.
+    """
+    from weft.cli.ckpt.converted import convert_pickles
+
+    _expect_format(dtype)
+    files, left_out = convert_pickles(
+        folder_of("SOURCE", source), folder_of("FOLDER", out), dtype=dtype, limit_s=_seconds(limit)
+    )
+    say(f"the weights of {source} are in {out}: {', '.join(file.name for file in files)}.")
+    if left_out:
+        say(f"skipped, because it is no weight: {_listed(left_out)}.")
+
+
+def _expect_format(dtype: str | None) -> None:
+    from weft.cli.ckpt.whole_weights import DTYPES
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: not a format for weights. Use {', '.join(DTYPES)}.")
+
+
+def _seconds(limit: str) -> float:
+    from weft.units import parse_seconds
+
+    try:
+        return parse_seconds(limit)
+    except ValueError as error:
+        raise ConfigError(f"--limit {limit}: {error}.") from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _print(lines: list[str]) -> None:

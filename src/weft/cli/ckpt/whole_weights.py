@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 4 * 2**30
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 #: Beside the weights in a Hugging Face folder.
-_COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def export_weights(
@@ -34,35 +34,39 @@ def export_weights(
     dtype: str | None = None,
     like: Path | None = None,
     run: RunFolder | None = None,
+    merged: bool = False,
 ) -> list[Path]:
     """Write a group's tensors whole into a new folder, which appears when it is complete; its files.
 
     dtype: a key of DTYPES for floating tensors; None: as saved. like: a Hugging Face folder whose config says the
     model's class, and whose tokenizer comes along. run: of `weft train`, whose model transformers
-    knows: the folder is one that it loads. Raises ConfigError, CheckpointError or MissingExtra.
+    knows: the folder is one that it loads. merged: an adapter is to be added to the base of its run.
+    Raises ConfigError, CheckpointError or MissingExtra.
     """
     if group not in checkpoint.groups:
         checkpoint.tensors(group)  # says which groups there are
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(
-            f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
-        )
+    adapter = checkpoint.state.get("adapter") if group == "model" else None
+    if merged and (adapter is None or run is None):
+        what = "this checkpoint holds a whole model. Leave --merge out"
+        other = "the base is known for runs of weft train alone. Use --like with the folder of the base"
+        raise ConfigError(f"--merge: {what if adapter is None else other}.")
+    refuse_existing(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".weft-export-") as work:
             draft = Path(work) / "out"
             draft.mkdir()
-            adapter = checkpoint.state.get("adapter") if group == "model" else None
-            if adapter is not None and like is None:
+            if adapter is not None and like is None and not merged:
                 from weft.cli.ckpt.adapter_weights import write_alone
 
-                write_alone(checkpoint, adapter, draft, dtype)
+                write_alone(checkpoint, adapter, draft, dtype, run)
             elif like is not None:
                 _write_pretrained(checkpoint, group, draft, dtype, like)
             elif run is not None:
                 from weft.train.tasks import exported_tensors, write_beside
 
-                written = write_files(exported_tensors(run, checkpoint), "model", draft, dtype)
+                tensors = exported_tensors(run, checkpoint, merged=merged, widened=dtype is not None)
+                written = write_files(tensors, "model", draft, dtype)
                 write_beside(run, checkpoint, draft, written)
             else:
                 _write_shards(checkpoint, group, draft, dtype)
@@ -72,6 +76,14 @@ def export_weights(
     except OSError as error:
         raise CheckpointError(f"OUT={out}: it cannot be written ({error.strerror}). Give another folder.") from error
     return sorted(out.iterdir())
+
+
+def refuse_existing(out: Path) -> None:
+    """ConfigError for a folder that holds something."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
+        )
 
 
 def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None) -> None:
@@ -167,7 +179,7 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
     else:
         whole = checkpoint.tensors(group)
     pretrained_from_whole(model, whole, out, wanted)
-    for pattern in _COMPANIONS:
+    for pattern in COMPANIONS:
         for file in like.glob(pattern):
             if not (out / file.name).exists() and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, out / file.name)

@@ -31,10 +31,19 @@ def gpus() -> Iterator[CheckLine]:
             yield CheckLine("gpus", f"gpu {index}", _describe(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
     finally:
         pynvml.nvmlShutdown()
+    if count:
+        yield settings()
     if count and not torch.cuda.is_available():
         cause = "CUDA_VISIBLE_DEVICES hides them" if torch.version.cuda else "this torch is built for the CPU"
         remedy = "Unset CUDA_VISIBLE_DEVICES." if torch.version.cuda else "Install a CUDA build: https://pytorch.org"
         yield CheckLine("gpus", "torch", f"sees no GPU: {cause}, or the driver is too old", "fail", remedy)
+
+
+def settings() -> CheckLine:
+    """What torch and NCCL are told on a GPU: by the environment, and by Weft where that says nothing."""
+    from weft.mesh import library_settings
+
+    return CheckLine("gpus", "settings", "; ".join(library_settings()))
 
 
 def _describe(nvml: Any, gpu: Any) -> str:

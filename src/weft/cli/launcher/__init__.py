@@ -16,6 +16,7 @@ __all__ = [
     "for_those_there",
     "launch_ranks",
     "process_age_s",
+    "process_beside",
     "run_as_rank",
     "second_handle",
     "threads_variables",
@@ -25,6 +26,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.cli.launcher.beside import process_beside
     from weft.cli.launcher.copy_holder import copy_home
     from weft.cli.launcher.failure import exit_code_of
     from weft.cli.launcher.launch import RankFailed, Stopped, launch_ranks
@@ -45,6 +47,7 @@ __getattr__ = loads(
         "for_those_there": ".restarts",
         "launch_ranks": ".launch",
         "process_age_s": ".world",
+        "process_beside": ".beside",
         "run_as_rank": ".rank",
         "second_handle": ".rank",
         "threads_variables": ".world",

@@ -17,7 +17,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.errors import CommError, WeftError
+from weft.errors import ActionAsked, CommError, WeftError
 
 #: Error types, and pieces of RuntimeError texts (gloo), that mean: another rank is gone.
 _LOST_PEER_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
@@ -32,7 +32,7 @@ class Failure:
     kind: the exception's type name, "" where the rank left no word.
     expected: raised on purpose (a WeftError), so that its sentence is all that is needed.
     when: seconds since the epoch. first_bad: of a run that halted, its first bad step, counted from 1. in_data: the
-    exception came from the data of `step`.
+    exception came from the data of `step`. action: what the run was asked for, where it left its loop for that.
     """
 
     rank: int
@@ -46,6 +46,7 @@ class Failure:
     when: float = 0.0
     first_bad: int | None = None
     in_data: bool = False
+    action: str = ""
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException) -> Failure:
@@ -64,6 +65,7 @@ class Failure:
             when=time.time(),
             first_bad=getattr(error, "first_bad", None),
             in_data=getattr(error, "in_data", False),
+            action=error.action if isinstance(error, ActionAsked) else "",
         )
 
     def sentence(self) -> str:

@@ -77,6 +77,9 @@ def _report(failure: Failure, logs: Path, outcry: TextIO | None, line: LauncherL
     with contextlib.suppress(OSError):
         if outcry is not None:
             _tell(outcry, failure, log_path(logs, failure.rank))
+    if failure.action:
+        print(failure.message, file=sys.stderr)  # all is well: no trace, and no record of a failure
+        return
     print(failure.traceback, file=sys.stderr)
     write_failure(logs, failure)
 

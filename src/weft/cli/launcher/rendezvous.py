@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from weft.mesh import LOOPBACK, loopback_store
+from weft.env import LOOPBACK
+from weft.mesh import loopback_store
 from weft.private_torch import PrefixStore, Store
 
 

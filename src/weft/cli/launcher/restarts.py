@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from weft.checkpoint import list_checkpoints, step_in_name
 from weft.cli.launcher.failure import Failure
 from weft.cli.launcher.launch import RankFailed
-from weft.errors import PlanError, TrainingHalted
+from weft.errors import ConfigError, PlanError, TrainingHalted
 from weft.monitor import EventLog
+from weft.monitor.alerts import HoldPlace, with_settings
 from weft.spec import RunConfig
 from weft.spec.plan import Plan, is_auto
 from weft.train import RunFolder
@@ -23,8 +24,6 @@ from weft.units import format_seconds, parse_seconds
 
 _LONGEST_PAUSE_S = 300.0
 _LOOK_S = 0.5
-#: Touched by a person who wants a held run to go on.
-GO_ON = "go_on"
 
 #: Starts the ranks and returns when they have ended well: given the settings, and how many ranks.
 Attempt = Callable[[RunConfig, int], None]
@@ -60,7 +59,10 @@ class Restarts:
             try:
                 return attempt(config, ranks)
             except RankFailed as failed:
-                ranks = self._after(failed, ranks)
+                if failed.failure.action:
+                    config = self._act(failed.failure, config)
+                else:
+                    ranks, config = self._after(failed, ranks, config)
             except PlanError:
                 # Of fewer ranks not every number divides the batch.
                 if ranks == self.num_ranks or ranks - 1 < (self.config.launch.min_ranks or ranks):
@@ -77,8 +79,15 @@ class Restarts:
             config = config.model_copy(update={"resume": config.resume.model_copy(update={"step": None})})
         return config if ranks == self.num_ranks else for_ranks(config, ranks)
 
-    def _after(self, failed: RankFailed, ranks: int) -> int:
-        """The number of ranks of the next start; raises the failure where there is none."""
+    def _act(self, failure: Failure, config: RunConfig) -> RunConfig:
+        """What a person or an alert asked for: the ranks have ended in order, and nothing has failed."""
+        if failure.action == "hold":
+            return self._hold(failure.sentence(), failure.step, config)
+        self.say(failure.sentence())
+        return config
+
+    def _after(self, failed: RankFailed, ranks: int, config: RunConfig) -> tuple[int, RunConfig]:
+        """The number of ranks of the next start and its settings; raises the failure where there is none."""
         launch, failure = self.config.launch, failed.failure
         cause = cause_of(failure)
         if cause == "refused" or (cause in ("bad steps", "data") and self.config.train.on_bad == "stop"):
@@ -94,7 +103,8 @@ class Restarts:
         if self._in_row > launch.restarts:
             if launch.on_failure == "stop":
                 raise failed
-            self._hold(failed)
+            told = f"{failed}\n  ({failed.whereabouts})\nheld after {self._in_row} failures"
+            config = self._hold(f"{told}. To go on: weft resume {self.folder.path}", failure.step, config)
         if cause in ("bad steps", "data") and self.config.train.on_bad == "leave_out":
             self._leave_out(failure)
         self._culprit = None if twice else failure.rank
@@ -102,19 +112,23 @@ class Restarts:
             ranks = self._fewer(failed, ranks, launch.min_ranks)
         if self._in_row:
             self._pause(failed)
-        return ranks
+        return ranks, config
 
     def _newest(self) -> int | None:
         found = (step_in_name(path.name) for path in list_checkpoints(self.folder.checkpoints))
         return max((step for step in (*found, self.copied()) if step is not None), default=None)
 
     def _note(self, failure: Failure, cause: str) -> None:
-        """Into the run's events, for the report; the disk may be what failed."""
+        """Into the run's events, for the report."""
         event = {"event": "failure", "cause": cause, "rank": failure.rank, "text": failure.sentence()}
+        self._log(event if failure.step is None else {**event, "at_step": failure.step})
+
+    def _log(self, event: dict[str, object]) -> None:
+        """Write an event while no rank does."""
         try:
             with EventLog(self.folder.events) as log:
-                log.write(event if failure.step is None else {**event, "at_step": failure.step})
-        except TrainingHalted as full:
+                log.write(event)
+        except TrainingHalted as full:  # the disk may be what failed
             self.say(str(full))
 
     def _leave_out(self, failure: Failure) -> None:
@@ -142,15 +156,24 @@ class Restarts:
         )
         self.sleep(seconds)
 
-    def _hold(self, failed: RankFailed) -> None:
-        """Wait, without ranks, for the word of a person."""
-        word = self.folder.path / GO_ON
-        self.say(f"{failed}\n  ({failed.whereabouts})\nheld after {self._in_row} failures; to go on: touch {word}")
-        word.unlink(missing_ok=True)
-        while not word.exists():
-            self.sleep(_LOOK_S)
-        word.unlink(missing_ok=True)
+    def _hold(self, told: str, step: int | None, config: RunConfig) -> RunConfig:
+        """Wait, without ranks, for the word of a person; the settings that the run then goes on with."""
+        place = HoldPlace(self.folder.path)
+        self.say(told)
+        self._log({"event": "held", "why": told, **({} if step is None else {"step": step})})
+        place.begin(told, step)
+        while True:
+            while (words := place.word()) is None:
+                self.sleep(_LOOK_S)
+            try:
+                config = with_settings(config, words)
+                break
+            except ConfigError as error:  # of a word that was not checked: `touch` and editors write it too
+                self.say(f"{error}\nstill held: weft resume {self.folder.path} key=value")
+        place.end()
+        self._log({"event": "go_on", "settings": words})
         self._in_row = 0
+        return config
 
 
 def cause_of(failure: Failure) -> str:

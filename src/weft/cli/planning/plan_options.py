@@ -28,6 +28,15 @@ SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in a seque
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", help="Sequences in an optimizer step.", show_default=False)
 ]
+Tune = Annotated[
+    str | None,
+    typer.Option(
+        "--tune",
+        metavar="HOW",
+        help="Fine-tune: full, lora or lora=RANK. all: what fits on each CLUSTER of a list such as 1x4090,8xh100.",
+        show_default=False,
+    ),
+]
 Fix = Annotated[
     str, typer.Option("--fix", metavar="WORDS", help="Fix these fields of the plan: 'tp=8 zero=1'.", show_default=False)
 ]
@@ -73,8 +82,18 @@ Price = Annotated[
 ]
 Tier = Annotated[str, typer.Option("--tier", help="datasheet: data sheets only; tables: also published measurements.")]
 Score = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--score",
+        metavar="RUNS.csv",
+        help="Compare predictions with measured runs instead of planning; more files may follow.",
+    ),
+]
+ExperienceFile = Annotated[
     Path | None,
-    typer.Option("--score", metavar="RUNS.csv", help="Compare predictions with measured runs instead of planning."),
+    typer.Option(
+        "--experience", metavar="FILE.toml", help="With --score: write what the errors on unseen runs teach the bands."
+    ),
 ]
 ProfileFile = Annotated[
     Path | None,

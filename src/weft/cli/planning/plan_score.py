@@ -1,9 +1,9 @@
-"""`weft plan --score RUNS.csv`: predictions beside published measurements."""
+"""`weft plan --score RUNS.csv ...`: predictions beside published measurements, and on runs that took no part."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 _SHOWN = 10
 
 
-def score_runs(path: Path | str, as_json: bool = False) -> None:
-    """Print how far predictions are off for the runs of a CSV file. Raises ConfigError."""
-    from weft.planner.scoring import score
+def score_runs(paths: Sequence[Path | str], as_json: bool = False, experience: Path | None = None) -> None:
+    """Print how far predictions are off for the runs of CSV files, and write what that teaches. Raises ConfigError."""
+    from weft.planner.scoring import experience_text, score
 
-    report = score(path)
+    report = score(*paths)
+    if experience is not None:
+        experience.write_text(experience_text(report.experience()), encoding="utf-8")
     if as_json:
         print(json.dumps(report.to_json(), allow_nan=False))
     else:
@@ -33,13 +35,21 @@ def _show(report: ScoreReport) -> None:
     console.print(f"{summary['num_runs']} runs, {summary['num_skipped']} skipped")
     if summary["tables"]["time"]["count"]:
         console.print(_time_table(summary))
+        console.print(_foresight_table(summary["foresight"]))
+        _show_coverage(console, summary["coverage"])
         _show_order(console, summary)
+        console.print(_fitted_table(report))
     if summary["tables"]["memory"]:
         console.print(_memory_table(summary["tables"]["memory"]))
     verdicts = summary["tables"]["verdicts"]
     if verdicts["count"]:
         shares = ", ".join(f"{name} {_percent(verdicts[name])}" for name in ("accuracy", "precision", "recall"))
         console.print(f"out of memory: {verdicts['count']} runs, {shares}")
+    if verdicts["sure"]:
+        console.print(
+            f"said to fit with 99 %: {verdicts['sure']} runs, of which {verdicts['surely_wrong']} fell short; "
+            f"of {verdicts['ran']} others that ran, {verdicts['ran_was_to_fit']} were to fit"
+        )
     for each in report.skipped[:_SHOWN]:
         console.print(f"skipped {each.id}: {each.reason}", style="dim")
     if len(report.skipped) > _SHOWN:
@@ -64,6 +74,51 @@ def _time_table(summary: Mapping[str, Any]) -> Any:
     table.add_row("all", str(every[0]["count"]), *(_error(each) for each in every))
     for name in ("macro", "median", "p90", "max", "within_10", "within_15", "within_20"):
         table.add_row(name.replace("_", " "), "", *(_percent(each[name]) for each in every))
+    return table
+
+
+#: Columns of the table of unseen runs, by their names in the report.
+_SEEN = {
+    "shipped": "as shipped",
+    "refitted": "refitted to all",
+    "source_out": "without its source",
+    "family_out": "without its kind",
+    "constant_rate": "constant share of peak",
+}
+
+
+def _foresight_table(foresight: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    title = "step time: mean over sources of the mean error, by what the fitted numbers had seen"
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title)
+    for name in ("runs of kind", "sources", "runs", *_SEEN.values()):
+        table.add_column(name, justify="left" if name == "runs of kind" else "right")
+    for family, found in foresight.items():
+        if found["shipped"]["count"]:
+            cells = [_percent(found[name]["macro"]) if name in found else "" for name in _SEEN]
+            table.add_row(family, str(found["shipped"]["sources"]), str(found["shipped"]["count"]), *cells)
+    return table
+
+
+def _show_coverage(console: Any, coverage: Mapping[str, Mapping[str, float]]) -> None:
+    for level, held in coverage.items():
+        console.print(
+            f"bands for {_percent(float(level))} of cases hold {_percent(held['runs'])} of runs whose source took no "
+            f"part ({_percent(held['sources'])} as a mean over sources)"
+        )
+
+
+def _fitted_table(report: ScoreReport) -> Any:
+    from rich.table import Table
+
+    title = f"{len(report.refitted.factors)} factors that a refit may move, and who determines them"
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title)
+    for name in ("factor", "value", "start", "sources, by their share"):
+        table.add_column(name, justify="right" if name in ("value", "start") else "left", overflow="fold")
+    for each in report.refitted.factors:
+        sources = ", ".join(f"{source} {share:.0%}" for source, share in each.sources)
+        table.add_row(each.name, f"{each.value:.2f}", f"{each.prior:.0%}", sources or "none determines it")
     return table
 
 

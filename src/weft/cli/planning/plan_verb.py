@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from weft.cli.planning import plan_options as options
 from weft.cli.planning.findings import Findings
-from weft.errors import ConfigError, Problem
+from weft.errors import ConfigError, PlanError, Problem, WeftError
 
 if TYPE_CHECKING:
     from weft.planner.search import PlannedModel, Question
@@ -26,6 +29,7 @@ def plan(
     cluster: options.Cluster = None,
     seq_len: options.SeqLen = None,
     global_batch: options.GlobalBatch = None,
+    tune: options.Tune = None,
     fix: options.Fix = "",
     built_only: options.BuiltOnly = True,
     top: options.Top = 10,
@@ -44,38 +48,87 @@ def plan(
     tier: options.Tier = "tables",
     refine: options.Refine = 0.0,
     score: options.Score = None,
+    experience: options.ExperienceFile = None,
     profile: options.ProfileFile = None,
     learn: options.Learn = None,
 ) -> None:
     """Find the best plans for a model on a cluster, and say why."""
-    if _needs_no_question(score, learn, profile, as_json=json, has_model=model is not None):
-        return
-    if model is None or cluster is None:
-        raise ConfigError([Problem("", "weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")])
-    from weft.planner.search import Question
+    with _errors_as_json() if json else nullcontext():
+        if _needs_no_question(score, experience, (learn, profile), (model, cluster), as_json=json):
+            return
+        if model is None or cluster is None:
+            raise ConfigError("weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
+        sizes = {"seq_len": seq_len, "global_batch": global_batch}
+        search = {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
+        described = _described(model, save_model)
+        if tune == "all":
+            _tell_what_fits(described, cluster, {**sizes, **search}, as_json=json)
+            return
+        found = _find(_asked(described, cluster, tune, {**sizes, **search}), why_not, compare, what_if or [])
+        _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
+        if json:
+            from weft.cli.planning.plan_json import print_json
 
-    asked = Question.of(
-        _described(model, save_model),
-        cluster,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        fixed=fix,
-        built_only=built_only,
-        tier=tier,
-        refine_s=refine,
-        profile=profile,
-    )
-    found = _find(asked, why_not, compare, what_if or [])
-    _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
-    if json:
-        from weft.cli.planning.plan_json import print_json
+            print_json(found, top, price)
+        else:
+            from weft.cli.planning.plan_view import print_findings
 
-        print_json(found, top, price)
-    else:
-        from weft.cli.planning.plan_view import print_findings
+            print_findings(found, top=top, reasons=reasons, hour_price=price)
+        if found.answer.best is None and not found.only_judges:
+            raise typer.Exit(NOTHING_FITS)
 
-        print_findings(found, top=top, reasons=reasons, hour_price=price)
-    if found.answer.best is None and not found.only_judges:
+
+def _needs_no_question(
+    score: list[Path] | None,
+    experience: Path | None,
+    lesson: tuple[Path | None, Path | None],
+    words: tuple[str | None, str | None],
+    *,
+    as_json: bool,
+) -> bool:
+    """Score, or teach a profile; whether that was all. words: further files where runs are scored."""
+    learn, profile = lesson
+    if score:
+        from weft.cli.planning.plan_score import score_runs
+
+        score_runs([*score, *(Path(each) for each in words if each)], as_json, experience)
+        return True
+    if learn is None:
+        return False
+    from weft.cli.planning.plan_learn import learn_from
+
+    learn_from(learn, profile)
+    return words[0] is None
+
+
+@contextmanager
+def _errors_as_json() -> Iterator[None]:
+    """Tell programs what people read: an error is an object on standard output too."""
+    try:
+        yield
+    except WeftError as error:
+        problems = error.problems if isinstance(error, ConfigError | PlanError) else (Problem("", str(error)),)
+        listed = [{"field": each.field, "message": str(each)} for each in problems]
+        typer.echo(dumps({"errors": listed}, indent=2))
+        raise
+
+
+def _asked(model: Any, cluster: str, tune: str | None, settings: dict[str, Any]) -> Question:
+    from weft.planner.search import Question, tuned_question
+
+    if tune is None:
+        return Question.of(model, cluster, **settings)
+    return tuned_question(model, cluster, tune, **settings)
+
+
+def _tell_what_fits(model: Any, clusters: str, settings: dict[str, Any], *, as_json: bool) -> None:
+    """Print the table of what fits on what; exit code as where no plan fits."""
+    from weft.cli.planning import tune_view
+    from weft.planner.search import what_fits
+
+    found = what_fits(model, clusters, **settings)
+    (tune_view.print_fits_json if as_json else tune_view.print_fits)(found)
+    if all(one.best is None for one in found):
         raise typer.Exit(NOTHING_FITS)
 
 
@@ -114,23 +167,6 @@ def _task_of(file: str) -> Task | None:
     from weft.train.tasks import find_task
 
     return find_task(config)
-
-
-def _needs_no_question(
-    score: Path | None, learn: Path | None, profile: Path | None, *, as_json: bool, has_model: bool
-) -> bool:
-    """Score, or teach a profile; whether that was all."""
-    if score is not None:
-        from weft.cli.planning.plan_score import score_runs
-
-        score_runs(score, as_json)
-        return True
-    if learn is None:
-        return False
-    from weft.cli.planning.plan_learn import learn_from
-
-    learn_from(learn, profile)
-    return not has_model
 
 
 def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:

@@ -99,6 +99,11 @@ def _nothing(console: Console, answer: Answer[Candidate]) -> None:
 
     question = answer.question
     console.print(f"\n[bold red]No plan fits[/] {question.model.name} on {question.cluster}.")
+    if not answer.num_estimated:
+        console.print("Every plan breaks a rule:")
+        for each in answer.refused[:3]:
+            console.print(f"  {each.message}  ({each.count:,} plans, such as {each.example})", markup=False)
+        return
     if answer.nearest is not None:
         one = answer.nearest
         console.print(

@@ -28,6 +28,8 @@ class Operation:
     "min". root: the axis's rank that broadcasts. finished: the result is in `out`.
     send, receive: elements to and from each rank of the axis (all_to_all). most: the most elements that go from one
     rank to another in it; all ranks give the same.
+    sent_bytes, off_host_bytes: what this rank has handed to other ranks, and what of it to other hosts, once finished:
+    links that know count it, which those of a backend (nccl) do not.
     """
 
     kind: str
@@ -39,10 +41,53 @@ class Operation:
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
     most: int = 0
+    sent_bytes: int = field(default=0, init=False)
+    off_host_bytes: int = field(default=0, init=False)
     finished: bool = field(default=False, init=False)
 
     def __str__(self) -> str:
         return f"{self.kind} over {self.axis}"
+
+    @property
+    def combined_in(self) -> torch.dtype:
+        """The format that values are combined in before they are rounded once."""
+        return combined_in(self.out.dtype, self.op)
+
+    def count(self, num_bytes: int, off_host: bool) -> None:
+        """Add bytes that this rank hands to another."""
+        self.sent_bytes += num_bytes
+        self.off_host_bytes += num_bytes if off_host else 0
+
+
+def combined_in(dtype: torch.dtype, op: str) -> torch.dtype:
+    """Return the format that values of `dtype` are combined in before they are rounded once."""
+    return torch.float32 if op == "sum" and dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class SentBytes:
+    """Counts what gloo has a rank send. rank: its place on the axis. hosts: a number for the host of each place."""
+
+    def __init__(self, rank: int, hosts: tuple[int, ...]):
+        self._rank, self._hosts = rank, hosts
+
+    def to(self, operation: Operation, place: int, num_bytes: int) -> None:
+        """Count what goes to one other rank; what stays here is none of it."""
+        if place != self._rank:
+            operation.count(num_bytes, self._hosts[place] != self._hosts[self._rank])
+
+    def ring(self, operation: Operation, num_bytes: int) -> None:
+        """Count gloo's own all_reduce: each rank sends to the one before it, all but its part, twice."""
+        size = len(self._hosts)
+        self.to(operation, (self._rank - 1) % size, 2 * (size - 1) * num_bytes // size)
+
+    def tree(self, operation: Operation, root: int, num_bytes: int) -> None:
+        """Count gloo's broadcast: a binomial tree over places counted from the root."""
+        size, step = len(self._hosts), 1
+        place = (self._rank - root) % size
+        while step < size:  # the first `step` have the bytes by now, and each sends them to the one `step` further on
+            if place < step and place + step < size:
+                self.to(operation, (place + step + root) % size, num_bytes)
+            step *= 2
 
 
 class Link(Protocol):

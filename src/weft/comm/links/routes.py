@@ -53,6 +53,10 @@ class Route(Generic[Source]):
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         """Write to this rank's slot; nothing where the other ranks need only know that this one is here."""
 
+    def published(self, span: Span) -> int:
+        """Return how many elements that is."""
+        return span[1] - span[0]
+
     def reduce(self, span: Span, slots: Slots) -> None:
         """Every rank has published."""
 
@@ -121,6 +125,9 @@ class ScatterRoute(Route[Source]):
     def span(self, slot_numel: int) -> int:
         return slot_numel // (self.size - 1)
 
+    def published(self, span: Span) -> int:
+        return (span[1] - span[0]) * (self.size - 1)
+
     def _place(self, rank: int, of: int, numel: int) -> slice:
         """Where in the slot of rank `of` the span of `rank`'s shard lies: its own shard is left out."""
         index = rank - (rank > of)
@@ -177,6 +184,10 @@ class AllToAll(Route[torch.Tensor]):
     def span(self, slot_numel: int) -> int:
         return slot_numel // (self.size - 1)
 
+    def published(self, span: Span) -> int:
+        others = (part for rank, part in enumerate(self.sent) if rank != self.rank)
+        return sum(part[span[0] : span[1]].numel() for part in others)
+
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         for rank, part in enumerate(self.sent):
             piece = part[span[0] : span[1]]
@@ -199,6 +210,9 @@ class AllToAll(Route[torch.Tensor]):
 
 class Broadcast(FlatRoute):
     """Only the root publishes."""
+
+    def published(self, span: Span) -> int:
+        return super().published(span) if self.rank == self.operation.root else 0
 
     def publish(self, span: Span, mine: torch.Tensor) -> None:
         if self.rank == self.operation.root:

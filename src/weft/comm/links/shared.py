@@ -85,6 +85,7 @@ class SharedLink:
         way, span, signature, _ = self._pieces[number]
         slot = number % NUM_SLOTS
         way.publish(span, self._segment.slots(way.source.dtype)[slot][self._segment.rank])
+        way.operation.sent_bytes += way.published(span) * way.source.itemsize
         self._segment.tell(SIGNATURES + slot, signature)
         self._published += 1
         self._tell(PUBLISHED, self._published)

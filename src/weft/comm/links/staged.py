@@ -77,6 +77,8 @@ class StagedLink:
             staged = self._under_way.popleft()
             with torch.no_grad(), unobserved():
                 staged.on_device.out.copy_(staged.on_host.out)
+            staged.on_device.sent_bytes = staged.on_host.sent_bytes
+            staged.on_device.off_host_bytes = staged.on_host.off_host_bytes
             staged.on_device.finished = moved = True
         return moved
 

@@ -67,7 +67,12 @@ class Message:
             pulse.waiting = None
             pulse.moved += 1
             seconds = waited(stream_wait, self._tensor.device, seconds)
-            self._axis.record(self._axis.name, self._what, self._tensor.nbytes, seconds)
+            sent = self._tensor.nbytes if self._what == "send" else 0
+            hosts = self._axis.hosts
+            here, there = hosts.get(self._axis.ranks[self._axis.rank]), hosts.get(self._peer)
+            self._axis.record(
+                self._axis.name, self._what, self._tensor.nbytes, seconds, sent, sent if here != there else 0
+            )
         return self._tensor
 
     def where(self) -> tuple[str, tuple[int, ...]]:

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "StoreBoard",
     "WARN_AFTER_S",
     "Watch",
 ]
 
 if TYPE_CHECKING:
     from weft.comm.watch.hang_watch import WARN_AFTER_S, Watch
+    from weft.comm.watch.store_board import StoreBoard
 
 __getattr__ = loads(
     __name__,
     {
+        "StoreBoard": ".store_board",
         "WARN_AFTER_S": ".hang_watch",
         "Watch": ".hang_watch",
     },

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from weft.comm.wire.coded import gather_coded, sum_coded
-from weft.comm.wire.coder import Coder, Coders
+from weft.comm.wire.coder import Coder, Coders, chance_key
 from weft.comm.wire.wire import State, Wire, find_wire
 
 __all__ = [
     "Coder",
     "Coders",
     "State",
+    "chance_key",
     "Wire",
     "find_wire",
     "gather_coded",

@@ -1,7 +1,8 @@
 """Sums of tensors that travel encoded, and encoded tensors gathered; `comm.collectives` calls these.
 
-An all_reduce has two stages, and all ranks must begin the second in one order. So nothing else begins on a mesh before
-the second stage of what is under way has: ranks that let such sums overlap start them in one order on all axes.
+An all_reduce over more than two ranks has two stages, and all ranks must begin the second in one order. So nothing else
+begins on a mesh before the second stage of what is under way has: ranks that let such sums overlap start them in one
+order on all axes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class CodedGather(Pending):
     """The ranks' rows, encoded, gathered and decoded: `out` is flat, and may end before the last row does."""
 
     def __init__(self, row_1N: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder, role: str, counts: bool):
-        codes = _encoded(coder, role, row_1N)
+        codes = _encoded(coder, role, row_1N, axis.rank)
         self._codes = codes.new_empty((axis.size, codes.shape[1]))
         self._numel, self._wire, self._into = row_1N.shape[1], coder.wire, out
         operation = Operation("all_gather", axis.label, codes.view(-1), self._codes.view(-1))
@@ -35,6 +36,32 @@ class CodedGather(Pending):
         return self._tensor
 
 
+class CodedExchange(Pending):
+    """The sum of two ranks' flat tensors: each encodes its own, and both decode and add the two. One stage."""
+
+    def __init__(self, flat_1N: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder):
+        codes = _encoded(coder, "summands", flat_1N, axis.rank)
+        self._codes = codes.new_empty((2, codes.shape[1]))
+        self._numel, self._wire, self._out, self._over = flat_1N.shape[1], coder.wire, out, axis
+        self._num_bytes, self._done = codes.nbytes, False
+        operation = Operation("all_gather", f"{axis.label} (all_reduce)", codes.view(-1), self._codes.view(-1))
+        super().__init__(out, axis, operation, counts=False)
+
+    def wait(self) -> torch.Tensor:
+        if not self._done:
+            stream_wait = StreamWait.begin(self._out.device)
+            super().wait()
+            with torch.no_grad(), unobserved():
+                sums = self._wire.decode(self._codes[:1], self._numel, self._out.dtype)
+                sums += self._wire.decode(self._codes[1:], self._numel, self._out.dtype)
+                self._out.detach().view(-1).copy_(sums.view(-1))
+            seconds = waited(stream_wait, self._out.device, self.seconds)
+            sent = self.sent_bytes, self.off_host_bytes
+            self._over.record(self._over.name, "all_reduce", self._num_bytes, seconds, *sent)
+            self._done = True
+        return self._out
+
+
 class CodedSum(Pending):
     """The sum of the ranks' rows: encoded, exchanged, decoded, and added in order of rank.
 
@@ -42,7 +69,7 @@ class CodedSum(Pending):
     """
 
     def __init__(self, rows_RN: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder, whole: bool):
-        codes = _encoded(coder, "summands", rows_RN)
+        codes = _encoded(coder, "summands", rows_RN, axis.rank)
         self._codes, self._num_bytes = torch.empty_like(codes), codes.nbytes
         self._numel, self._coder, self._out, self._over = rows_RN.shape[1], coder, out, axis
         self._gather: CodedGather | None = None
@@ -82,12 +109,13 @@ class CodedSum(Pending):
                 self._over.staged.remove(self)
             if self._gather is None:
                 self.go_on()
-            seconds = self.seconds
+            seconds, sent, off_host = self.seconds, self.sent_bytes, self.off_host_bytes
             if self._gather is not None:
                 self._gather.wait()
                 seconds += self._gather.seconds
+                sent, off_host = sent + self._gather.sent_bytes, off_host + self._gather.off_host_bytes
             seconds = waited(stream_wait, self._out.device, seconds)
-            self._over.record(self._over.name, self._name, self._num_bytes, seconds)
+            self._over.record(self._over.name, self._name, self._num_bytes, seconds, sent, off_host)
             self._done = True
         return self._out
 
@@ -121,7 +149,8 @@ def sum_coded(
             f"or leave wire= out."
         )
     numel = what.numel()
-    padded = -(-numel // axis.size) * axis.size
+    exchanges = whole and axis.size == 2
+    padded = numel if exchanges else -(-numel // axis.size) * axis.size
     if isinstance(what, Parts):
         flat = torch.zeros(padded, dtype=what.dtype, device=what.device)
         what.copy_to(flat[:numel])
@@ -129,6 +158,8 @@ def sum_coded(
         flat = what.detach().reshape(-1)
         if padded > numel:
             flat = torch.cat([flat, flat.new_zeros(padded - numel)])
+    if exchanges:
+        return CodedExchange(flat[None], axis, out, coder)
     return CodedSum(flat.view(axis.size, -1), axis, out, coder, whole)
 
 
@@ -144,6 +175,6 @@ def gather_coded(shard: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Code
     return CodedGather(shard.detach().reshape(1, -1), axis, out, coder, "shard", counts=True)
 
 
-def _encoded(coder: Coder, role: str, rows_RN: torch.Tensor) -> torch.Tensor:
+def _encoded(coder: Coder, role: str, rows_RN: torch.Tensor, place: int) -> torch.Tensor:
     with torch.no_grad(), unobserved():
-        return coder.encode(role, rows_RN).contiguous()
+        return coder.encode(role, rows_RN, place).contiguous()

@@ -6,6 +6,7 @@ A step may not be taken: what `encode` leaves is kept when the step was (`commit
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -14,34 +15,83 @@ from weft.comm.wire.wire import State, Wire
 
 
 class Coder:
-    """A wire and what it carries for one tensor; `wire=` of the collectives takes it."""
+    """A wire and what it carries for one tensor; `wire=` of the collectives takes it.
 
-    def __init__(self, wire: Wire):
+    name: of the tensor, the same on all ranks. unit: what values are multiplied by as they travel (the loss scale over
+    the nominal count), which debts are kept without. turn, calls: steps that were taken, and uses in this one: what
+    rounds by chance draws from them.
+    """
+
+    def __init__(self, wire: Wire, name: str = ""):
         self.wire = wire
+        self.name = name
+        self.turn = self.calls = 0
+        self.unit = 1.0
         self._kept: dict[str, State] = {}
         self._next: dict[str, State] = {}
 
-    def encode(self, role: str, x_RN: torch.Tensor) -> torch.Tensor:
-        """Encode rows. role: which of the tensors that one collective encodes: its summands, or their sums."""
+    def encode(self, role: str, x_RN: torch.Tensor, place: int) -> torch.Tensor:
+        """Encode rows.
+
+        Args:
+            role: which of the tensors that one collective encodes: its summands, or their sums.
+            x_RN: the rows.
+            place: of this rank on the axis.
+        """
         key = f"{role}-{x_RN.shape[0]}x{x_RN.shape[1]}"
-        codes, state = self.wire.encode(x_RN, self._next.get(key, self._kept.get(key)))
+        wire = self.wire
+        if wire.by_chance:
+            wire = wire.at(chance_key(self.turn, self.calls, self.name, role, place))
+            self.calls += 1
+        kept = self._next.get(key, self._kept.get(key))
+        if wire.feeds_back:
+            return self._encode_with_debt(key, x_RN, kept)
+        codes, state = wire.encode(x_RN, kept)
         if state is not None:
             self._next[key] = state
         return codes
 
-    @property
-    def carries(self) -> bool:
-        """Whether anything is carried to the next step, or will be if this one is taken."""
-        return bool(self._kept or self._next)
+    def _encode_with_debt(self, key: str, x_RN: torch.Tensor, kept: State | None) -> torch.Tensor:
+        """Encode what is there and what is owed; what is rounded off is owed from here, if the step is taken."""
+        owing_RN = x_RN if kept is None else x_RN + kept["residual"] * self.unit
+        codes, _ = self.wire.encode(owing_RN, None)
+        rest_RN = owing_RN - self.wire.decode(codes, x_RN.shape[1], x_RN.dtype)
+        self._next[key] = {"residual": rest_RN.div_(self.unit)}
+        return codes
 
-    def commit(self) -> None:
-        """Take over the states of this step: it was taken."""
-        self._kept.update(self._next)
+    @property
+    def begins(self) -> bool:
+        """Whether this step, if it is taken, carries on what no step before did."""
+        return any(state.keys() != self._kept.get(key, {}).keys() for key, state in self._next.items())
+
+    def commit(self, clip: float = 1.0, taken: torch.Tensor | None = None) -> None:
+        """Take over the states of this step: it was taken.
+
+        Args:
+            clip: what gradients were multiplied by. What is owed of them is smaller by as much: else what clipping
+                took away would come back with the next step.
+            taken: whether the step was taken, 0-d bool, where only the device knows and nothing `begins`.
+        """
+        if self.wire.feeds_back and clip != 1.0:
+            for state in self._next.values():
+                state["residual"].mul_(clip)
+        for key, state in self._next.items():
+            if taken is None:
+                self._kept[key] = state
+            else:
+                before = self._kept[key]
+                self._kept[key] = {name: torch.where(taken, state[name], before[name]) for name in state}
         self._next = {}
+        self.turn, self.calls = self.turn + 1, 0
 
     def discard(self) -> None:
         """Forget the states of this step: it was not taken."""
         self._next = {}
+        self.calls = 0
+
+    def take_turn(self, turn: int) -> None:
+        """Go on as after so many steps."""
+        self.turn, self.calls = turn, 0
 
     def states(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is kept, as (`role/name`, tensor)."""
@@ -57,27 +107,71 @@ class Coder:
 
 
 class Coders:
-    """The coders of an engine's tensors, by name."""
+    """The coders of an engine's tensors, by name.
 
-    def __init__(self, wire: Wire):
+    Args:
+        wire: of gradients.
+        outer: of gradients over the outermost data axis; None: the same.
+    """
+
+    def __init__(self, wire: Wire, outer: Wire | None = None):
         self.wire = wire
+        self.outer_wire = outer or wire
+        #: Steps that were published: what rounds by chance draws from it.
+        self.turn = 0
+        self.unit = 1.0
+        #: What others rounded off and still owe, by tensor: added to the sums of the first step that is taken.
+        self.owed: dict[str, torch.Tensor] = {}
+        #: Whether the step under way is taken, 0-d bool, where only the device knows; in no step that `needs_host`.
+        self.taken: torch.Tensor | None = None
         self._coders: dict[str, Coder] = {}
 
     def __getitem__(self, name: str) -> Coder:
         """The coder of that tensor, made when it is first asked for. name: without "/"."""
+        return self._coder(name, self.wire)
+
+    def outer(self, name: str) -> Coder:
+        """Return the coder of a tensor that travels over the outermost data axis. name: without "/"."""
+        return self._coder(f"{name} outer", self.outer_wire)
+
+    def _coder(self, name: str, wire: Wire) -> Coder:
         if name not in self._coders:
-            self._coders[name] = Coder(self.wire)
+            self._coders[name] = Coder(wire, name)
+            self._coders[name].take_turn(self.turn)
+            self._coders[name].unit = self.unit
         return self._coders[name]
 
     @property
-    def carries(self) -> bool:
-        """Whether anything is carried to the next step, or will be if this one is taken."""
-        return any(coder.carries for coder in self._coders.values())
+    def by_chance(self) -> bool:
+        """Whether what travels depends on `turn`."""
+        return self.wire.by_chance or self.outer_wire.by_chance
 
-    def commit(self) -> None:
-        """Take over the states of this step: it was taken."""
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must know if this step is taken: it clips debts, and a first state follows no other."""
+        return self.owes or any(coder.begins for coder in self._coders.values())
+
+    @property
+    def owes(self) -> bool:
+        """Whether anything of what is rounded off goes with the next step, or went with an earlier one and is owed."""
+        return self.outer_wire.feeds_back or bool(self.owed)
+
+    def set_unit(self, unit: float) -> None:
+        """Say what this step's values are multiplied by as they travel."""
+        self.unit = unit
         for coder in self._coders.values():
-            coder.commit()
+            coder.unit = unit
+
+    def commit(self, clip: float = 1.0) -> None:
+        """Take over the states of this step: it was taken, where `taken` does not say otherwise.
+
+        clip: what gradients were multiplied by.
+        """
+        taken, self.taken = self.taken, None
+        self.turn += 1
+        self.owed.clear()
+        for coder in self._coders.values():
+            coder.commit(clip, taken)
 
     def discard(self) -> None:
         """Forget the states of this step: it was not taken."""
@@ -86,12 +180,20 @@ class Coders:
 
     def forget(self) -> None:
         """Forget all states: tensors lie otherwise from here, and nothing is owed to anyone."""
+        self.owed.clear()
         for coder in self._coders.values():  # which others hold
             coder.load({})
 
+    def take_turn(self, turn: int) -> None:
+        """Go on as after so many steps."""
+        self.turn = turn
+        for coder in self._coders.values():
+            coder.take_turn(turn)
+
     def states(self) -> dict[str, torch.Tensor]:
-        """Return what this rank keeps, as `tensor/role/name`."""
-        return {f"{name}/{key}": t for name, coder in self._coders.items() for key, t in coder.states()}
+        """Return what this rank keeps for its own plan, as `tensor/role/name`; not debts, which any plan takes."""
+        own = {name: coder for name, coder in self._coders.items() if not coder.wire.feeds_back}
+        return {f"{name}/{key}": tensor for name, coder in own.items() for key, tensor in coder.states()}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take what `states` gave on this rank."""
@@ -101,4 +203,19 @@ class Coders:
             name, _, rest = full_name.partition("/")
             found.setdefault(name, {})[rest] = tensor
         for name, parts in found.items():
-            self[name].load(parts)
+            coder = self._coder(name, self.outer_wire if name.endswith(" outer") else self.wire)
+            coder.load(parts)
+
+
+def chance_key(turn: int, call: int, name: str, role: str, place: int) -> int:
+    """Return what rounding by chance is drawn from, of 64 bits: another for each step, tensor, use of it, and rank.
+
+    Args:
+        turn: steps that were taken before.
+        call: uses of the coder in this step before.
+        name: of the coder.
+        role: which of a collective's tensors.
+        place: of the rank on the axis.
+    """
+    text = f"{turn} {call} {place} {role} {name}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -5,7 +5,8 @@ A wire is a value without memory; what it carries between steps (the residual of
 
     links add (`added_in` is a format)   tensors are cast to it, and the links add them up, rounding once
     summands are decoded (None)          all_to_all of encoded parts, decoded and added in order of rank, in the
-                                         tensor's own format; an all_reduce then gathers the encoded sums
+                                         tensor's own format; an all_reduce then gathers the encoded sums. Two ranks
+                                         send each other all of what they sum, and encode no sums
 
 So a value is encoded at most twice, however many ranks there are, and all ranks decode the same bytes to the same bits.
 """
@@ -31,6 +32,11 @@ class Wire:
     """
 
     ops: tuple[str, ...] = ("sum",)
+    #: Whether what `encode` gives depends on the key that `at` took.
+    by_chance = False
+    #: Whether what is rounded off goes with the next step's values. A `Coder` sees to it, in units that neither the
+    #: loss scale nor clipping changes; `encode` neither gets nor gives a state then.
+    feeds_back = False
 
     def __init__(self, spec: WireSpec):
         self.spec = spec
@@ -39,6 +45,14 @@ class Wire:
         """Return the format in which links add up tensors of `dtype`; None where each summand must be decoded first."""
         del dtype
         return None
+
+    def at(self, key: int) -> Wire:
+        """Return the wire as it rounds under a key: itself, but of wires that round by chance.
+
+        key: differs from step to step, from rank to rank, and between tensors.
+        """
+        del key
+        return self
 
     def encode(self, x_RN: torch.Tensor, state: State | None) -> tuple[torch.Tensor, State | None]:
         """Return R rows of N values as uint8 of shape (R, bytes), each row to be decoded by itself, and the next state.

@@ -15,9 +15,11 @@ __all__ = [
     "SampleStream",
     "SampleView",
     "ShardedLoader",
+    "derive_key",
     "marked",
     "permutation",
     "rows_of",
+    "view_answer",
     "view_sample",
     "visible",
     "write_plan",
@@ -26,8 +28,8 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.data.order.loader import Batch, EvalBatches, Loader, Prefetch
     from weft.data.order.packing import write_plan
-    from weft.data.order.preview import SampleView, marked, view_sample, visible
-    from weft.data.order.sample_order import permutation
+    from weft.data.order.preview import SampleView, marked, view_answer, view_sample, visible
+    from weft.data.order.sample_order import derive_key, permutation
     from weft.data.order.sample_rows import rows_of
     from weft.data.order.sharded import ShardedLoader
     from weft.data.order.stream import Sample, SampleStream
@@ -43,9 +45,11 @@ __getattr__ = loads(
         "SampleStream": ".stream",
         "SampleView": ".preview",
         "ShardedLoader": ".sharded",
+        "derive_key": ".sample_order",
         "marked": ".preview",
         "permutation": ".sample_order",
         "rows_of": ".sample_rows",
+        "view_answer": ".preview",
         "view_sample": ".preview",
         "visible": ".preview",
         "write_plan": ".packing",

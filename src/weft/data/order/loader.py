@@ -119,9 +119,10 @@ def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int,
     """Samples as tensors, int64 (B, T) each: input_ids, labels, positions, and document_ids where a border is inside.
 
     With those comes document_starts, int64 (B, M): where documents begin, rows with fewer than M filled up with T. M is
-    a power of two, so that few shapes come up. Rows beyond the indices are padding: their labels are all -100.
+    a power of two, so that few shapes come up. Where some labels do not count as 1, weights are theirs, float32 (B, T).
+    Rows beyond the indices are padding: their labels are all -100.
     """
-    rows = Rows.empty(num_rows, stream.seq_len)
+    rows = Rows.empty(num_rows, stream.seq_len, weighted=stream.is_weighted)
     has_border = False
     for row, index in enumerate(indices):
         has_border |= stream.fill(rows, row, index)[1]
@@ -132,6 +133,8 @@ def build_batch(stream: SampleStream, indices: range | list[int], num_rows: int,
     if has_border:
         arrays["document_ids"] = rows.document_ids
         arrays["document_starts"] = _starts(rows.document_ids)
+    if rows.weights is not None:
+        arrays["weights"] = rows.weights
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
     return {name: tensor.pin_memory() for name, tensor in batch.items()} if pin else batch
 

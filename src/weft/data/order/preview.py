@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+
+import numpy as np
 
 from weft.data.order.stream import IGNORED, Sample
 from weft.data.tokens import Tokenizer
@@ -15,11 +17,16 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 @dataclass(frozen=True, slots=True)
 class TextSegment:
-    """Neighbouring tokens of one kind. trained: the model learns to write them; special: end, turn and other marks."""
+    """Neighbouring tokens of one kind. trained: the model learns to write them; special: end, turn and other marks.
+
+    weight: of trained tokens in the loss; below 0 the model learns not to write them. begins: another document does.
+    """
 
     text: str
     trained: bool
     special: bool
+    weight: float = 1.0
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +48,32 @@ def view_sample(sample: Sample, tokenizer: Tokenizer) -> SampleView:
     size = sample.num_inputs
     labels = sample.labels[:size]
     ids = sample.input_ids[:size].tolist()
-    trained = [False, *(labels[:-1] != IGNORED).tolist()]
+    weights = (labels != IGNORED).astype(np.float32) if sample.weights is None else sample.weights[:size]
+    shown = [0.0, *weights[:-1].tolist()]
+    documents = sample.document_ids[:size].tolist()
     # The last label is a token of its own: no input shows it.
     if labels[-1] != IGNORED:
         ids.append(int(labels[-1]))
-        trained.append(True)
-    num_trained = sum(trained)
-    num_documents = int(sample.document_ids[size - 1]) + 1
+        shown.append(float(weights[-1]))
+        documents.append(documents[-1])
+    num_trained = sum(weight != 0 for weight in shown)
     return SampleView(
-        tuple(_segments(ids, trained, tokenizer)), num_trained, len(ids) - num_trained,
-        sample.labels.size - size, num_documents,
+        tuple(_segments(ids, shown, documents, tokenizer)), num_trained, len(ids) - num_trained,
+        sample.labels.size - size, documents[-1] + 1,
     )  # fmt: skip
+
+
+def view_answer(ids: Sequence[int], weights: Sequence[float], tokenizer: Tokenizer) -> SampleView:
+    """Return what one answer of a preference looks like, with its prompt.
+
+    Args:
+        ids: tokens of both.
+        weights: of each; 0 is the prompt, and below 0 an answer that is not wanted.
+        tokenizer: that made the ids.
+    """
+    num_trained = sum(weight != 0 for weight in weights)
+    segments = tuple(_segments(list(ids), list(weights), [0] * len(ids), tokenizer))
+    return SampleView(segments, num_trained, len(ids) - num_trained, 0, 1)
 
 
 def visible(text: str) -> str:
@@ -60,18 +82,22 @@ def visible(text: str) -> str:
 
 
 def marked(view: SampleView) -> str:
-    """Return the sample without colours: masked text stands in [[double brackets]]."""
+    """Return the sample without colours: masked text in [[double brackets]], other weights than 1 before {braces}."""
     parts = []
-    for trained, group in groupby(view.segments, key=lambda segment: segment.trained):
+    for weight, group in groupby(view.segments, key=lambda segment: segment.weight):
         text = "".join(visible(segment.text) for segment in group)
-        parts.append(text if trained else f"[[{text}]]")
+        parts.append(f"[[{text}]]" if not weight else text if weight == 1.0 else f"{weight:g}{{{text}}}")
     return "".join(parts)
 
 
-def _segments(ids: list[int], trained: list[bool], tokenizer: Tokenizer) -> Iterator[TextSegment]:
+def _segments(
+    ids: list[int], weights: list[float], documents: list[int], tokenizer: Tokenizer
+) -> Iterator[TextSegment]:
     special = [tokenizer.is_special(token) for token in ids]
-    for (is_trained, is_special), group in groupby(
-        zip(ids, trained, special, strict=True), key=lambda entry: (entry[1], entry[2])
+    previous = documents[0] if documents else 0
+    for (weight, is_special, document), group in groupby(
+        zip(ids, weights, special, documents, strict=True), key=lambda entry: entry[1:]
     ):
-        text = tokenizer.decode([token for token, _, _ in group], specials=True)
-        yield TextSegment(text, is_trained, is_special)
+        text = tokenizer.decode([entry[0] for entry in group], specials=True)
+        yield TextSegment(text, weight != 0, is_special, weight, document != previous)
+        previous = document

@@ -18,7 +18,7 @@ _ROUNDS = 8
 
 @lru_cache(maxsize=1024)
 def derive_key(*parts: int | str) -> int:
-    """64 bits that depend on all parts and on their order."""
+    """Return 64 bits that depend on all parts and on their order."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 

@@ -41,6 +41,7 @@ class Sample:
 
     labels: the next token, or -100 where it is not trained. document_ids: 0, 1, ... in order; padding has its own.
     num_inputs: tokens that are not padding. has_border: whether a document starts inside, with borders on.
+    weights: of the labels in the loss, float32 [T]; None where all are 1.
     """
 
     input_ids: np.ndarray
@@ -51,20 +52,24 @@ class Sample:
     has_border: bool
     source: int
     epoch: int
+    weights: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Arrays that samples are written into, row by row, int64 [B, T]."""
+    """Arrays that samples are written into, row by row, int64 [B, T]; weights of the labels are float32, if any."""
 
     input_ids: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
     document_ids: np.ndarray
+    weights: np.ndarray | None = None
 
     @classmethod
-    def empty(cls, num_rows: int, seq_len: int) -> Rows:
-        return cls(*(np.empty((num_rows, seq_len), np.int64) for _ in range(4)))
+    def empty(cls, num_rows: int, seq_len: int, *, weighted: bool = False) -> Rows:
+        ids, labels, positions, documents = (np.empty((num_rows, seq_len), np.int64) for _ in range(4))
+        weights = np.zeros((num_rows, seq_len), np.float32) if weighted else None
+        return cls(ids, labels, positions, documents, weights)
 
 
 class _Source:
@@ -75,6 +80,7 @@ class _Source:
         self.reader = SplitReader(stored.folder, stored.counts)
         self.spans = open_spans(stored.folder, self.packing, seq_len, self.reader.offsets, self.reader.num_tokens)
         self.number, self.pad_id, self.num_sequences = number, stored.pad_id, self.spans.num_sequences
+        self.weight_table = stored.counts.weight_table
 
 
 class SampleStream:
@@ -112,17 +118,19 @@ class SampleStream:
         self._ends = np.cumsum([source.num_sequences for source in self._sources])
         self.num_sequences = int(self._ends[-1]) if self._sources else 0
         self.pad_id = sources[0].pad_id if sources else 0
+        #: Whether labels have weights other than 1 somewhere.
+        self.is_weighted = any(stored.counts.weights for stored in sources)
         shares = [_sample_share(*pair) for pair in zip(sources, self._sources, strict=True)]
         self._mixture = Mixture(shares, seed=seed) if shuffle else None
 
     def sample(self, index: int) -> Sample:
         """Return a sample by its global index, 0 and up; the epoch follows from it."""
-        rows = Rows.empty(1, self.seq_len)
+        rows = Rows.empty(1, self.seq_len, weighted=self.is_weighted)
         num_inputs, has_border = self.fill(rows, 0, index)
         source, epoch, _ = self._locate(index)
         return Sample(
             rows.input_ids[0], rows.labels[0], rows.positions[0], rows.document_ids[0],
-            num_inputs, has_border, source, epoch,
+            num_inputs, has_border, source, epoch, None if rows.weights is None else rows.weights[0],
         )  # fmt: skip
 
     def state_at(self, index: int) -> dict[str, int]:
@@ -181,6 +189,10 @@ class SampleStream:
         if size < self.seq_len:
             rows.input_ids[row, size:] = source.pad_id
             labels[size:] = IGNORED
+        if rows.weights is not None:
+            of_labels = 1.0 if trained is None else source.weight_table[trained[1:]]
+            rows.weights[row] = 0.0
+            rows.weights[row, :size] = np.where(labels[:size] == IGNORED, 0.0, of_labels)
         return size, has_border
 
     def _place(self, rows: Rows, row: int, size: int, borders: np.ndarray) -> None:

@@ -34,7 +34,7 @@ from weft.data.tokens import (
     train_bpe,
 )
 from weft.errors import DataError
-from weft.spec.config import TokenizerSection
+from weft.spec import RunConfig
 
 _CHECKED = "checked.json"
 #: How long a check of the digests is believed, while no file is written to: a disk may forget without being asked.
@@ -54,9 +54,10 @@ class CachedSource:
 
 
 def ready_tokenizer(
-    cache: Path, section: TokenizerSection, train: Sequence[WantedSource], report: Report | None
+    cache: Path, config: RunConfig, train: Sequence[WantedSource], report: Report | None
 ) -> tuple[Path, Tokenizer]:
     """The tokenizer of the config, made where it is not there yet, and its folder."""
+    section = config.tokenizer
     if section.kind == "bytes":
         key = key_of("bytes", FORMAT_VERSION)
     elif section.kind == "file":
@@ -118,7 +119,7 @@ def _source_text(wanted: WantedSource) -> Iterator[str]:
     files = sorted(wanted.files.files, key=lambda file: hashlib.blake2b(file.path.name.encode()).digest())
     for document in wanted.documents(replace(wanted.files, files=tuple(files))):
         if split_of(document, wanted.limits.holdout) == "train":
-            parts = (document.prompt, document.text, *(content for _, content in document.turns or ()))
+            parts = (document.prompt, document.text, *(turn.content for turn in document.turns or ()))
             yield "\n".join(part for part in parts if part is not None)
 
 

@@ -56,7 +56,7 @@ def settle_holdout(wanted: Sequence[WantedSource]) -> tuple[list[WantedSource], 
 def _look(source: WantedSource) -> _Look:
     look, num_chars = _Look(), 0
     for document in source.documents():
-        num_chars += len(document.text or "") + sum(len(content) for _, content in document.turns or ())
+        num_chars += len(document.text or "") + sum(len(turn.content) for turn in document.turns or ())
         num_chars += document.ids.size if document.ids is not None else 0
         if document.part and source.files.format != "text":
             continue  # more of a very long record; pieces of a text file are drawn one by one

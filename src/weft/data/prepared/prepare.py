@@ -17,22 +17,33 @@ from weft.data.read import Schema
 from weft.data.tokens import QUARANTINE, Report
 from weft.errors import DataError
 from weft.spec import RunConfig
-from weft.spec.config import DataSection
+from weft.spec.config import DataSection, SourceSection
 from weft.units import counted, format_bytes, format_count
 
 
-def prepare_data(config: RunConfig, report: Report | None = None) -> PreparedData:
+def prepare_data(config: RunConfig, report: Report | None = None, *, preferences: bool = False) -> PreparedData:
     """Tokenise what is not tokenised yet, and open the rest.
 
     report(stage, done, total) is called as the work goes on; total is in bytes of the files, 0 where it is not known.
+
+    Args:
+        config: its sections data and tokenizer.
+        report: None: nobody asks.
+        preferences: whether records must say which answers are preferred, instead of what is learned.
 
     Raises:
         DataError: for everything that is wrong with the data.
     """
     data, cache = config.data, cache_folder(config.data)
     holdout = data.holdout if not data.eval else 0.0
-    train = [WantedSource.of(section, f"data.train.{n}", data, holdout) for n, section in enumerate(data.train)]
-    evaluation = [WantedSource.of(section, f"data.eval.{n}", data, 0.0) for n, section in enumerate(data.eval)]
+
+    def wanted(sections: Sequence[SourceSection], key: str, holdout: float) -> list[WantedSource]:
+        return [
+            WantedSource.of(section, f"{key}.{number}", data, holdout, preferences=preferences)
+            for number, section in enumerate(sections)
+        ]
+
+    train, evaluation = wanted(data.train, "data.train", holdout), wanted(data.eval, "data.eval", 0.0)
     _check_weights(train)
     notes: list[str] = []
     if holdout > 0:
@@ -55,7 +66,7 @@ def _prepare(
     report: Report | None,
 ) -> PreparedData:
     cache.mkdir(parents=True, exist_ok=True)
-    tokenizer_dir, tokenizer = ready_tokenizer(cache, config.tokenizer, train, report)
+    tokenizer_dir, tokenizer = ready_tokenizer(cache, config, train, report)
     summary = [f"tokenizer: {config.tokenizer.kind}, {tokenizer.vocab_size} entries"]
 
     def ready(wanted: WantedSource) -> tuple[WantedSource, CachedSource]:
@@ -85,7 +96,7 @@ def _prepare(
 
 
 def cache_folder(data: DataSection) -> Path:
-    """Where tokenised data of this config is kept."""
+    """Return where tokenised data of this config is kept."""
     return (Path(data.cache_dir).expanduser() if data.cache_dir else env.cache_dir() / "data").absolute()
 
 
@@ -102,19 +113,19 @@ def _prepared(wanted: WantedSource, stored: CachedSource, split: str) -> Prepare
     manifest = stored.manifest
     return PreparedSource(
         wanted.files.path, stored.folder / split, wanted.section.weight, manifest.pad_id, manifest.end_id,
-        manifest.splits[split], stored.packing,
+        manifest.splits[split], stored.packing, wanted.schema.kind,
     )  # fmt: skip
 
 
 def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Iterator[str]:
     files, manifest, schema = wanted.files, stored.manifest, Schema(**stored.manifest.schema)
     train, kept = manifest.splits["train"], manifest.splits.get("eval")
-    counts = _counts(train)
-    if train.has_mask:
+    counts = _counts(train, schema)
+    if train.has_mask and not schema.is_preference:
         counts += f" ({format_count(train.num_trained)} trained)"
     if kept is not None:
-        counts += f"; kept for evaluation {_counts(kept)}"
-    if schema.packing != "concat" or stored.packing != "concat":
+        counts += f"; kept for evaluation {_counts(kept, schema)}"
+    if not schema.is_preference and (schema.packing != "concat" or stored.packing != "concat"):
         counts += f"; packing {stored.packing}"
     num_files = f"{len(files.files)} files, " if len(files.files) > 1 else ""
     yield f"{files.path}: {schema}; {num_files}{format_bytes(files.size_bytes)}, {counts}"
@@ -131,16 +142,23 @@ def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Itera
         )
     for note, number in manifest.notes.items():
         yield f"{files.path}: {wanted.counted(number)} {note}, kept for training"
-    if schema.has_mask and stored.packing != "concat" and (number := _num_longer(stored, seq_len)):
+    if (
+        schema.has_mask
+        and not schema.is_preference
+        and stored.packing != "concat"
+        and (number := _num_longer(stored, seq_len))
+    ):
         yield (
             f"{files.path}: train.seq_len={seq_len} cuts {number} of {counted(train.num_documents, 'document')} into "
             "pieces; a piece does not see the text before it"
         )
 
 
-def _counts(split: SplitCounts) -> str:
-    noun = "document" if split.num_documents == 1 else "documents"
-    return f"{format_count(split.num_documents)} {noun}, {format_count(split.num_tokens)} tokens"
+def _counts(split: SplitCounts, schema: Schema) -> str:
+    number, noun = split.num_documents, "answer" if schema.is_preference else "document"
+    if schema.kind == "preference":
+        number, noun = number // 2, "pair"
+    return f"{format_count(number)} {noun}{'s' * (number != 1)}, {format_count(split.num_tokens)} tokens"
 
 
 def _num_longer(stored: CachedSource, seq_len: int) -> int:

@@ -19,7 +19,10 @@ from weft.units import counted, format_count
 
 @dataclass(frozen=True, slots=True)
 class PreparedSource:
-    """One split of one tokenised source. folder: where its shards are. packing: how its documents become sequences."""
+    """One split of one tokenised source. folder: where its shards are. packing: how its documents become sequences.
+
+    kind: of its records, as the schema calls it.
+    """
 
     name: str
     folder: Path
@@ -28,6 +31,7 @@ class PreparedSource:
     end_id: int
     counts: SplitCounts
     packing: str = "concat"
+    kind: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -43,7 +47,9 @@ class PreparedSource:
     def content(self) -> str:
         """Digest of the stored tokens, wherever they lie and whatever the files were called."""
         files = sorted((name, digest) for name, (_, digest) in self.counts.files.items())
-        return key_of(files, self.counts.dtype, self.pad_id, self.end_id)
+        return key_of(
+            files, self.counts.dtype, self.pad_id, self.end_id, *map(list, filter(None, [self.counts.weights]))
+        )
 
     def __str__(self) -> str:
         documents = counted(self.num_documents, "document")

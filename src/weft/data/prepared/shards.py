@@ -2,7 +2,8 @@
 
 A split's folder (train/ or eval/) holds
     tokens-00000.bin ...   uint16 or uint32, `shard_tokens` in each but the last
-    trained-00000.bin ...  uint8, 1 where the token is trained; absent where every token is
+    trained-00000.bin ...  uint8, 0 where the token is not trained, else 1 or the number of its weight; absent where
+                           every token is trained
     offsets.bin            int64, where each document starts in the split, and the total at the end
 """
 
@@ -23,11 +24,16 @@ from weft.errors import DataError
 SHARD_BYTES = 256 * 2**20
 _OFFSETS_FLUSH = 8192
 _READERS = 4
+#: Numbers of a byte, of which 0 is no weight.
+_MOST_WEIGHTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SplitCounts:
-    """What a split holds. files: name -> (bytes, blake2b hex digest)."""
+    """What a split holds. files: name -> (bytes, blake2b hex digest).
+
+    weights: those of the numbers 2, 3, ... in the masks; 0 is no weight, and 1 a weight of 1.
+    """
 
     num_tokens: int
     num_documents: int
@@ -36,6 +42,7 @@ class SplitCounts:
     shard_tokens: int
     has_mask: bool
     files: dict[str, tuple[int, str]]
+    weights: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return its fields as JSON values."""
@@ -45,7 +52,12 @@ class SplitCounts:
     def from_dict(cls, values: dict[str, Any]) -> SplitCounts:
         """Read what `to_dict` gave."""
         files = {name: (int(size), str(digest)) for name, (size, digest) in values["files"].items()}
-        return cls(**{**values, "files": files})
+        return cls(**{**values, "files": files, "weights": tuple(values.get("weights", ()))})
+
+    @property
+    def weight_table(self) -> np.ndarray:
+        """float32: the weight of each number in the masks."""
+        return np.array([0.0, 1.0, *self.weights], np.float32)
 
 
 @dataclass(slots=True)
@@ -88,10 +100,21 @@ class SplitWriter:
         self._offsets = self._open("offsets.bin")
         self._pending = [0]
         self._num_tokens = self._num_documents = self._num_trained = 0
+        self._numbers: dict[float, int] = {0.0: 0, 1.0: 1}
 
     def append(self, tokens: np.ndarray, trained: np.ndarray | None) -> None:
-        """Add tokens to the open document. tokens: int [n]. trained: bool [n], None: all."""
-        self._num_trained += tokens.size if trained is None else int(trained.sum())
+        """Add tokens to the open document.
+
+        Args:
+            tokens: int [n].
+            trained: bool [n], or their weights, float32 [n]; None: all have the weight 1.
+
+        Raises:
+            DataError: for more than 255 different weights.
+        """
+        if trained is not None:
+            trained = self._numbered(trained)
+        self._num_trained += tokens.size if trained is None else int(np.count_nonzero(trained))
         while tokens.size:
             used = self._num_tokens % self._shard_tokens
             if used == 0:
@@ -105,6 +128,19 @@ class SplitWriter:
                 trained = None if trained is None else trained[room:]
             self._num_tokens += min(room, tokens.size)
             tokens = tokens[room:]
+
+    def _numbered(self, weights: np.ndarray) -> np.ndarray:
+        """The weights as numbers of the mask, uint8."""
+        if weights.dtype == bool:
+            return weights.astype(np.uint8)
+        found, places = np.unique(weights, return_inverse=True)
+        numbers = [self._numbers.setdefault(float(weight), len(self._numbers)) for weight in found]
+        if len(self._numbers) > _MOST_WEIGHTS:
+            raise DataError(
+                f"{self._folder.parent.name}: its messages have more than {_MOST_WEIGHTS - 1} different weights. Round "
+                "them to fewer values."
+            )
+        return np.array(numbers, np.uint8)[places]
 
     def end_document(self) -> None:
         """Close the open document; what is appended next begins another one."""
@@ -127,14 +163,14 @@ class SplitWriter:
         self._flush_offsets()
         for output in (self._offsets, self._tokens, self._mask):
             self._finish(output)
-        all_trained = self._num_trained == self._num_tokens
+        all_trained = self._num_trained == self._num_tokens and len(self._numbers) == 2
         if self._with_mask and all_trained:
             for name in [name for name in self._files if name.startswith("trained")]:
                 (self._folder / name).unlink()
                 del self._files[name]
         return SplitCounts(
             self._num_tokens, self._num_documents, self._num_trained, self._dtype, self._shard_tokens,
-            self._with_mask and not all_trained, self._files,
+            self._with_mask and not all_trained, self._files, tuple(self._numbers)[2:],
         )  # fmt: skip
 
     def _next_shard(self) -> None:
@@ -182,7 +218,7 @@ class SplitReader:
         return self._read(self._tokens, start, length)
 
     def trained(self, start: int, length: int) -> np.ndarray | None:
-        """Return uint8 [length], 1 where the token is trained; None where all are. Wraps like `tokens`."""
+        """Return uint8 [length], 0 where the token is not trained; None where all are. Wraps like `tokens`."""
         return None if self._masks is None else self._read(self._masks, start, length)
 
     def borders(self, start: int, length: int) -> np.ndarray:

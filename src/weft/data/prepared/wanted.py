@@ -25,26 +25,33 @@ _TOLD_BYTES = 2**28
 
 @dataclass(frozen=True)
 class WantedSource:
-    """A source of the config with its files."""
+    """A source of the config with its files. preferences: whether the task learns from preferred answers alone."""
 
     section: SourceSection
     files: FileSet
     limits: ReadLimits
+    preferences: bool = False
 
     @classmethod
-    def of(cls, section: SourceSection, field: str, data: DataSection, holdout: float) -> WantedSource:
+    def of(
+        cls, section: SourceSection, field: str, data: DataSection, holdout: float, *, preferences: bool = False
+    ) -> WantedSource:
         """field: dotted key, such as "data.train.0". Raises DataError where there are no such files."""
         files = find_files(section.path, field)
         pieces = piece_bytes(files, holdout)
-        return cls(section, files, ReadLimits(holdout, data.max_record_bytes, data.max_bad_fraction, pieces))
+        limits = ReadLimits(holdout, data.max_record_bytes, data.max_bad_fraction, pieces)
+        return cls(section, files, limits, preferences)
 
     @cached_property
     def schema(self) -> Schema:
-        return detect_schema(self.files, self.section.schema_, {**self.section.columns}, self.limits.max_record_bytes)
+        columns, most = {**self.section.columns}, self.limits.max_record_bytes
+        return detect_schema(self.files, self.section.schema_, columns, most, preferences=self.preferences)
 
     def counted(self, number: int) -> str:
         """A number of its documents, as a reader calls them."""
         one, more = ("piece of text", "pieces of text") if self.files.format == "text" else ("document", "documents")
+        if self.schema.kind == "preference":
+            one, more = "pair", "pairs"
         return counted(number, one, more)
 
     def documents(self, files: FileSet | None = None) -> Iterator[Document]:
@@ -62,13 +69,19 @@ class WantedSource:
             [file.format, file.compression, file.path.suffixes[-2:], digest]
             for file, digest in zip(self.files.files, digests, strict=True)
         ]
-        return [self.section.schema_, dict(self.section.columns), reading, files]
+        of_preferences = ["preferences"] if self.preferences else []
+        return [self.section.schema_, dict(self.section.columns), reading, files, *of_preferences]
 
 
 def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[str]:
-    """sha256 of each file. Size and time of change only tell whether what was read before is still true.
+    """Return the sha256 of each file. Size and time of change only tell whether what was read before is still true.
 
     So a file that is touched, copied or moved is read again, and gives the same digest.
+
+    Args:
+        cache: where digests are kept.
+        files: to be read.
+        report: told of the bytes that were read.
     """
     known = (
         cache

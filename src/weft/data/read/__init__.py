@@ -12,6 +12,7 @@ __all__ = [
     "FileSet",
     "RecordReader",
     "Schema",
+    "Turn",
     "detect_schema",
     "find_files",
     "read_document",
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from weft.data.read.records import Broken, RecordReader
     from weft.data.read.schema import Schema, detect_schema
     from weft.data.read.source import FileSet, find_files
+    from weft.data.read.turns import Turn
 
 __getattr__ = loads(
     __name__,
@@ -31,6 +33,7 @@ __getattr__ = loads(
         "FileSet": ".source",
         "RecordReader": ".records",
         "Schema": ".schema",
+        "Turn": ".turns",
         "detect_schema": ".schema",
         "find_files": ".source",
         "read_document": ".documents",

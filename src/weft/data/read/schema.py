@@ -17,13 +17,22 @@ _IDS_COLUMNS = ("input_ids", "token_ids", "ids", "tokens")
 _MASK_COLUMNS = ("loss_mask", "labels", "assistant_masks", "assistant_mask", "completion_mask", "mask")
 _ROLE_KEYS = ("role", "from", "speaker", "author")
 _CONTENT_KEYS = ("content", "value", "text", "message")
+_TOOLS_COLUMNS = ("tools", "functions")
 _ANSWER_COLUMNS = ("output", "response", "answer")
 _QUESTION_COLUMNS = ("instruction", "question", "query", "prompt")
 _INPUT_COLUMNS = ("input", "context")
 #: Keys of `columns` for each schema.
 _PARTS = {
-    "text": ("text",), "messages": ("messages", "role", "content"), "ids": ("ids", "mask"),
-    "instruction": ("instruction", "input", "output", "system"), "completion": ("prompt", "completion"),
+    "text": ("text",),
+    "messages": ("messages", "role", "content", "tools"),
+    "ids": ("ids", "mask"),
+    "instruction": ("instruction", "input", "output", "system"),
+    "completion": ("prompt", "completion"),
+}
+#: The same for tasks that learn what is preferred.
+_PREFERENCE_PARTS = {
+    "preference": ("prompt", "chosen", "rejected", "role", "content", "tools"),
+    "feedback": ("prompt", "completion", "label", "role", "content", "tools"),
 }  # fmt: skip
 _LOOK_AT = 50
 _DELIMITER_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
@@ -31,7 +40,7 @@ _DELIMITER_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "'|'"}
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """kind: text, messages, instruction, completion or ids. The names of the columns that hold its parts follow.
+    """kind: text, messages, instruction, completion, ids, preference or feedback; then the columns of its parts.
 
     file_text: each file is one text document, and there are no columns.
     delimiter: what separates the columns of a csv file, where it is not what the suffix says.
@@ -52,6 +61,10 @@ class Schema:
     prompt: str = ""
     completion: str = ""
     delimiter: str = ""
+    tools: str = ""
+    chosen: str = ""
+    rejected: str = ""
+    label: str = ""
 
     def __str__(self) -> str:
         separated = f", columns separated by {_DELIMITER_NAMES[self.delimiter]}" if self.delimiter else ""
@@ -61,7 +74,8 @@ class Schema:
         if self.file_text:
             return "text, one document per file"
         if self.kind == "messages":
-            return f"messages, column '{self.messages}' (role='{self.role}', content='{self.content}')"
+            tools = f", tools='{self.tools}'" if self.tools else ""
+            return f"messages, column '{self.messages}' (role='{self.role}', content='{self.content}'{tools})"
         if self.kind == "ids":
             return f"token ids, column '{self.ids}'" + (f" (mask='{self.mask}')" if self.mask else "")
         if self.kind == "instruction":
@@ -72,14 +86,23 @@ class Schema:
                 f"completions as they are, columns '{self.prompt}' -> '{self.completion}' "
                 f"(loss on '{self.completion}' only)"
             )
+        if self.is_preference:
+            answers = f"'{self.chosen}' over '{self.rejected}'" if self.chosen else f"'{self.completion}'"
+            asked = f"'{self.prompt}' -> " if self.prompt else ""
+            return f"preferences, columns {asked}{answers}" + (f", liked where '{self.label}'" if self.label else "")
         return f"text, column '{self.text}'"
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether records say which answers are preferred."""
+        return self.kind in _PREFERENCE_PARTS
 
     @property
     def columns(self) -> list[str]:
         """The columns that must be read."""
         names = (
             self.text, self.messages, self.ids, self.mask, self.instruction, self.input, self.output, self.system,
-            self.prompt, self.completion,
+            self.prompt, self.completion, self.tools, self.chosen, self.rejected, self.label,
         )  # fmt: skip
         return [name for name in names if name]
 
@@ -91,19 +114,23 @@ class Schema:
     @property
     def packing(self) -> str:
         """What data.packing is by default: answers are kept with their questions, text fills every sequence."""
+        if self.is_preference:
+            return "pad"
         return "fit" if self.is_chat or self.kind == "completion" else "concat"
 
     @property
     def has_mask(self) -> bool:
         """Whether some tokens may be left out of the loss."""
-        return self.is_chat or self.kind == "completion" or bool(self.mask)
+        return self.is_chat or self.is_preference or self.kind == "completion" or bool(self.mask)
 
     def to_dict(self) -> dict[str, Any]:
         """Return its fields as JSON values."""
         return asdict(self)
 
 
-def detect_schema(files: FileSet, wanted: str, columns: Mapping[str, str], max_record_bytes: int) -> Schema:
+def detect_schema(
+    files: FileSet, wanted: str, columns: Mapping[str, str], max_record_bytes: int, *, preferences: bool = False
+) -> Schema:
     """Look at the first records of `files` and say what their columns are.
 
     Args:
@@ -111,15 +138,20 @@ def detect_schema(files: FileSet, wanted: str, columns: Mapping[str, str], max_r
         wanted: "auto" or a kind.
         columns: names given by the user, by what they are.
         max_record_bytes: longer records are passed over.
+        preferences: whether the task learns from preferred answers, and from nothing else.
 
     Raises:
-        DataError: when the wanted columns are not there, nothing known is, or the records are of a kind that Weft
-            cannot
-            train on.
+        DataError: when the wanted columns are not there, nothing known is, or the records are of a kind that the task
+            cannot train on.
     """
     field = files.field
-    _check_column_keys(field, wanted, columns)
+    if wanted != "auto" and (wanted in _PREFERENCE_PARTS) != preferences:
+        raise DataError(_of_the_other_kind(field, wanted))
+    parts_of = _PREFERENCE_PARTS if preferences else _PARTS
+    _check_column_keys(field, wanted, columns, parts_of)
     if files.format == "text":
+        if preferences:
+            raise DataError(_nothing_found(files, "preference", [], []))
         if wanted not in ("auto", "text") or columns:
             raise DataError(
                 f"{field}.schema={wanted}: {files.path} holds text files, one document each, without columns. "
@@ -135,14 +167,19 @@ def detect_schema(files: FileSet, wanted: str, columns: Mapping[str, str], max_r
                 f"{field}.columns.{part}={name}: {files.path} has no such column.{did_you_mean(name, names)} "
                 f"Its columns are {', '.join(names)}."
             )
-    kinds = [wanted] if wanted != "auto" else [kind for kind, parts in _PARTS.items() if set(columns) & set(parts)]
-    if not kinds:
+    kinds = [wanted] if wanted != "auto" else _kinds_with(columns, parts_of)
+    if not kinds and not preferences:
         _refuse_preferences(files, names)
-    for kind in kinds or ("messages", "ids", "instruction", "completion", "text"):
+    for kind in kinds or tuple(_PREFERENCE_PARTS if preferences else _IN_ORDER):
         found = _DETECTORS[kind](first, names, columns, bool(kinds))
         if found is not None:
             return replace(found, delimiter=delimiter)
-    raise DataError(_nothing_found(files, wanted, names, first))
+    asked = "preference" if preferences and wanted == "auto" else wanted
+    raise DataError(_nothing_found(files, asked, names, first))
+
+
+def _kinds_with(columns: Mapping[str, str], parts_of: Mapping[str, tuple[str, ...]]) -> list[str]:
+    return [kind for kind, parts in parts_of.items() if set(columns) & set(parts)]
 
 
 def _refuse_binary(files: FileSet) -> None:
@@ -165,19 +202,28 @@ def _refuse_preferences(files: FileSet, names: Sequence[str]) -> None:
         alone = f"{files.field}.columns.prompt={prompt} {files.field}.columns.completion={chosen}"
         remedy = f"train on the preferred answers alone with {alone}" if prompt else "give messages or instructions"
         raise DataError(
-            f"{files.field}.path={files.path}: '{chosen}' and '{lower['rejected']}' are preference pairs, and Weft "
-            f"does not support preference training (DPO) yet. Use a file of answers to learn, or {remedy}."
+            f"{files.field}.path={files.path}: '{chosen}' and '{lower['rejected']}' are preference pairs, and this "
+            f"task learns answers. Set task.name=prefer to learn from both, or {remedy}."
         )
 
 
-def _check_column_keys(field: str, wanted: str, columns: Mapping[str, str]) -> None:
-    known = _PARTS[wanted] if wanted in _PARTS else tuple(part for parts in _PARTS.values() for part in parts)
+def _of_the_other_kind(field: str, wanted: str) -> str:
+    if wanted in _PREFERENCE_PARTS:
+        return f"{field}.schema={wanted}: it is for preference training. Set task.name=prefer, or use another schema."
+    return f"{field}.schema={wanted}: task.name=prefer learns from preferences. Use schema=preference or feedback."
+
+
+def _check_column_keys(
+    field: str, wanted: str, columns: Mapping[str, str], parts_of: Mapping[str, tuple[str, ...]]
+) -> None:
+    every = tuple(dict.fromkeys(part for parts in parts_of.values() for part in parts))
+    known = parts_of.get(wanted, every)
     for part in columns:
         if part not in known:
             raise DataError(
                 f"{field}.columns.{part}: not a part of this schema.{did_you_mean(part, known)} Use {', '.join(known)}."
             )
-    if wanted == "auto" and len([kind for kind, parts in _PARTS.items() if set(columns) & set(parts)]) > 1:
+    if parts_of is _PARTS and wanted == "auto" and len(_kinds_with(columns, parts_of)) > 1:
         raise DataError(
             f"{field}.columns={', '.join(columns)}: these belong to different schemas. "
             "Use text alone, messages with role and content, instruction with input, output and system, "
@@ -226,7 +272,8 @@ def _detect_messages(first: Any, names: list[str], columns: Mapping[str, str], a
     role = columns.get("role") or _pick(keys, _ROLE_KEYS)
     content = columns.get("content") or _pick(keys, _CONTENT_KEYS)
     if name and role in keys and content in keys:
-        return Schema("messages", messages=name, role=role, content=content)
+        tools = columns.get("tools") or _pick(names, _TOOLS_COLUMNS)
+        return Schema("messages", messages=name, role=role, content=content, tools=tools)
     return None
 
 
@@ -262,9 +309,41 @@ def _detect_ids(first: Any, names: list[str], columns: Mapping[str, str], asked:
     return Schema("ids", ids=name, mask=columns.get("mask") or _pick(names, _MASK_COLUMNS))
 
 
+def _detect_preference(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
+    chosen = columns.get("chosen") or _pick(names, ("chosen",))
+    rejected = columns.get("rejected") or _pick(names, ("rejected",))
+    if not chosen or not rejected:
+        return None
+    return Schema("preference", chosen=chosen, rejected=rejected, **_beside_answers(first, names, columns, [chosen]))
+
+
+def _detect_feedback(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
+    completion = columns.get("completion") or _pick(names, ("completion",))
+    label = columns.get("label") or _pick(names, ("label",))
+    beside = _beside_answers(first, names, columns, [completion])
+    if not completion or not label or not beside["prompt"]:
+        return None
+    return Schema("feedback", completion=completion, label=label, **beside)
+
+
+def _beside_answers(first: Any, names: list[str], columns: Mapping[str, str], answers: list[str]) -> dict[str, Any]:
+    """Prompt, tools, and the keys of messages where an answer is a list of them."""
+    prompt = columns.get("prompt") or _pick(names, (*_QUESTION_COLUMNS, "messages"))
+    lists = [value for name in (prompt, *answers) for value in _values(first, name) if isinstance(value, list)]
+    keys = list(dict.fromkeys(key for value in lists for turn in value if isinstance(turn, dict) for key in turn))
+    return {
+        "prompt": prompt,
+        "tools": columns.get("tools") or _pick(names, _TOOLS_COLUMNS),
+        "role": columns.get("role") or _pick(keys, _ROLE_KEYS),
+        "content": columns.get("content") or _pick(keys, _CONTENT_KEYS),
+    }
+
+
+#: Which kinds are looked for, first come first served.
+_IN_ORDER = ("messages", "ids", "instruction", "completion", "text")
 _DETECTORS = {
     "text": _detect_text, "messages": _detect_messages, "ids": _detect_ids, "instruction": _detect_instruction,
-    "completion": _detect_completion,
+    "completion": _detect_completion, "preference": _detect_preference, "feedback": _detect_feedback,
 }  # fmt: skip
 
 
@@ -272,7 +351,8 @@ def _nothing_found(files: FileSet, wanted: str, names: list[str], first: list[di
     what = {
         "text": "a column of text", "messages": "a column of messages (lists of role and content)",
         "ids": "a column of token ids (lists of integers)", "instruction": "a pair of instruction and output",
-        "completion": "a pair of prompt and completion", "auto": "text, messages, instructions or token ids",
+        "completion": "a pair of prompt and completion", "preference": "a pair of columns chosen and rejected",
+        "feedback": "columns prompt, completion and label", "auto": "text, messages, instructions or token ids",
     }[wanted]  # fmt: skip
     columns = ", ".join(f"{name} ({_type_of(first, name)})" for name in names[:20]) or "none"
     key = f"{files.field}.columns"
@@ -280,6 +360,8 @@ def _nothing_found(files: FileSet, wanted: str, names: list[str], first: list[di
         "messages": f"{key}.messages=NAME", "ids": f"{key}.ids=NAME", "text": f"{key}.text=NAME",
         "instruction": f"{key}.instruction=NAME {key}.output=NAME",
         "completion": f"{key}.prompt=NAME {key}.completion=NAME",
+        "preference": f"{key}.chosen=NAME {key}.rejected=NAME for pairs, or {key}.completion=NAME {key}.label=NAME "
+        "for answers with a verdict", "feedback": f"{key}.prompt=NAME {key}.completion=NAME {key}.label=NAME",
         "auto": f"{key}.text=NAME for text, {key}.instruction=NAME {key}.output=NAME for questions with answers",
     }[wanted]  # fmt: skip
     return (

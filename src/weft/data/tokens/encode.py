@@ -2,7 +2,7 @@
 
 Where the tokenizer has no chat template of its own, conversations have the ChatML form: a turn is
 `<|im_start|>role\\n` content `<|im_end|>\\n`. Trained: an assistant's content and the
-<|im_end|> after it.
+<|im_end|> after it, with the weight of the turn.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from weft.data.read import Document
 from weft.data.tokens.tokenizer import Tokenizer
+from weft.errors import DataError
 
 #: Longer texts are encoded in pieces, so that memory stays bounded and all cores have work.
 _PIECE_CHARS = 2**16
@@ -20,7 +21,11 @@ _GROUP_CHARS = 2**20
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray | None]]:
-    """(ids, trained) of each document, without its end token; trained is None where every token is."""
+    """(ids, weights) of each document, without its end token; weights are bool or float32, None where every one is 1.
+
+    Raises:
+        DataError: for a conversation that the tokenizer's template does not render, and for calls of tools without one.
+    """
     texts: list[str] = []
     spans: list[list[int]] = []
     for document in documents:
@@ -70,7 +75,12 @@ def _texts(document: Document, tokenizer: Tokenizer) -> list[str]:
         return []
     if document.turns is None:
         return [text for text in (document.prompt, document.text) if text is not None]
-    return [part for role, content in document.turns for part in (f"{role}\n", content, "\n")]
+    if document.tools or any("tool_call" in turn.more for turn in document.turns):
+        raise DataError(
+            f"{document.place}: its messages call tools, which needs a chat template, and the tokenizer has none. "
+            "Give model.path, or tokenizer.kind=file with tokenizer.template=true, of a model that calls tools."
+        )
+    return [part for turn in document.turns for part in (f"{turn.role}\n", turn.content, "\n")]
 
 
 def _assemble(
@@ -84,16 +94,19 @@ def _assemble(
     if document.turns is None:
         return parts[0], None
     if tokenizer.template is not None:
-        return tokenizer.encode_turns(document.turns)
+        try:
+            return tokenizer.encode_turns(document.turns, document.tools)
+        except DataError as error:
+            raise DataError(f"{document.place}: {error}") from error
     start = np.array([tokenizer.vocabulary.turn_start_id])
     end = np.array([tokenizer.vocabulary.turn_end_id])
     ids: list[np.ndarray] = []
     trained: list[np.ndarray] = []
-    for index, (role, _) in enumerate(document.turns):
+    for index, turn in enumerate(document.turns):
         header, content, newline = parts[3 * index : 3 * index + 3]
         ids += [start, header, content, end, newline]
-        answer = np.full(content.size + 1, role == "assistant")
-        trained += [np.zeros(1 + header.size, bool), answer, np.zeros(newline.size, bool)]
+        answer = np.full(content.size + 1, turn.weight if turn.role == "assistant" else 0.0, np.float32)
+        trained += [np.zeros(1 + header.size, np.float32), answer, np.zeros(newline.size, np.float32)]
     return np.concatenate(ids), np.concatenate(trained)
 
 

@@ -20,7 +20,7 @@ from weft.data.tokens.tokenizer import Tokenizer
 from weft.errors import DataError
 
 #: Changes when the same input would give other shards, so that old ones are not used.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 QUARANTINE = "quarantine.jsonl"
 _BATCH_CHARS = 2**20
 _BATCH_DOCUMENTS = 2048
@@ -169,6 +169,8 @@ def _in_parts(document: Document) -> Iterator[Document]:
     text = document.text
     if text is None or document.prompt is not None or len(text) <= _LONG_CHARS:
         yield document
+        if document.other is not None:  # a pair is two documents, one after the other, in the same split
+            yield document.other
         return
     part, previous = document.part, None
     for piece in cut_text(text, _LONG_CHARS // 2):
@@ -270,6 +272,8 @@ class _Router:
         for document, (ids, trained) in zip(documents, encode_documents(documents, self._tokenizer), strict=True):
             if document.note:
                 self.notes[document.note] += 1
+            if document.liking != 1.0 and trained is not None:
+                trained = trained * np.float32(document.liking)
             split = split_of(document, self._holdout)
             # A broken piece between two good ones ends the document too.
             if self._open is not None and (split, document.file, document.part) != (self._open, *self._next):
@@ -278,13 +282,13 @@ class _Router:
             writer.append(ids, trained)
             self._open, self._next = split, (document.file, document.part + 1)
             if document.last:
-                self._end(split, end_trained=_end_trained(document), ids=document.ids)
+                self._end(split, end_trained=_end_trained(document), ids=document.ids, liking=document.liking)
 
-    def _end(self, split: str, *, end_trained: bool, ids: np.ndarray | None = None) -> None:
+    def _end(self, split: str, *, end_trained: bool, ids: np.ndarray | None = None, liking: float = 1.0) -> None:
         writer = self._writers[split]
         # Ids that were made elsewhere may have their end token already.
         if ids is None or ids.size == 0 or ids[-1] != self._tokenizer.end_id:
-            writer.append(np.array([self._tokenizer.end_id]), None if end_trained else np.zeros(1, bool))
+            writer.append(np.array([self._tokenizer.end_id]), np.array([liking if end_trained else 0.0], np.float32))
         writer.end_document()
         self._open = None
 
@@ -309,7 +313,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         num_chars += (
             len(document.text or "")
             + len(document.prompt or "")
-            + sum(len(content) for _, content in document.turns or ())
+            + sum(len(turn.content) + len(turn.more) for turn in document.turns or ())
         )
         num_chars += document.ids.size if document.ids is not None else 0
         if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:

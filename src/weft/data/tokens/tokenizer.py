@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.tokens.chat_template import ChatTemplate
+from weft.data.read import Turn
+from weft.data.tokens.chat_template import ChatTemplate, TrainedSpan
 from weft.errors import DataError
 
 END, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -117,26 +118,27 @@ class _JsonCodec:
     def library_json(self) -> str:
         return self._text
 
-    def encode_rendered(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a text in which special tokens count, and which begin in one of the ranges of characters."""
+    def encode_rendered(self, text: str, spans: Sequence[TrainedSpan]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a text in which special tokens count, and the weights of those that begin in one of the spans."""
         encoding = self._rendered.encode(text, add_special_tokens=False)
         starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-        trained = np.zeros(len(starts), bool)
-        for low, high in spans:
-            trained |= (starts >= low) & (starts < high)
+        trained = np.zeros(len(starts), np.float32)
+        for low, high, weight in spans:
+            trained[(starts >= low) & (starts < high)] = weight
         return np.array(encoding.ids, dtype=np.int64), trained
 
     def encode_pieces(
-        self, pieces: Sequence[tuple[str, bool]], spans: Sequence[tuple[int, int]]
+        self, pieces: Sequence[tuple[str, bool]], spans: Sequence[TrainedSpan]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The same, of pieces that join to the text; in those marked true what looks like a special token is text."""
         ids, trained, place = [], [], 0
         for text, is_plain in pieces:
             if is_plain:
                 ids.append(self.encode_batch([text])[0])
-                trained.append(np.full(ids[-1].size, any(low <= place < high for low, high in spans)))
+                weight = next((weight for low, high, weight in spans if low <= place < high), 0.0)
+                trained.append(np.full(ids[-1].size, weight, np.float32))
             else:
-                moved = [(low - place, high - place) for low, high in spans]
+                moved = [TrainedSpan(low - place, high - place, weight) for low, high, weight in spans]
                 both = self.encode_rendered(text, moved)
                 ids.append(both[0])
                 trained.append(both[1])
@@ -258,8 +260,12 @@ class Tokenizer:
             return None
         return ChatTemplate(self.vocabulary.chat, self._codec.special_names())
 
-    def encode_turns(self, turns: Sequence[tuple[str, str]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and which of them are trained (bool), of a conversation through the tokenizer's own template.
+    def encode_turns(self, turns: Sequence[Turn], tools: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and the weight of each in the loss (float32), of a conversation through its own template.
+
+        Args:
+            turns: of the conversation.
+            tools: JSON of what the assistant may call; "": nothing.
 
         Raises:
             DataError: where the template refuses the conversation.
@@ -267,9 +273,9 @@ class Tokenizer:
         template, codec = self.template, self._codec
         assert template is not None
         assert isinstance(codec, _JsonCodec)
-        text, spans = template.render(turns)
-        if template.has_special(turns):
-            return codec.encode_pieces(template.apart(turns), spans)
+        text, spans = template.render(turns, tools)
+        if template.has_special(turns, tools):
+            return codec.encode_pieces(template.apart(turns, tools), spans)
         return codec.encode_rendered(text, spans)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.models.adapters.adapted_linear import AdaptedLinear, Alone, without_adapter
 from weft.models.adapters.adapter_kind import Adapted, AdapterKind, adapted
 from weft.models.adapters.adding import adapt_layers, add_adapter
-from weft.models.adapters.merge import merge_adapter, merged_tensors
+from weft.models.adapters.merge import merge_adapter, merged_tensors, merged_weight
 from weft.models.adapters.peft_files import load_adapter, save_adapter, write_adapter
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "load_adapter",
     "merge_adapter",
     "merged_tensors",
+    "merged_weight",
     "save_adapter",
     "without_adapter",
     "write_adapter",

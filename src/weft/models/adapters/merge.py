@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.models.adapters.adapted_linear import AdaptedLinear
-from weft.models.adapters.adapter_kind import ADAPTER_PARAMS, Adapted, AdapterKind, adapted, note_adapted
+from weft.models.adapters.adapter_kind import ADAPTER_PARAMS, Adapted, adapted, note_adapted
 from weft.structure import layers, revert
 
 
@@ -39,7 +39,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
         weight = layers.stored_weight(layer)
         own = {name: getattr(layer, name) for name in ADAPTER_PARAMS if getattr(layer, name) is not None}
         with torch.no_grad():
-            weight.copy_(_merged(record.kind, weight, own, is_transposed=record.layers[path]))
+            weight.copy_(merged_weight(record, path, weight, own))
         for name in (*ADAPTER_PARAMS, "lora_dropout", "_weft_adapter", "_weft_whole", "_weft_is_on"):
             delattr(layer, name)
         revert(layer, AdaptedLinear)
@@ -62,9 +62,26 @@ def merged_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     for path, name in record.params():
         own.setdefault(path, {})[name] = merged.pop(f"{path}.{name}")
     for path, parts in own.items():
-        stored = tensors[f"{path}.weight"]
-        merged[f"{path}.weight"] = _merged(record.kind, stored, parts, is_transposed=record.layers[path])
+        merged[f"{path}.weight"] = merged_weight(record, path, tensors[f"{path}.weight"], parts)
     return merged
+
+
+@torch.no_grad()
+def merged_weight(record: Adapted, path: str, stored: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+    """Return a layer's weight with its adapter in it, in the weight's own format; computed in the adapter's.
+
+    Args:
+        record: what `adapted` gives of the model.
+        path: of the layer.
+        stored: its weight as it is stored: (F, D), or (D, F) where the layer keeps it transposed.
+        own: the layer's parts of the adapter, by their names in it.
+    """
+    kind, is_transposed = record.kind, record.layers[path]
+    weight = (stored.t() if is_transposed else stored).to(own["lora_A"].dtype)
+    weight = weight + kind.scale * (own["lora_B"] @ own["lora_A"])
+    if (magnitude := own.get("lora_magnitude")) is not None:
+        weight = weight * (magnitude / torch.linalg.vector_norm(weight, dim=1))[:, None]
+    return (weight.t() if is_transposed else weight).to(stored.dtype)
 
 
 def _expected(model: nn.Module) -> Adapted:
@@ -72,13 +89,3 @@ def _expected(model: nn.Module) -> Adapted:
     if record is None:
         raise ModelError(f"model of type {type(model).__name__}: it has no adapter to merge. Call add_adapter first.")
     return record
-
-
-@torch.no_grad()
-def _merged(kind: AdapterKind, stored: Tensor, own: Mapping[str, Tensor], *, is_transposed: bool) -> Tensor:
-    """The weight as it is stored, with the adapter in it, in its own format; computed in the adapter's."""
-    weight = (stored.t() if is_transposed else stored).to(own["lora_A"].dtype)
-    weight = weight + kind.scale * (own["lora_B"] @ own["lora_A"])
-    if (magnitude := own.get("lora_magnitude")) is not None:
-        weight = weight * (magnitude / torch.linalg.vector_norm(weight, dim=1))[:, None]
-    return (weight.t() if is_transposed else weight).to(stored.dtype)

@@ -22,11 +22,19 @@ __all__ = [
     "sequence_loss",
     "sort_by_expert",
     "spread_rows",
+    "told_ends",
 ]
 
 if TYPE_CHECKING:
     from weft.models.experts.balance import Load, Span, attach, count_tokens, move_bias, sequence_loss
-    from weft.models.experts.grouped import combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
+    from weft.models.experts.grouped import (
+        combine_rows,
+        grouped_linear,
+        permute_rows,
+        sort_by_expert,
+        spread_rows,
+        told_ends,
+    )
     from weft.models.experts.moe import Experts, MoE, Router, routers
 
 __getattr__ = loads(
@@ -47,5 +55,6 @@ __getattr__ = loads(
         "sequence_loss": ".balance",
         "sort_by_expert": ".grouped",
         "spread_rows": ".grouped",
+        "told_ends": ".grouped",
     },
 )

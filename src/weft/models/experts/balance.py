@@ -109,13 +109,13 @@ def keep_within(ids_BTK: Tensor, num_experts: int, capacity_factor: float, span:
     return span.part(keep.view(batch, num_tokens, top_k))
 
 
-def attach(weights: Tensor, aux_sum: Tensor, scale: float, tokens_E: Tensor, load: Load) -> Tensor:
+def attach(weights: Tensor, aux_sum: Tensor, scale: float | Tensor, tokens_E: Tensor, load: Load) -> Tensor:
     """Return the same weights; their backward sends `scale` to the auxiliary loss, and counts.
 
     Args:
         weights: of the chosen experts.
         aux_sum: 0-d, the auxiliary loss.
-        scale: its gradient.
+        scale: its gradient, a number or 0-d.
         tokens_E: tokens that chose each expert.
         load: where they are counted.
     """
@@ -136,7 +136,9 @@ def move_bias(bias_ppm_E: Tensor, tokens_E: Tensor, rate: float) -> None:
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, aux_sum: Tensor, scale: float, tokens_E: Tensor, load: Load) -> Tensor:
+    def forward(
+        ctx: Any, weights: Tensor, aux_sum: Tensor, scale: float | Tensor, tokens_E: Tensor, load: Load
+    ) -> Tensor:
         ctx.scale, ctx.load = scale, load
         ctx.save_for_backward(aux_sum, tokens_E)
         return weights.view_as(weights)
@@ -145,4 +147,8 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         aux_sum, tokens_E = ctx.saved_tensors
         ctx.load.add(tokens_E, aux_sum)
-        return grad, torch.full_like(aux_sum, ctx.scale) if ctx.needs_input_grad[1] else None, None, None, None
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None, None, None
+        is_known = not isinstance(ctx.scale, Tensor)
+        aux_grad = torch.full_like(aux_sum, ctx.scale) if is_known else ctx.scale.to(aux_sum).expand_as(aux_sum)
+        return grad, aux_grad, None, None, None

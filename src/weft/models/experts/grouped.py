@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+#: Numbers of rows up to each expert: on the device (int32), or as the host knows them.
+Ends = Tensor | Sequence[int]
 #: What torch's grouped kernel takes, by device. Others go expert by expert: float64 is refused by it everywhere, and
 #: on a GPU all but bfloat16 would be a loop inside of it, with the host waiting just the same.
 _KERNEL_TYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
@@ -90,7 +92,17 @@ def grouped_way(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
     return "kernel" if aligned and hasattr(torch.nn.functional, "grouped_mm") else "loop"
 
 
-def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Tensor:
+def told_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
+    """Return what `grouped_linear` takes as `ends_E` of all these stacks: on the host where they need it there, once.
+
+    Args:
+        ends_E: number of rows up to each expert.
+        stacks: matrices for each expert.
+    """
+    return ends_E.tolist() if all(_way(weights) == "loop" for weights in stacks) else ends_E
+
+
+def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Ends) -> Tensor:
     """Compute x @ w[e].T for the rows of each expert e; (R, F).
 
     Args:
@@ -98,14 +110,21 @@ def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Tensor:
         weights_EFD: a matrix for each expert.
         ends_E: number of rows up to each expert, the last is R.
     """
-    device = x_RD.device
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
+    way = _way(weights_EFD)
+    if torch.is_autocast_enabled(x_RD.device.type):
+        dtype = torch.get_autocast_dtype(x_RD.device.type)
         x_RD, weights_EFD = x_RD.to(dtype), weights_EFD.to(dtype)
-    _, dim_out, dim_in = weights_EFD.shape
-    if grouped_way(weights_EFD.dtype, device, dim_in, dim_out) == "kernel":
-        return torch.nn.functional.grouped_mm(x_RD, weights_EFD.transpose(1, 2), offs=ends_E)
-    return _Loop.apply(x_RD, weights_EFD, ends_E.tolist())
+    if way == "loop":
+        return _Loop.apply(x_RD, weights_EFD, ends_E.tolist() if isinstance(ends_E, Tensor) else ends_E)
+    assert isinstance(ends_E, Tensor), "ends were told for stacks that all go expert by expert"
+    return torch.nn.functional.grouped_mm(x_RD, weights_EFD.transpose(1, 2), offs=ends_E)
+
+
+def _way(weights_EFD: Tensor) -> str:
+    device, (_, dim_out, dim_in) = weights_EFD.device, weights_EFD.shape
+    autocasts = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocasts else weights_EFD.dtype
+    return grouped_way(dtype, device, dim_in, dim_out)
 
 
 def _pairs(rows_RD: Tensor, order: ByExpert) -> Tensor:

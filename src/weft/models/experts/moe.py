@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.experts.balance import BIAS_UNIT, Load, Span, attach, count_tokens, keep_within, sequence_loss
-from weft.models.experts.grouped import combine_rows, grouped_linear, sort_by_expert, spread_rows
+from weft.models.experts.grouped import combine_rows, grouped_linear, sort_by_expert, spread_rows, told_ends
 from weft.private_torch import uncompiled
 from weft.spec import DecoderSpec
 
@@ -35,7 +35,8 @@ class Router(nn.Module):
 
     bias_ppm: with balance="bias", added to the scores for choosing alone, in millionths (int64).
     span: how sequences lie on ranks. aux_scale: gradient of the auxiliary loss, summed over tokens; None: one over the
-    tokens of the call, as suits a loss that is their mean. `TrainStep` sets it.
+    tokens of the call, as suits a loss that is their mean. `TrainStep` sets it, to a 0-d tensor where only the device
+    knows it.
     """
 
     bias_ppm: Tensor | None
@@ -50,7 +51,7 @@ class Router(nn.Module):
         self.register_buffer("bias_ppm", bias_ppm)
         self.load = Load(spec.num_experts)
         self.span = Span()
-        self.aux_scale: float | None = None
+        self.aux_scale: float | Tensor | None = None
 
     def reset_buffers(self) -> None:
         """Set the buffers as they are before training."""
@@ -115,8 +116,9 @@ class Experts(nn.Module):
 
     def run(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
         """Run the experts on rows in their order; (R, D). ends_E: number of rows up to each expert."""
-        gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, ends_E).chunk(2, -1)
-        return grouped_linear(F.silu(gate_RF) * up_RF, self.down, ends_E)
+        ends = told_ends(ends_E, self.gate_up, self.down)
+        gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, ends).chunk(2, -1)
+        return grouped_linear(F.silu(gate_RF) * up_RF, self.down, ends)
 
 
 class MoE(nn.Module):

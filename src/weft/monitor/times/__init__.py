@@ -10,6 +10,7 @@ __all__ = [
     "Meter",
     "StepTimes",
     "TimeBook",
+    "busy_seconds",
     "chrome_trace",
     "draw_times",
     "memory_bytes",
@@ -18,7 +19,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.monitor.times.meter import Meter, StepTimes, memory_bytes
-    from weft.monitor.times.time_book import TimeBook, chrome_trace, draw_times, time_lines
+    from weft.monitor.times.time_book import TimeBook, busy_seconds, chrome_trace, draw_times, time_lines
 
 __getattr__ = loads(
     __name__,
@@ -26,6 +27,7 @@ __getattr__ = loads(
         "Meter": ".meter",
         "StepTimes": ".meter",
         "TimeBook": ".time_book",
+        "busy_seconds": ".time_book",
         "chrome_trace": ".time_book",
         "draw_times": ".time_book",
         "memory_bytes": ".meter",

@@ -119,6 +119,18 @@ class TimeBook:
         return {**self._seconds, "host": max(0.0, total - known), "total": total}
 
 
+def busy_seconds(times: StepTimes) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step in which its rank computed and waited for nobody, and its waits by axis."""
+    busy, waits = 0.0, dict[str, float]()
+    for phase, seconds in times.phases.items():
+        inside = times.exposed.get(phase, {})
+        for axis, spent in inside.items():
+            waits[axis] = waits.get(axis, 0.0) + spent
+        if _KINDS.get(phase) == "compute":
+            busy += max(0.0, seconds - sum(inside.values()))
+    return busy, {axis: spent for axis, spent in waits.items() if spent > 0}
+
+
 def time_lines(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> list[str]:

@@ -107,7 +107,7 @@ class ExpertBalance:
         self._axis = mesh[names] if self._biased else None
         self._pending: Pending | None = None
 
-    def begin(self, scale: float) -> None:
+    def begin(self, scale: float | Tensor) -> None:
         """Begin a step. scale: of the gradient of a loss that is summed over tokens."""
         self._pending = None
         for router in self._routers:
@@ -130,11 +130,6 @@ class ExpertBalance:
         """Begin to add up the ranks' counts, after the last backward. All ranks call it."""
         if self._axis is not None:
             self._pending = start_all_reduce(torch.stack([_tokens(router) for router in self._biased]), self._axis)
-
-    @property
-    def scales(self) -> bool:
-        """Whether the host must know the scale that `begin` takes."""
-        return bool(self._routers)
 
     def finish(self, *, moved: bool | Tensor) -> None:
         """Move the biases at the end of a step where the weights moved. A skipped step leaves them.

@@ -28,7 +28,7 @@ class ForeignRouter(nn.Module):
 
     load: Load
     span: Span
-    aux_scale: float | None
+    aux_scale: float | Tensor | None
     rows: int
     _weft_rate: float
 

@@ -26,7 +26,15 @@ from weft.comm import all_gather
 from weft.comm.autograd import exchange, gather_slice, slice_to
 from weft.errors import ModelError
 from weft.mesh import Axis, Mesh
-from weft.models.experts import Experts, combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
+from weft.models.experts import (
+    Experts,
+    combine_rows,
+    grouped_linear,
+    permute_rows,
+    sort_by_expert,
+    spread_rows,
+    told_ends,
+)
 from weft.parallel.layers import StandIn
 from weft.parallel.placement import Placement
 from weft.private_torch import uncompiled, without_modes
@@ -199,8 +207,9 @@ class StackedGated(Protocol):
 
 
 def _run_gated(experts: StackedGated, rows_ND: Tensor, ends_L: Tensor) -> Tensor:
-    hidden_NF = experts._apply_gate(grouped_linear(rows_ND, experts.gate_up_proj, ends_L))
-    return grouped_linear(hidden_NF, experts.down_proj, ends_L)
+    ends = told_ends(ends_L, experts.gate_up_proj, experts.down_proj)
+    hidden_NF = experts._apply_gate(grouped_linear(rows_ND, experts.gate_up_proj, ends))
+    return grouped_linear(hidden_NF, experts.down_proj, ends)
 
 
 def _run_plain(experts: nn.Module, plain: Callable[..., Tensor], rows_ND: Tensor, ends_L: Tensor) -> Tensor:

@@ -29,16 +29,18 @@ _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 class Precision:
     """compute: of weights in forward and backward, and of activations. master: of all that is added up or kept.
 
-    wire: what travels in place of gradients between ranks.
+    wire: what travels in place of gradients between ranks. outer_wire: the same over the outermost data axis alone;
+    None: as over the others.
     """
 
     compute: torch.dtype
     master: torch.dtype
     wire: Wire
+    outer_wire: Wire | None = None
 
     @classmethod
     def of(cls, plan: Plan) -> Precision:
-        """Return the formats that the plan's `precision` and `reduce` stand for.
+        """Return the formats that the plan's `precision`, `reduce` and `compress` stand for.
 
         Raises:
             PlanError: where they do not go together.
@@ -46,17 +48,32 @@ class Precision:
         compute = _COMPUTE[plan.precision]
         master = torch.float64 if compute == torch.float64 else torch.float32
         wire = find_wire(plan.reduce)
-        if wire.spec.state_bytes and compute == torch.float16:
-            raise PlanError(
-                f"reduce={plan.reduce}: it keeps what it rounded off for the next step, and the loss scale of "
-                f"precision=fp16 changes in between. Use precision=bf16, or reduce=bf16."
-            )
-        return cls(compute, master, wire)
+        outer = find_wire(plan.compress) if plan.compress != "none" else None
+        for name, one in (("reduce", wire), ("compress", outer)):
+            if one is not None and one.spec.state_bytes and not one.feeds_back and compute == torch.float16:
+                raise PlanError(
+                    f"{name}={one.spec.name}: it keeps what it rounded off for the next step, and the loss scale of "
+                    f"precision=fp16 changes in between. Use precision=bf16, or {name}=bf16."
+                )
+        return cls(compute, master, wire, outer)
 
     @property
     def scales_loss(self) -> bool:
         """fp16 gradients underflow without loss scaling; the other formats have the range of fp32."""
         return self.compute == torch.float16
+
+    def refuse_debts(self) -> None:
+        """Refuse a user's own loop where what is rounded off is owed to the next step.
+
+        Raises:
+            ModelError: under such a wire: nothing here says by what gradients are multiplied, or when a step is taken.
+        """
+        for name, wire in (("reduce", self.wire), ("compress", self.outer_wire)):
+            if wire is not None and wire.feeds_back:
+                raise ModelError(
+                    f"{name}={wire.spec.name}: backward() came outside of a train step, which alone knows what is owed "
+                    f"once gradients are clipped. Use run.train_step, or compress=int8, which owes nothing."
+                )
 
     def refuse_unscaled(self, text: str) -> None:
         """Refuse a user's own loop where the loss must be scaled.
@@ -76,6 +93,8 @@ class Precision:
         short = {value: key for key, value in _COMPUTE.items()}
         narrow = not self.wire.spec.exact
         apart = f", gradients travel in {self.wire.spec.name}" if narrow else ""
+        if self.outer_wire is not None:
+            apart += f", over the outermost data axis in {self.outer_wire.spec.name} (lossy)"
         if not self.is_mixed:
             return f"all {short[self.compute]}{apart}"
         kept = (

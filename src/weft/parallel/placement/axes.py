@@ -26,6 +26,8 @@ from weft.parallel.local_tensors import Stretch
 from weft.parallel.placement.placement import WHOLE, Placement
 
 _DATA = ("dp_replicate", "dp_shard")
+#: One rank alone.
+NOBODY = Axis("nobody", 1, 0, (0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class Axes:
     number.
     waits: whether its sums must not begin before all stages are at the end of their passes.
     holders: ranks that hold the same parts of what is divided over `shard`: those with this rank's, in their order.
+    outer: of `over`, the axis that the plan's `compress` is for: dp_replicate, or where that has one rank `shard`.
+    inner: of `over`, the other ranks. beside: of `replicate`, those that are not on `outer`. Without `compress` nobody
+    is on the three.
+    alike: ranks with the same sums before those of `outer` are added, this rank's among them.
     """
 
     shard: Axis
@@ -49,6 +55,10 @@ class Axes:
     share: tuple[int, int]
     waits: bool = False
     holders: tuple[int, ...] = ()
+    alike: tuple[int, ...] = ()
+    outer: Axis = NOBODY
+    inner: Axis = NOBODY
+    beside: Axis = NOBODY
 
 
 class AxisMap:
@@ -221,9 +231,17 @@ class AxisMap:
             equal = (*equal, *shard)
         sums = self.mesh.ranks_over(self._lasting(equal))
         over = self._joined(("dp_replicate", *shard, *extra))
+        plan = self.mesh.plan
+        outer = shard if plan.dp_replicate == 1 else ("dp_replicate",)
+        coded = plan.compress != "none"
+        replicate = ("dp_replicate", *extra) if self._sharded else ("dp_replicate", *shard, *extra)
         return Axes(
+            alike=self.mesh.ranks_over(self._lasting(tuple(name for name in equal if name not in outer))),
+            outer=self._joined(outer) if coded else NOBODY,
+            inner=self._without(("dp_replicate", *shard, *extra), outer) if coded else NOBODY,
+            beside=self._without(replicate, outer) if coded else NOBODY,
             shard=self._joined(shard) if self._sharded else self._nobody("dp_shard"),
-            replicate=self._joined(("dp_replicate", *extra)) if self._sharded else over,
+            replicate=self._joined(replicate) if self._sharded else over,
             over=over,
             same=same,
             cut=self.mesh[cut] if cut else self._nobody("tp"),
@@ -242,6 +260,11 @@ class AxisMap:
     def _lasting(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Without axes of size 1 that would only make names longer; data axes keep theirs."""
         return tuple(name for name in names if name in (*_DATA, "beside_ep") or self._size((name,)) > 1)
+
+    def _without(self, names: tuple[str, ...], outer: tuple[str, ...]) -> Axis:
+        """Those of the axes that have several ranks and are not of `outer`, joined."""
+        rest = tuple(name for name in names if name not in outer and self._size((name,)) > 1)
+        return self.mesh[rest] if rest else NOBODY
 
     def _joined(self, names: tuple[str, ...]) -> Axis:
         return self.mesh[self._lasting(names)]

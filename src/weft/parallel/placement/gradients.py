@@ -35,6 +35,18 @@ from weft.parallel.placement.axes import AxisMap
 _ATTRIBUTE = "_weft_data_parallel"
 
 
+class Debts(Protocol):
+    """What replicas rounded off of gradients and still owe, as whole tensors by name."""
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Yield what this rank owes, in its own memory; no collective."""
+        ...
+
+    def take(self, source: StateSource) -> list[str]:
+        """Take over what any plan owed. Returns lines for people."""
+        ...
+
+
 class DataParallel(Protocol):
     """Gradients, master weights and the collectives between them, of one module on one rank.
 
@@ -43,11 +55,17 @@ class DataParallel(Protocol):
 
     axes: where the parts lie that this rank holds, and over whom gradients add up. Whole tensors are those of the model
     on one process: parts that techniques cut are joined, those of other stages of a pipeline come too.
-    coders: what travels in place of gradients, and what this rank carries of it from step to step.
+    coders: what travels in place of gradients, and what this rank carries of it from step to step. debts: what of that
+    any plan can take over.
     """
 
     axes: AxisMap
     coders: Coders
+
+    @property
+    def debts(self) -> Debts:
+        """What replicas still owe of rounded gradients."""
+        ...
 
     def begin_step(self) -> None:
         """Set gradients to zero from here. A previous step need not have come to its end."""
@@ -82,8 +100,8 @@ class DataParallel(Protocol):
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `update` takes the device's decision for this optimizer, so that the host need not wait.
 
-        After `finish`. No: where the optimizer cannot leave a step out by itself, runs on the host, or a wire carries
-        something to the next step.
+        After `finish`. No: where the optimizer cannot leave a step out by itself or runs on the host, and in the step
+        in which a wire begins to carry something to the next.
         """
         ...
 
@@ -103,8 +121,23 @@ class DataParallel(Protocol):
         """
         ...
 
-    def publish(self) -> None:
-        """Show the new weights to the next forward, on all ranks, after `optimizer.step()`."""
+    def publish(self, clip: float = 1.0, follow: bool = False) -> None:
+        """Show the new weights to the next forward, on all ranks, after `optimizer.step()`.
+
+        Args:
+            clip: what clipping multiplied gradients by.
+            follow: after `let_weights_follow`, return before they are there: each block waits for its own when it is
+                called, and every method here that reads weights waits for all. Whoever reads parameters calls `arrive`
+                before.
+        """
+        ...
+
+    def let_weights_follow(self) -> None:
+        """Let modules wait for their own weights, for `publish(follow=True)`. Call it before the first forward."""
+        ...
+
+    def arrive(self) -> None:
+        """Wait for weights that follow."""
         ...
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:

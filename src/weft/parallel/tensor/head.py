@@ -24,6 +24,7 @@ from weft.mesh import Axis
 from weft.parallel.layers import check_labels
 from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer
 from weft.parallel.tensor.cut_modules import Entry
+from weft.parallel.tensor.head_log_probs import token_log_probs
 from weft.parallel.tensor.head_loss import LossWay, token_loss
 from weft.private_torch import register_pytree_node
 from weft.structure import become, layers
@@ -34,13 +35,10 @@ LARGE_LOGITS_BYTES = 2**28
 _ATTRIBUTE = "_weft_head"
 
 
-@dataclass(slots=True)
-class HeadLoss:
-    """What a head gives in the place of logits: the sum of the tokens' losses, for `labels`, and how many count."""
+class _InPlaceOfLogits:
+    """What a model must not change after the head, because it is no logits."""
 
-    loss_sum: torch.Tensor
-    num_tokens: torch.Tensor
-    labels: torch.Tensor
+    __slots__ = ()
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -61,6 +59,26 @@ class HeadLoss:
         _refuse(getattr(function, "__name__", str(function)))
 
 
+@dataclass(slots=True)
+class HeadLoss(_InPlaceOfLogits):
+    """What a head gives in the place of logits: the sum of the tokens' losses, for `labels`, and how many count.
+
+    With weights both are sums of weights.
+    """
+
+    loss_sum: torch.Tensor
+    num_tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass(slots=True)
+class HeadLogProbs(_InPlaceOfLogits):
+    """What a head gives a loss that asks for tokens: log p(label) of each, (B, T), and 0 where none counts."""
+
+    log_probs: torch.Tensor
+    labels: torch.Tensor
+
+
 def _refuse(what: str) -> NoReturn:
     raise ModelError(
         f"loss: the model changes its logits after the head ({what}), so the head cannot give the loss. "
@@ -73,6 +91,12 @@ register_pytree_node(
     lambda loss: ([loss.loss_sum, loss.num_tokens, loss.labels], None),
     lambda leaves, _: HeadLoss(*leaves),
     serialized_type_name="weft.HeadLoss",
+)
+register_pytree_node(
+    HeadLogProbs,
+    lambda found: ([found.log_probs, found.labels], None),
+    lambda leaves, _: HeadLogProbs(*leaves),
+    serialized_type_name="weft.HeadLogProbs",
 )
 
 
@@ -90,6 +114,8 @@ class Head:
         self.scales = scales
         self.way = way
         self.labels: torch.Tensor | None = None
+        self.weights: torch.Tensor | None = None
+        self.of_tokens = False  # the loss asks for each token's log-probability
         self.ignore = -100
 
     def gives_loss(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -109,15 +135,21 @@ class LossHead(nn.Module):
     """A linear layer that gives logits, or the loss of its tokens."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        """(B, T, D) to whole logits, or to a HeadLoss."""
+        """(B, T, D) to whole logits, or to a HeadLoss or HeadLogProbs."""
         head: Head = getattr(self, _ATTRIBUTE)
         weight, bias = layers.weight_of(self), layers.bias_of(self)
         if head.gives_loss(x, weight):
             labels = head.labels
             assert labels is not None
             check_labels(labels, head.vocab, head.ignore)
-            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way)
-            return HeadLoss(loss_sum, (labels != head.ignore).sum(), labels)
+            if head.of_tokens:
+                found = token_log_probs(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way)
+                return HeadLogProbs(found, labels)
+            weights = head.weights
+            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way, weights)
+            trained = labels != head.ignore
+            count = trained.sum() if weights is None else weights.where(trained, 0.0).sum(dtype=torch.float64)
+            return HeadLoss(loss_sum, count, labels)
         if head.entry is None:
             return F.linear(x, weight, bias)
         logits = head.entry.product(self, head.entry.enter(x) if head.line.cuts_tokens else x)
@@ -148,17 +180,20 @@ def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
 
     Args:
         model: with a head that can give the loss, or none.
-        loss_fn: says that it takes that by an attribute `takes_head_loss` that is true.
-        batch: a mapping with "labels"; of any other the head gives logits.
+        loss_fn: says that it takes that by an attribute `takes_head_loss` that is true, or "tokens" where it wants the
+            log-probability of each.
+        batch: a mapping with "labels", and "weights" where they do not all count as 1; of any other the head gives
+            logits.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    module = find_head(model) if getattr(loss_fn, "takes_head_loss", False) and labels is not None else None
+    takes = getattr(loss_fn, "takes_head_loss", False)
+    module = find_head(model) if takes and labels is not None else None
     if module is None:
         yield
         return
     head: Head = getattr(module, _ATTRIBUTE)
-    head.labels = labels
+    head.labels, head.weights, head.of_tokens = labels, batch.get("weights"), takes == "tokens"
     try:
         yield
     finally:
-        head.labels = None
+        head.labels, head.weights, head.of_tokens = None, None, False

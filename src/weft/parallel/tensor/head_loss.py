@@ -12,6 +12,7 @@ B sequences, T tokens, S tokens of this rank, N = B T, C tokens at a time, D fea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,7 @@ def token_loss(
     vocab: int,
     ignore: int,
     way: LossWay | None = None,
+    weights_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum the cross-entropies in nats over the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
 
@@ -68,9 +70,11 @@ def token_loss(
         vocab: entries of the whole, of which this rank has those from rank * V on; entries from `vocab` on are padding.
         ignore: the label of tokens that do not count.
         way: how many tokens at a time; None: as on a CPU.
+        weights_BT: of all tokens' losses in the sum; None: 1.
     """
     way = LossWay() if way is None else way
-    return _TokenLoss.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way, torch.is_grad_enabled())
+    wants_grad = torch.is_grad_enabled()
+    return _TokenLoss.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way, wants_grad, weights_BT)
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -86,11 +90,12 @@ class _TokenLoss(torch.autograd.Function):
         ignore: int,
         way: LossWay,
         wants_grad: bool,
+        weights_BT: torch.Tensor | None,
     ) -> torch.Tensor:
         whole = line.start_gather(x_BSD).wait() if line.cuts_tokens else x_BSD
         needs = [wants_grad and need for need in ctx.needs_input_grad[:3]]
-        chunks = _Chunks(weight_VD, bias_V, line, vocab, ignore, way, needs, whole)
-        loss_sum = chunks.run(labels_BT.reshape(-1))
+        chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way, needs, whole)
+        loss_sum = chunks.sum(labels_BT.reshape(-1), None if weights_BT is None else weights_BT.reshape(-1))
         grad_x = None
         if chunks.grad_x is not None:
             grad_x = line.start_sum(chunks.grad_x.view(whole.shape)).wait()
@@ -101,7 +106,7 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.formats, strict=True)
-        return (*(None if saved is None else _scaled(saved, grad, dtype) for saved, dtype in pairs), *[None] * 6)
+        return (*(None if saved is None else _scaled(saved, grad, dtype) for saved, dtype in pairs), *[None] * 7)
 
 
 def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -112,7 +117,7 @@ def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torc
     return torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
 
 
-class _Chunks:
+class TokenChunks:
     """One pass over the tokens, a few at a time."""
 
     def __init__(
@@ -136,16 +141,24 @@ class _Chunks:
         self.grad_weight = torch.zeros_like(weight_VD, dtype=self.sums) if needs[1] else None
         self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
 
-    def run(self, labels_N: torch.Tensor) -> torch.Tensor:
-        """The sum of the losses."""
-        rows = self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize)
-        total = torch.zeros((), dtype=self.sums, device=labels_N.device)
-        for start in range(0, labels_N.numel(), max(1, rows)):
+    def losses(self, labels_N: torch.Tensor, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """The losses of a few tokens at a time. weights_N: with which they count in the gradients; None: 1."""
+        rows = max(1, self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize))
+        for start in range(0, labels_N.numel(), rows):
             part = slice(start, start + rows)
-            total += self._chunk(part, labels_N[part])
+            yield self._chunk(part, labels_N[part], None if weights_N is None else weights_N[part])
+
+    def sum(self, labels_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
+        """The sum of the losses, each times its weight."""
+        weights_N = None if weights_N is None else weights_N.to(self.sums)
+        total, done = torch.zeros((), dtype=self.sums, device=labels_N.device), 0
+        for losses_C in self.losses(labels_N, weights_N):
+            here = slice(done, done + losses_C.numel())
+            total += losses_C.sum() if weights_N is None else losses_C @ weights_N[here]
+            done += losses_C.numel()
         return total
 
-    def _chunk(self, part: slice, labels_C: torch.Tensor) -> torch.Tensor:
+    def _chunk(self, part: slice, labels_C: torch.Tensor, weights_C: torch.Tensor | None) -> torch.Tensor:
         hidden_CD = self.hidden_ND[part]
         logits_CV = F.linear(hidden_CD, self.weight, self.bias)
         if self.num_real < logits_CV.shape[1]:
@@ -162,8 +175,8 @@ class _Chunks:
         if self.grad_x is not None or self.grad_weight is not None:
             grad_CV = passes.gradient(kept, whole_C, here_C, labels, hidden_CD.dtype)
             del kept
-            self._gradients(part, hidden_CD, grad_CV, trained_C)
-        return (whole_C - label_C).where(trained_C, 0.0).sum()
+            self._gradients(part, hidden_CD, grad_CV, trained_C, weights_C)
+        return (whole_C - label_C).where(trained_C, 0.0)
 
     def _over_ranks(
         self, lse_C: torch.Tensor, label_logit_C: torch.Tensor, mine_C: torch.Tensor
@@ -176,12 +189,21 @@ class _Chunks:
         both_2C = all_reduce(both_2C, self.axis)
         return both_2C[0].log() + largest_C, both_2C[1]
 
-    def _gradients(self, part: slice, hidden_CD: torch.Tensor, grad_CV: torch.Tensor, trained_C: torch.Tensor) -> None:
+    def _gradients(
+        self,
+        part: slice,
+        hidden_CD: torch.Tensor,
+        grad_CV: torch.Tensor,
+        trained_C: torch.Tensor,
+        weights_C: torch.Tensor | None,
+    ) -> None:
         """From the gradient of the logits, as if all tokens were trained: those that are not are left out here.
 
-        Rows of hidden states are shorter than rows of logits.
+        Rows of hidden states are shorter than rows of logits, but weights are told apart here, where they are few.
         """
         trained_C1 = trained_C[:, None]
+        if weights_C is not None:
+            grad_CV *= weights_C[:, None].to(grad_CV.dtype)
         if self.grad_x is not None:
             grad_CD = torch.mm(grad_CV, self.weight, out=self.grad_x[part])
             grad_CD.masked_fill_(~trained_C1, 0.0)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.optim import StepDecision
+from weft.optim import DecidedOptimizer, StepDecision
 from weft.private_torch import foreach_mul_
 
 #: Of torch's optimizers, those whose update of an element depends on that element's gradient and state alone.
@@ -39,6 +39,8 @@ _FUSED = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.
 
 def leaves_steps_out(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `step_by_decision` can step this optimizer as it is set now."""
+    if isinstance(optimizer, DecidedOptimizer):
+        return True
     return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
@@ -52,12 +54,22 @@ def step_by_decision(optimizer: torch.optim.Optimizer, decision: StepDecision) -
             by_dtype.setdefault(param.grad.dtype, []).append(param.grad)
     for dtype, grads in by_dtype.items():
         foreach_mul_(grads, decision.factor_for(dtype))
+    if isinstance(optimizer, DecidedOptimizer):
+        with optimizer.decided(decision):
+            optimizer.step()
+        return
     # As torch's GradScaler tells fused optimizers.
     optimizer.__dict__["found_inf"] = (~decision.is_taken).float()
     try:
         optimizer.step()
     finally:
         del optimizer.__dict__["found_inf"]
+
+
+def settle_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step that the device did not take out of what the host counted. Waits for its decision."""
+    if isinstance(optimizer, DecidedOptimizer):
+        optimizer.settle()
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:

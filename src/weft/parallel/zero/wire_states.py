@@ -13,12 +13,16 @@ from weft.parallel.placement import DataParallel
 
 #: The plan that made the others, as bytes of its text.
 _PLAN = "plan"
+#: Steps that were taken, for wires that round by chance; under any plan.
+_TURN = "turn"
 
 
 def carried_here(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's tensors as (`rank/tensor/role/name`, tensor), and the plan; nothing where it carries none."""
     mesh, states = engine.axes.mesh, engine.coders.states()
     yield from ((f"{mesh.rank}/{name}", tensor) for name, tensor in states.items())
+    if engine.coders.by_chance:
+        yield _TURN, torch.tensor([engine.coders.turn], dtype=torch.int64)
     if states:
         yield _PLAN, torch.frombuffer(bytearray(str(mesh.plan).encode()), dtype=torch.uint8).clone()
 
@@ -27,6 +31,8 @@ def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> l
     """Give this rank what `carried_here` gave. Lines that say what does not fit this plan and is left out."""
     coders, mesh = engine.coders, engine.axes.mesh
     coders.forget()
+    if _TURN in tensors:
+        coders.take_turn(int(tensors[_TURN]))
     saved = bytes(tensors[_PLAN].tolist()).decode() if _PLAN in tensors else ""
     if saved and saved != str(mesh.plan):
         return [

@@ -174,7 +174,8 @@ def _ep(job: Job, columns: Columns, fabric: Fabric, tokens: Array) -> Array:
         return np.zeros_like(tokens)
     size = tokens / t * shape.top_k * shape.hidden * 2.0
     folded = job.stack.fold_experts
-    travel = 2 * fabric.all_to_all_s(size, e, 1 if folded else columns.tp)
+    copies = shape.top_k if job.stack.once_per_node else None
+    travel = 2 * fabric.all_to_all_s(size, e, 1 if folded else columns.tp, copies)
     if not folded:
         travel = travel + 2 * fabric.ring_s("all_gather", size * t, t, columns.tp_stride)
     return travel * shape.moe_layers / shape.layers

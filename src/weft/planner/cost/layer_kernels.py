@@ -19,6 +19,8 @@ Array = NDArray[np.float64]
 
 #: Calls of kernels by one layer: forward, and backward over forward (autograd's C++ calls cost about as much).
 _CALLS_FUSED, _CALLS_EAGER = 22, 40
+#: Speed of the first FlashAttention over the second (Dao 2023, arXiv 2307.08691: about half).
+_FLASH_1 = 0.55
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def traced_kernels(job: Job, shape: TracedShape, columns: Columns, tables: Table
     """Of a model that was traced: its own products, attention and passes in the place of formulas."""
     own = own_cut(job, columns, rate=cut.rate, half=cut.half)
     gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
-    attn_f, attn_b = attention_s(shape, None, own, tables, job.stack.attn_gain)
+    attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables))
     if (columns.cp > 1).any():
         is_cut = context_cost.is_cut(columns)
         pieces = [context_cost.pieces_s(job, columns, tables, cut.q, backward, cut.half) for backward in (False, True)]
@@ -161,6 +163,7 @@ def _linears(
         if width and share:
             parts += [(tokens, np.ceil(ups * width / t), h * one, one, share)]
             parts += [(tokens, h * one, np.ceil(width / t), one, share)]
+    grouped = 0
     if shape.moe_layers:
         split = one if job.stack.fold_experts else t
         local = np.maximum(1.0, shape.num_experts / columns.ep)
@@ -168,9 +171,13 @@ def _linears(
         wide = shape.expert_ffn / split
         parts += [(each, ups * wide, h * one, local, 1 - dense_share), (each, h * one, wide, local, 1 - dense_share)]
         parts += [(tokens / t, shape.num_experts * one, h * one, one, 1 - dense_share)]
+        grouped = len(parts) - 3
     m, n, k, batch = (np.stack([part[i] for part in parts]) for i in range(4))
     share = np.array([part[4] for part in parts])[:, None]
-    times = gemm_s(tables, np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m]), batch, rate)
+    ramps = np.full((len(parts), 1), tables.gemm_k0)
+    if shape.moe_layers:
+        ramps[grouped : grouped + 2] = tables.grouped_k0
+    times = gemm_s(tables, np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m]), batch, rate, ramps)
     forward, dgrad, wgrad = (times * share).sum(axis=1)
     return forward, dgrad, wgrad
 
@@ -201,7 +208,7 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
         mean = (seen + 128) / 2 if seen == s else seen - seen * seen / (2 * s)
         width = q * (1 + shape.rope_dim / (2 * shape.head_dim))
         flops = 4.0 * rows * mean * width
-        share = layers / shape.layers / stack.attn_gain
+        share = layers / shape.layers / attention_gain(job, tables)
         pair = [
             flash_s(tables, (2.5 if back else 1.0) * flops, seen, shape.head_dim, back, peak) for back in (False, True)
         ]
@@ -212,6 +219,12 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
             ]
         forward, backward = forward + share * pair[0], backward + share * pair[1]
     return forward, backward
+
+
+def attention_gain(job: Job, tables: Tables) -> float:
+    """Speed of the stack's attention kernels over those that were made for the device."""
+    second = tables.flash2_gain if job.stack.flash_version < 3 else 1.0
+    return job.stack.attn_gain * second * (_FLASH_1 if job.stack.flash_version == 1 else 1.0)
 
 
 def _unfused_attention(

@@ -112,7 +112,11 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     core = 2.0 * q + 4.0 * kv
     product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
     scores = _score_bytes(job, t)
-    ffn, product_up, routed = _ffn_bytes(job, columns, t)
+    narrow = np.where(stack.fp8_inputs & (columns.precision >= PRECISIONS.index("fp8")), 1.0, 0.0)
+    # Inputs of products in fp8: what q, k, v and the ups read is half as wide; attention keeps its own output beside.
+    outside = outside - narrow * 2 * h / gathered
+    core = core + narrow * q
+    ffn, product_up, routed = _ffn_bytes(job, columns, t, narrow)
     whole = outside + core + product + scores + ffn
     if stack.selective_half:
         selective = 2.0 * h / between + core / 2 + product + 2.0 * h / between + product_up + routed
@@ -155,12 +159,13 @@ def _score_bytes(job: Job, t: Array) -> Array:
     return each * np.ceil(job.shape.heads / t) * job.seq_len
 
 
-def _ffn_bytes(job: Job, columns: Columns, t: Array) -> tuple[Array, Array, Array]:
+def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Array, Array, Array]:
     """Bytes per token of the feed-forward part of a mean layer: all, one product that goes up, and what is routed."""
     shape = job.shape
     moe = shape.moe_share
     width = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
     per = np.where(job.stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
+    per = per - narrow  # what the down product reads
     routed = moe * shape.top_k * 4.0 * shape.hidden / t
     return per * width + routed, 2.0 * width, routed
 

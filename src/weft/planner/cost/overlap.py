@@ -94,7 +94,9 @@ def _traffic(
         travelling = wire_columns.wire_bytes(columns, learnt / pieces, stack.reduce_bytes)
         ring = np.where(columns.zero == 0, 2.0, 1.0)
         reduced = pieces * fabric.ring_s("reduce_scatter", travelling, group, stride) * ring
-        across = fabric.ring_s("all_reduce", travelling / np.where(columns.zero == 0, 1.0, group), replicas, apart)
+        part = learnt / pieces / np.where(columns.zero == 0, 1.0, group)
+        beside = wire_columns.wire_bytes(columns, part, stack.reduce_bytes, "replicas")
+        across = fabric.ring_s("all_reduce", beside, replicas, apart)
         reduces += np.where(learnt > 0, reduced + pieces * across, 0.0)
         # Under ZeRO 1 and 2 what was updated is gathered, under ZeRO 3 what is used.
         brought = np.where(columns.zero == 3, params, learnt)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost.host_cost import LayerWork, offload_s
+from weft.planner.cost.host_memory import host_bytes
 from weft.planner.cost.layer_cost import LayerCosts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s
 from weft.planner.cost.memory_cost import memory_bytes, rank_shares, trained_shares
@@ -54,18 +55,25 @@ _HOST_BACKWARD = 1.3
 _CHUNK = 1 << 15
 
 
-def device_parts(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Iterator[Parts]:
-    """Yield the seconds by term (TERMS) and bytes by class (CLASSES) of every row, some rows at a time.
+def device_parts(
+    job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, *, timed: bool = True
+) -> Iterator[Parts]:
+    """Yield the seconds by term (TERMS) and bytes by class (CLASSES, and "host") of every row, some rows at a time.
 
     Args:
         job: model, sequence and batch.
         cluster: gives the size of a node.
         columns: the plans.
         tables: constants of the device.
+        timed: with seconds; without them it is a small part of the work.
     """
     fabric = Fabric.of(tables, cluster.devices_per_node)
     for start in range(0, max(1, len(columns)), _CHUNK):
-        yield _chunk(job, cluster, columns[slice(start, start + _CHUNK)], tables, fabric)
+        some = columns[slice(start, start + _CHUNK)]
+        if timed:
+            yield _chunk(job, cluster, some, tables, fabric)
+        else:
+            yield {}, _memory(job, cluster, some, tables, split_layers(job.shape.layers, some))
 
 
 def _chunk(
@@ -94,7 +102,13 @@ def _chunk(
             terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
     _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
     _step_terms(job, columns, cluster, tables, fabric, (costs, idle_f, idle_b), stages, terms)
-    return terms, memory_bytes(job, columns, tables, stages, cluster.device.memory_bytes)
+    return terms, _memory(job, cluster, columns, tables, stages)
+
+
+def _memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:
+    """Bytes by class, and what is kept in the host's memory."""
+    device = memory_bytes(job, columns, tables, stages, cluster.device.memory_bytes)
+    return {**device, "host": host_bytes(job, columns, stages)}
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
@@ -189,7 +203,8 @@ def _step_terms(
     own = (trained.dense + trained.ends) / group + trained.experts / expert_group
     terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, trained)
     nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
-    around = tables.step_s + tables.barrier_s * np.log2(nodes)
+    domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
+    around = tables.step_s + tables.barrier_s * np.log2(domains)
     terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + around
     each = np.maximum(1.0, layers)
     work = LayerWork(forward=forward / each, backward=backward / each, layers=layers, own=own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weft.planner.scoring.runs import PublishedRun
+from weft.planner.scoring.rows import PublishedRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,19 +16,23 @@ __all__ = [
     "changed_words",
     "drawn_schedule",
     "estimated",
+    "host_message",
     "memory_by_rank",
     "neighbours",
     "of_decoder",
     "read_model",
+    "tuned_question",
+    "what_fits",
 ]
 
 if TYPE_CHECKING:
-    from weft.planner.search.best_plans import answer
+    from weft.planner.search.best_plans import answer, host_message
     from weft.planner.search.candidate import Answer, Candidate
     from weft.planner.search.model_source import CODE, PlannedModel, of_decoder, read_model
     from weft.planner.search.moves import changed_words, estimated, neighbours
     from weft.planner.search.question import Question
     from weft.planner.search.ranks import drawn_schedule, memory_by_rank
+    from weft.planner.search.tuning import tuned_question, what_fits
 
 __getattr__ = loads(
     __name__,
@@ -42,9 +46,12 @@ __getattr__ = loads(
         "changed_words": ".moves",
         "drawn_schedule": ".ranks",
         "estimated": ".moves",
+        "host_message": ".best_plans",
         "memory_by_rank": ".ranks",
         "neighbours": ".moves",
         "of_decoder": ".model_source",
         "read_model": ".model_source",
+        "tuned_question": ".tuning",
+        "what_fits": ".tuning",
     },
 )

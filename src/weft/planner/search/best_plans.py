@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost.machine import Tables
-from weft.planner.estimator import Estimates, estimate
+from weft.planner.estimator import Estimates, estimate, estimate_memory
 from weft.planner.search.candidate import Answer, Candidate, candidates, layouts
 from weft.planner.search.clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question
@@ -121,19 +121,29 @@ class _Keep:
 
     def look_at(self, columns: Columns) -> None:
         """Estimate some plans, keep the best of them, and count the others by what does not fit."""
-        found = estimate(self.question.job, self.question.cluster, columns, self.tables)
-        fits = found.fits_probability >= self.question.fits
+        asked = self.question
+        found = estimate_memory(asked.job, asked.cluster, columns, self.tables)
+        fits = found.fits_probability >= asked.fits
         self.num_plans += len(columns)
         self.num_fit += int(fits.sum())
         self._refuse(columns, found, ~fits)
         rows = np.flatnonzero(fits)
         if len(rows):
-            self.kept.append(columns[_promising(columns, found.total_bytes, found.step_s, rows)])
+            columns = columns[rows]
+            found = estimate(asked.job, asked.cluster, columns, self.tables)
+            every = np.arange(len(columns))
+            self.kept.append(columns[_promising(columns, found.total_bytes, found.step_s, every)])
 
     def _refuse(self, columns: Columns, found: Estimates, out: NDArray[np.bool_]) -> None:
         rows = np.flatnonzero(out)
         if not len(rows):
             return
+        too_much = found.host_bytes[rows] > found.host_limit
+        if too_much.any():
+            self._refuse_host(columns, found, rows[too_much])
+            rows = rows[~too_much]
+            if not len(rows):
+                return
         names = [name for name in found.memory if name not in ("context", "communicators", "reserve")]
         largest = np.argmax(np.stack([found.memory[name][rows] for name in names]), axis=0)
         needed = found.total_bytes[rows]
@@ -146,9 +156,17 @@ class _Keep:
             known.count += int(of_class.sum())
             if not known.message:
                 known.message = _memory_message(self.question, names[code], _rows(found, [one]))
-        nearest = rows[[np.argmin(needed)]]
         if self.nearest is None or needed.min() < self.nearest.total_bytes:
-            self.nearest = candidates(self.question, columns[nearest], _rows(found, nearest))[0]
+            nearest = columns[rows[[np.argmin(needed)]]]
+            timed = estimate(self.question.job, self.question.cluster, nearest, self.tables)
+            self.nearest = candidates(self.question, nearest, timed)[0]
+
+    def _refuse_host(self, columns: Columns, found: Estimates, rows: NDArray[Any]) -> None:
+        """Count plans that keep more in their host's memory than it has."""
+        one = int(rows[np.argmin(found.host_bytes[rows])])
+        known = self.refused.setdefault("memory-host", Refused("memory-host", 0, columns.plan(one), ""))
+        known.count += len(rows)
+        known.message = known.message or host_message(float(found.host_bytes[one]), found.host_limit)
 
     def ranked(self) -> tuple[list[Candidate], list[Candidate]]:
         """The best plans, fastest first, and those of the border of memory against time."""
@@ -162,6 +180,14 @@ class _Keep:
         order, border = _order(memory, speed), _border(memory, speed)
         ranked = candidates(self.question, columns[order], _rows(found, order))
         return ranked, candidates(self.question, columns[border], _rows(found, border))
+
+
+def host_message(needed: float, limit: float) -> str:
+    """Say what a rank keeps in its host's memory, and how much it may."""
+    return (
+        f"a rank keeps {format_bytes(needed)} in its host's memory; its share that may be pinned is "
+        f"{format_bytes(limit)}."
+    )
 
 
 def _memory_message(question: Question, largest: str, found: Estimates) -> str:
@@ -212,4 +238,5 @@ def _rows(found: Estimates, rows: Any) -> Estimates:
         terms={name: array[index] for name, array in found.terms.items()},
         memory={name: array[index] for name, array in found.memory.items()},
         world_size=found.world_size[index],
+        host_bytes=found.host_bytes[index],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -24,7 +25,7 @@ class Candidate:
     terms: parts of the step, which add up to step_s. memory: by class; they add up to total_bytes, which is what the
     driver's tools show; reserved_bytes is what torch's allocator holds, allocated_bytes what lies in tensors.
     fits: probability that it fits into usable_bytes. clocked: its pipeline's schedule was run on a clock, stage by
-    stage; else the bubble is a closed form.
+    stage; else the bubble is a closed form. host_bytes: of a rank in its host's memory, of which it may pin host_limit.
     """
 
     question: Question
@@ -39,6 +40,8 @@ class Candidate:
     usable_bytes: float
     fits: float
     clocked: bool = False
+    host_bytes: float = 0.0
+    host_limit: float = math.inf
 
     @property
     def tokens_per_s(self) -> float:
@@ -164,6 +167,8 @@ def candidates(
             total_bytes=sums["total_bytes"][row],
             usable_bytes=found.usable_bytes,
             fits=sums["fits_probability"][row],
+            host_bytes=float(found.host_bytes[row]),
+            host_limit=found.host_limit,
         )
         for row in range(len(columns))
     ]

@@ -13,6 +13,7 @@ import numpy as np
 from weft.errors import PlanError
 from weft.planner.cost.pipeline import Durations, simulate
 from weft.planner.estimator import Estimates
+from weft.planner.foresight import memory_spread
 from weft.planner.measured import HostTables
 from weft.planner.search.candidate import Candidate
 from weft.planner.search.ranks import Passes, best_split, durations, memory_by_rank, passes, schedule_of, stage_layers
@@ -69,6 +70,9 @@ def _timed(one: Candidate, parts: Passes, layers: list[int]) -> Candidate:
         usable_bytes=one.usable_bytes,
         tokens=0.0,
         world_size=np.ones(1, dtype=np.int64),
+        memory_spread=memory_spread(one.question.job, one.question.cluster),
+        host_bytes=np.array([one.host_bytes]),
+        host_limit=one.host_limit,
     )
     return replace(
         one,

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 #: Families of Hugging Face whose configs are read, and whether two matrices go up in their feed-forward layers.
 _FAMILIES = {
     "llama": True, "mistral": True, "mixtral": True, "qwen2": True, "qwen2_moe": True, "qwen3": True,
-    "qwen3_moe": True, "gemma": True, "olmo": True, "olmo2": True, "phi3": True, "granite": True, "olmoe": True,
+    "qwen3_moe": True, "gemma": True, "gemma2": True, "gemma3_text": True,
+    "olmo": True, "olmo2": True, "phi3": True, "granite": True, "olmoe": True,
     "gpt_oss": True, "gpt2": False, "gpt_neox": False, "gpt_bigcode": False, "opt": False, "bloom": False,
     "deepseek_v2": True,
     "deepseek_v3": True,
@@ -182,7 +183,11 @@ def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> S
         head_dim=found.get("head_dim") or found["hidden"] // found["heads"],
         ffn=0 if experts and not found.get("dense_layers") else ffn,
         gated=_FAMILIES[family],
-        tied=bool(table.get("tie_word_embeddings", family in ("gpt2", "gemma", "opt", "bloom", "gpt_bigcode"))),
+        tied=bool(
+            table.get(
+                "tie_word_embeddings", family.startswith("gemma") or family in ("gpt2", "opt", "bloom", "gpt_bigcode")
+            )
+        ),
         biases=not _FAMILIES[family],
         layer_norm=not _FAMILIES[family],
         learned_positions=found.get("positions", 0) if family in ("gpt2", "opt", "gpt_bigcode") else 0,

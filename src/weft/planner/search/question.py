@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +15,16 @@ from weft.planner.cost.machine import Tables
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
 from weft.planner.space import Job, Shape, Stack
-from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel
+from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, common_divisors
 from weft.spec.cluster import device_by_torch_name
-from weft.spec.plan import PLAN_FIELDS, Plan, split_plan
+from weft.spec.plan import AXES, PLAN_FIELDS, Plan, split_plan
 from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule
 from weft.units import counted
 
 #: Probability of fitting into memory from which on a plan is listed.
 FITS = 0.9
+#: What a command line may say, as an example.
+_USUAL = {"seq-len": 8192, "global-batch": 128}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,7 @@ class Question:
             rule = f"{planned.name} reads at most {planned.spec.max_seq_len} tokens"
             raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
         decided = read_fixed(fixed) if isinstance(fixed, str) else dict(fixed)
+        _expect_divisors(decided, machines.num_devices)
         _expect_measured(decided.get("precision"), known, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
         return cls(
@@ -209,6 +213,18 @@ def read_fixed(text: str) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not value or value != PLAN_FIELDS[name].open_word}
 
 
+def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
+    """ConfigError for sizes of axes that do not divide the devices: no plan has them."""
+    sizes = {axis: decided[axis] for axis in AXES if isinstance(decided.get(axis), int)}
+    needed = math.prod(sizes.values())
+    if needed and num_devices % needed:
+        words = " ".join(f"{axis}={size}" for axis, size in sizes.items())
+        rule = f"{counted(num_devices, 'device')} are no multiple of {needed}"
+        raise _error(
+            "fix", f"fix={words}: {rule}. Use a divisor: {', '.join(map(str, common_divisors(num_devices)[:12]))}."
+        )
+
+
 def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:
     """ConfigError for a decided number format of which the host's profile says nothing with so many ranks."""
     if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16"):
@@ -221,7 +237,9 @@ def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: 
 
 def _positive(name: str, value: int) -> int:
     if isinstance(value, bool) or not 1 <= value <= 10**9:
-        raise _error(name, f"{name}={value}: a whole number from 1 to 10**9 is needed. Use e.g. --{name} 8192.")
+        raise _error(
+            name, f"{name}={value}: a whole number from 1 to 10**9 is needed. Use e.g. --{name} {_USUAL[name]}."
+        )
     return value
 
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from weft.spec import DecoderSpec
 from weft.spec.config import AdapterSection
+from weft.spec.model import DecoderWidths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,29 @@ class AdapterSize:
             if _fits(f"blocks.{layer}.{path}", section.targets)
         ]
         return cls(rank=section.rank, width=sum(found) / spec.num_layers, products=len(found) / spec.num_layers)
+
+    @classmethod
+    def of_shape(cls, shape: DecoderWidths, rank: int) -> AdapterSize:
+        """Return the size on all linear layers of a decoder but the head, routers and stacked experts."""
+        attention, moe = _attention(shape), shape.moe_layers / shape.layers
+        dense, shared = _feed_forward(shape, shape.ffn), _feed_forward(shape, shape.shared_ffn)
+        width = sum(attention) + (1 - moe) * sum(dense) + moe * sum(shared)
+        products = len(attention) + (1 - moe) * len(dense) + moe * len(shared)
+        return cls(rank=rank, width=width, products=products)
+
+
+def _attention(shape: DecoderWidths) -> list[int]:
+    """Inputs and outputs, added up, of each product of an attention layer."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if not shape.kv_rank:
+        return [shape.hidden + q, shape.hidden + kv, shape.hidden + kv, q + shape.hidden]
+    turned = shape.heads * (shape.head_dim + shape.rope_dim)
+    low = [shape.hidden + shape.q_rank, shape.q_rank + turned] if shape.q_rank else [shape.hidden + turned]
+    return [*low, shape.hidden + shape.kv_rank + shape.rope_dim, shape.kv_rank + 2 * q, q + shape.hidden]
+
+
+def _feed_forward(shape: DecoderWidths, width: int) -> list[int]:
+    return [shape.hidden + width] * (3 if shape.gated else 2) if width else []
 
 
 def _fits(path: str, targets: Sequence[str]) -> bool:

@@ -11,7 +11,8 @@ from weft.spec.shares import bucket_bytes
 class Stack:
     """Features of a training stack. The defaults are what Weft's runtime does.
 
-    flash: fused attention, no scores in memory. attn_gain: speed of its attention kernels over the table's.
+    flash: fused attention, no scores in memory. flash_version: 3, the kernels made for the device; 2, FlashAttention 2,
+    made for Ampere; 1, the first. attn_gain: speed of its attention kernels over those of that version.
     eager_pieces: pieces of a cut sequence go through FlashAttention 2, whatever whole ones go through, and are joined
     by single kernels (else through the same attention, and each is joined by one kernel).
     cp_sum_bytes: of a key's gradient as it travels between the ranks of a sequence.
@@ -35,7 +36,9 @@ class Stack:
     after it (else it makes the whole forward again).
     dropout: masks are made and kept. cuda_graphs: no launch gaps. host_gain: speed of its host code over the table's.
     scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
-    tensor-parallel ranks too (else each expert is split over them). vocab_multiple: the vocabulary is padded to it,
+    tensor-parallel ranks too (else each expert is split over them). once_per_node: a token goes to a node once, however
+    many of its experts are there. fp8_inputs: with fp8, products keep their inputs for backward in fp8.
+    vocab_multiple: the vocabulary is padded to it,
     times tp. balanced_stages: layers are split over a pipeline so that embedding and head count as the layers
     that they cost. bucket_params: parameters whose gradients travel together, or bucket_params_per_rank for each rank
     that shares them where that is more. bucket_bytes: buffers beside the gradients, in which they and the parameters
@@ -44,6 +47,7 @@ class Stack:
 
     name: str = "weft"
     flash: bool = True
+    flash_version: int = 3
     attn_gain: float = 1.0
     eager_pieces: bool = True
     cp_sum_bytes: float = 4.0
@@ -75,6 +79,8 @@ class Stack:
     host_gain: float = 1.0
     scatter_p2p: bool = False
     fold_experts: bool = True
+    once_per_node: bool = False
+    fp8_inputs: bool = False
     vocab_multiple: int = 1
     balanced_stages: bool = False
     bucket_params: float = bucket_bytes("cuda") // 4

@@ -1,32 +1,62 @@
-"""What gradients cost as the wire that a plan's `reduce` names: on the way, and in memory."""
+"""What gradients cost as the wires that a plan's `reduce` and `compress` name: on the way, and in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.space.columns import Columns
-from weft.spec import WIRES, WireSpec, wire_spec
+from weft.spec import COMPRESSES, WIRES, WireSpec, wire_spec
 
 Array = NDArray[np.float64]
+#: The ways of gradients: to the ranks that divide them, and over dp_replicate.
+Way = Literal["shard", "replicas"]
 
 
-def wire_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
-    """Bytes on the wire of so many gradients, which have `own_bytes` each where nothing is encoded."""
-    return _of_rows(columns, lambda wire: wire.num_bytes(numel, own_bytes))
+def wire_bytes(columns: Columns, numel: Array, own_bytes: float, way: Way = "shard") -> Array:
+    """Return bytes on the wire of so many gradients.
+
+    Args:
+        columns: the plans.
+        numel: how many.
+        own_bytes: of each where nothing is encoded.
+        way: which one they go.
+    """
+
+    def of(wire: WireSpec) -> Array:
+        return wire.num_bytes(numel, own_bytes)
+
+    plain, encoded = _of_rows(columns, of), _of_outer(columns, of)
+    return np.where(_is_outer(columns, way), encoded, plain)
 
 
 def copy_bytes(columns: Columns, own_bytes: float) -> Array:
     """Bytes per gradient of the encoded copy beside what is on its way."""
-    return _of_rows(columns, lambda wire: wire.copy_bytes(own_bytes))
+
+    def of(wire: WireSpec) -> float:
+        return wire.copy_bytes(own_bytes)
+
+    outer = np.where(columns.compress > 0, _of_outer(columns, of), 0.0)
+    return np.maximum(_of_rows(columns, of), outer)
 
 
 def state_bytes(columns: Columns) -> Array:
     """Bytes per gradient of what ranks that send them carry from step to step, the last step's beside the next."""
     sends = columns.dp_replicate * columns.dp_shard * columns.cp > 1
-    return np.where(sends, 2 * _of_rows(columns, lambda wire: wire.state_bytes), 0.0)
+    plain = np.where(sends, 2 * _of_rows(columns, lambda wire: wire.state_bytes), 0.0)
+    # Over dp_replicate a rank sends its own part of the sums alone.
+    divides = (columns.dp_replicate > 1) & (columns.zero > 0)
+    part = np.where(divides, columns.dp_shard * columns.cp, 1)
+    outer = 2 * _of_outer(columns, lambda wire: wire.state_bytes) / part
+    return plain + np.where((columns.compress > 0) & sends, outer, 0.0)
+
+
+def _is_outer(columns: Columns, way: Way) -> NDArray[np.bool_]:
+    """Rows whose `compress` is for this way."""
+    return (columns.compress > 0) & ((columns.dp_replicate > 1) == (way == "replicas"))
 
 
 def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
@@ -34,4 +64,13 @@ def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array
     found = np.zeros(len(columns))
     for code in np.unique(columns.reduce):
         found = np.where(columns.reduce == code, of(wire_spec(WIRES[int(code)])), found)
+    return found
+
+
+def _of_outer(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
+    """The same of `compress`; 0 where there is none."""
+    found = np.zeros(len(columns))
+    for code in np.unique(columns.compress):
+        if code:
+            found = np.where(columns.compress == code, of(wire_spec(COMPRESSES[int(code)])), found)
     return found

@@ -1,7 +1,7 @@
 """What an estimate rests on: which share of a step's time comes from constants measured where, and how far to trust it.
 
-Every term is laid to the one constant that decides most of it. The spreads are the relative errors that such constants
-leave: about what is seen between estimates and published runs, and between two publications of one run.
+Every term is laid to the one constant that decides most of it. The bands are learnt from errors on published runs, each
+predicted without its source (`planner/foresight`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.planner.cost.machine import Tables
+from weft.planner.foresight import Band, Circumstances, circumstances_of, shipped, time_bands, unmeasured
+from weft.planner.measured import HostTables
+from weft.planner.search import Candidate
+from weft.units import format_seconds
 
 #: The constant that decides most of a term.
 DECIDED_BY = {
@@ -28,13 +32,15 @@ DECIDED_BY = {
     "offload": "host_rate",
     "straggler": "straggler",
 }
-#: Where constants come from: what people read, and the relative error of a step that rests on such alone.
+#: Where constants come from, as people read it.
 RUNGS = {
-    "here": ("measurements of this machine", 0.05),
-    "table": ("measurements of this device type", 0.08),
-    "common": ("constants common to all devices", 0.12),
-    "datasheet": ("the data sheet alone", 0.25),
+    "here": "measurements of this machine",
+    "table": "measurements of this device type",
+    "common": "constants common to all devices",
+    "datasheet": "the data sheet alone",
 }
+#: Share of cases of the band that is told.
+TOLD = 0.8
 
 
 def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]:
@@ -48,12 +54,46 @@ def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]
     return {rung: seconds / whole for rung, seconds in shares.items() if seconds > 0}
 
 
-def spread(shares: Mapping[str, float]) -> float:
-    """Relative error to be expected of the step time."""
-    return sum(share * RUNGS[rung][1] for rung, share in shares.items())
+def band_of(one: Candidate, level: float = TOLD) -> Band | None:
+    """Return the band of a candidate's step time, as factors; None where the host was measured: its error is another.
+
+    Args:
+        one: the candidate.
+        level: share of cases that lie in it.
+    """
+    if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
+        return None
+    return time_bands(circumstances(one))[level]
 
 
-def basis_words(shares: Mapping[str, float]) -> str:
-    """'expected error of the step time 9%; its basis: 74% measurements of this device type, 26% ...'."""
-    parts = ", ".join(f"{share:.0%} {RUNGS[rung][0]}" for rung, share in shares.items() if share >= 0.005)
-    return f"expected error of the step time: {spread(shares):.0%}; basis: {parts}"
+def circumstances(one: Candidate) -> Circumstances:
+    """Return what the error of a candidate depends on."""
+    question, plan = one.question, one.plan
+    return circumstances_of(question.job, question.cluster, plan.precision, plan.pp, question.cluster.num_devices)
+
+
+def band_words(one: Candidate) -> list[str]:
+    """Say how far to trust the step time: a band where there were runs to learn from, and what was never measured."""
+    shares = time_by_rung(one.terms, one.question.tables)
+    basis = ", ".join(f"{share:.0%} {RUNGS[rung]}" for rung, share in shares.items() if share >= 0.005)
+    band = band_of(one)
+    if band is None:
+        return [f"trust   basis: {basis}"]
+    missing = unmeasured(circumstances(one), one.question.cluster.device.name)
+    if missing:
+        lines = [f"trust   no band: {'; '.join(missing)} was ever measured", f"        basis: {basis}"]
+    else:
+        known = shipped()
+        low, high = (format_seconds(one.step_s * factor) for factor in (band.low, band.high))
+        lines = [
+            f"trust   {low} to {high} a step in {band.level:.0%} of cases "
+            f"({band.low - 1:+.0%} to {band.high - 1:+.0%}), by the errors on {known.runs} published runs of "
+            f"{known.sources} sources, each predicted without its source",
+            f"        basis: {basis}",
+        ]
+    if "here" not in shares:
+        device = one.question.cluster.device.name.rstrip("*")
+        lines.append(
+            f"        not yet measured: Weft's own speed on {device}; those runs used other software (weft calibrate)"
+        )
+    return lines

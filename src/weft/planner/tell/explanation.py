@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from weft.planner.measured import lesson_words
 from weft.planner.search import Candidate, Question
-from weft.planner.tell.basis import basis_words, time_by_rung
+from weft.planner.tell.basis import band_words
 from weft.units import format_bytes, format_count, format_seconds
 
 #: What each term of a step is, for people.
@@ -52,7 +52,7 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
         f"MFU     {one.mfu:.1%} counting full attention, {one.causal_mfu:.1%} counting causal attention; "
         "without recompute",
         *([f"cost    {', '.join([*money, *energy])}"] if money or energy else []),
-        f"trust   {basis_words(time_by_rung(one.terms, one.question.tables))}",
+        *band_words(one),
         *_learned(one.question),
         *waiting,
     ]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from weft.planner.search import Question, answer
 from weft.planner.tell.scenario import Scenario, change
+from weft.spec import DeviceSpec
 from weft.spec.cluster import devices
 
 #: A look at a few plans is enough to say whether anything fits.
@@ -15,10 +16,13 @@ _MOST_DEVICES = 4096
 
 
 def nearest_yes(question: Question) -> list[Scenario]:
-    """Return up to three changed questions that have an answer: more devices, a larger device, shorter sequences."""
+    """Return up to four changed questions that have an answer.
+
+    An adapter, more devices, a larger device, shorter sequences.
+    """
     found: list[Scenario] = []
-    for ways in (_more_devices(question), _larger_devices(question), _shorter_sequences(question)):
-        scenario = _first_that_fits(question, ways)
+    for ways in (_adapters, _more_devices, _larger_devices, _shorter_sequences):
+        scenario = _first_that_fits(question, ways(question))
         if scenario is not None:
             found.append(scenario)
     return found
@@ -46,11 +50,28 @@ def _more_devices(question: Question) -> Iterator[str]:
 
 
 def _larger_devices(question: Question) -> Iterator[str]:
-    """Known devices with more memory, the next one first."""
+    """Known devices of the same maker with more memory, the next one first."""
     cluster = question.cluster
-    larger = [one for one in devices().values() if one.memory_bytes > cluster.device.memory_bytes]
+    maker = _maker(cluster.device)
+    larger = [
+        one
+        for one in devices().values()
+        if one.memory_bytes > cluster.device.memory_bytes and (not maker or _maker(one) == maker)
+    ]
     for one in sorted(larger, key=lambda one: one.memory_bytes):
         yield f"device={one.name}"
+
+
+def _maker(device: DeviceSpec) -> str:
+    return device.title.partition(" ")[0]
+
+
+def _adapters(question: Question) -> Iterator[str]:
+    """An adapter in place of all weights, on what is there; then with shorter sequences."""
+    if question.job.adapter is not None or question.model.traced is not None:
+        return
+    yield "adapter=16"
+    yield from (f"adapter=16,{shorter}" for shorter in _shorter_sequences(question))
 
 
 def _shorter_sequences(question: Question) -> Iterator[str]:

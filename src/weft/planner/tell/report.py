@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.planner.foresight import unmeasured
 from weft.planner.search import Answer, Candidate, Question
-from weft.planner.tell.basis import spread, time_by_rung
+from weft.planner.tell.basis import band_of, circumstances, time_by_rung
 from weft.planner.tell.comparison import Comparison
 from weft.planner.tell.scenario import Scenario
 from weft.planner.tell.verdict import WhyNot
@@ -32,6 +33,8 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
     """One plan with its figures: seconds, bytes, dollars and kWh of one step."""
     cost = one.cost(hour_price)
     shares = time_by_rung(one.terms, one.question.tables)
+    missing = unmeasured(circumstances(one), one.question.cluster.device.name)
+    band = None if missing else band_of(one)
     return {
         "plan": str(one.plan),
         "built": one.built,
@@ -42,7 +45,9 @@ def candidate_table(one: Candidate, hour_price: float | None = None) -> dict[str
         "mfu_causal": one.causal_mfu,
         "terms_s": dict(one.terms),
         "time_by_rung": shares,
-        "step_spread": spread(shares),
+        "step_s_band": None if band is None else [one.step_s * band.low, one.step_s * band.high],
+        "step_s_band_level": None if band is None else band.level,
+        "never_measured": list(missing),
         "clocked": one.clocked,
         "memory_bytes": dict(one.memory),
         "allocated_bytes": one.allocated_bytes,

@@ -9,8 +9,10 @@ from typing import Any
 from weft import units
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.search import Answer, Candidate, Question, answer
+from weft.planner.space import AdapterSize
 from weft.spec import ClusterSpec
 from weft.spec.cluster import device
+from weft.spec.config import AdapterSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,15 @@ def _job(question: Question, field: str, value: float) -> Question:
     return replace(question, job=replace(question.job, **{field: int(value)}))
 
 
+def _adapter(question: Question, rank: float) -> Question:
+    """Train an adapter of this rank on every product of every layer; all else is frozen."""
+    if question.model.traced is not None:
+        rule = "an adapter's size is known for Weft's own decoders alone"
+        raise _error("adapter", f"adapter={rank:g}: {rule}. Leave it out, or name one in the config.")
+    size = AdapterSize.of(question.model.spec, AdapterSection(rank=int(rank)))
+    return replace(question, job=replace(question.job, adapter=size))
+
+
 @dataclass(frozen=True, slots=True)
 class Lever:
     """A condition that can be changed: in which unit it is typed, its value now, and how it is set."""
@@ -73,6 +84,9 @@ LEVERS: dict[str, Lever] = {
     "nodes": Lever("nodes", lambda q: q.cluster.nodes, lambda q, v: _cluster(q, nodes=int(v)), whole=True),
     "seq": Lever("tokens", lambda q: q.job.seq_len, lambda q, v: _job(q, "seq_len", v), whole=True),
     "batch": Lever("sequences", lambda q: q.job.global_batch, lambda q, v: _job(q, "global_batch", v), whole=True),
+    "adapter": Lever(
+        "ranks", lambda q: q.job.adapter.rank if q.job.adapter else 16, _adapter, whole=True
+    ),
     "nic": Lever(
         "GB/s for each device",
         lambda q: (q.cluster.device.nic_bytes_per_s or 0.0) / 1e9,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.errors import PlanError
-from weft.planner.search import Answer, Candidate, Question, changed_words, estimated, neighbours
+from weft.planner.search import Answer, Candidate, Question, changed_words, estimated, host_message, neighbours
 from weft.planner.tell.explanation import TERM_WORDS, differences, fit_words
 from weft.spec.plan import Plan, plan_fields, split_plan
 from weft.spec.rules import LASTING, Violation, check
 from weft.units import format_bytes, format_seconds
 
 #: Changes that are shown; how many are made one after another, and from how many plans each time.
-_MOST, _DEPTH, _BEAM = 6, 5, 12
+_MOST, _DEPTH, _BEAM = 6, 8, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,14 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
         PlanError: where the text is no plan.
     """
     plan = read_plan(text, question)
+    unsaid = _unsaid(text, plan, question)
     violations = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
     best = found.best
     if violations:
-        return _against_rules(plan, violations, question, best)
+        return _with_details(_against_rules(plan, violations, question, best), unsaid)
     candidate = estimated([plan], question)[0]
     if candidate.fits < question.fits:
-        return _too_large(candidate, question, best)
+        return _with_details(_too_large(candidate, question, best), unsaid)
     if best is None or candidate.step_s <= best.step_s * 1.0005:
         sentence = "this is the best plan: no other plan that was tried is faster."
         return WhyNot(kind="best", sentence=sentence, plan=candidate.plan, candidate=candidate, best=best)
@@ -98,8 +99,21 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
         candidate=candidate,
         remedies=tuple(_faster(candidate, question)),
         best=best,
-        details=tuple(details),
+        details=(*details, *unsaid),
     )
+
+
+def _unsaid(text: str, plan: Plan, question: Question) -> tuple[str, ...]:
+    """What the text leaves out and people take for granted: without a precision, a plan is one in fp32."""
+    named = {word.partition("=")[0] for word in text.split()}
+    half = "bf16" if question.cluster.device.peak_flops("bf16") else "fp16"
+    if "precision" in named or plan.precision != "fp32" or not question.cluster.device.peak_flops(half):
+        return ()
+    return (f"the plan names no precision, so it is one in fp32. Add precision={half} for one in half precision.",)
+
+
+def _with_details(found: WhyNot, more: tuple[str, ...]) -> WhyNot:
+    return replace(found, details=(*found.details, *more))
 
 
 def read_plan(text: str, question: Question) -> Plan:
@@ -115,10 +129,9 @@ def _against_rules(plan: Plan, violations: Sequence[Violation], question: Questi
     remedies: list[Remedy] = []
     if mended is not None:
         after = estimated([mended], question)[0]
-        changed = [name for name in plan_fields() if getattr(mended, name) != getattr(plan, name)]
-        words = {part.partition("=")[0]: part for part in str(mended).split()}
-        text = " ".join(words.get(name, f"without {name}") for name in changed)
-        remedies.append(Remedy(text, after))
+        # What keeps the rules and does not fit mends nothing: then go on from there to what does.
+        ends = [after] if after.fits >= question.fits else [each.after for each in fitting_changes(after, question)]
+        remedies += [Remedy(_all_changes(plan, each.plan), each) for each in ends]
     return WhyNot(
         kind="rule",
         sentence=violations[0].message,
@@ -129,6 +142,13 @@ def _against_rules(plan: Plan, violations: Sequence[Violation], question: Questi
         best=best,
         details=tuple(violation.message for violation in violations[1:]),
     )
+
+
+def _all_changes(before: Plan, after: Plan) -> str:
+    """The words of a plan that differ from those of one that breaks a rule."""
+    changed = [name for name in plan_fields() if getattr(after, name) != getattr(before, name)]
+    words = {part.partition("=")[0]: part for part in str(after).split()}
+    return " ".join(words.get(name, f"without {name}") for name in changed)
 
 
 def _mended(plan: Plan, question: Question) -> Plan | None:
@@ -150,6 +170,15 @@ def _too_large(candidate: Candidate, question: Question, best: Candidate | None)
     missing = candidate.total_bytes - candidate.usable_bytes
     short = f"{format_bytes(missing)} too much" if missing > 0 else "too near the limit"
     where = "the fullest rank" if question.cluster.num_devices > 1 else "the device"
+    if candidate.host_bytes > candidate.host_limit:
+        return WhyNot(
+            kind="memory",
+            sentence=f"out of memory on the host: {host_message(candidate.host_bytes, candidate.host_limit)}",
+            plan=candidate.plan,
+            candidate=candidate,
+            remedies=tuple(fitting_changes(candidate, question)),
+            best=best,
+        )
     sentence = (
         f"out of memory on {where}: {format_bytes(candidate.total_bytes)} of {format_bytes(candidate.usable_bytes)}, "
         f"{short} ({fit_words(candidate.fits)})."
@@ -178,8 +207,13 @@ def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
         if fitting:
             return _smallest(candidate, fitting)
         seen |= set(reached)
-        beam = [one.plan for one in sorted(nearby, key=lambda one: one.total_bytes)[:_BEAM]]
+        beam = [one.plan for one in sorted(nearby, key=_need)[:_BEAM]]
     return []
+
+
+def _need(one: Candidate) -> float:
+    """What a plan needs over what there is: of the device's memory or of its host's, whichever is scarcer."""
+    return max(one.total_bytes / one.usable_bytes, one.host_bytes / one.host_limit)
 
 
 def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:

@@ -9,19 +9,28 @@ from weft.lazy import loads
 __all__ = [
     "ClusterSpec",
     "DeviceSpec",
+    "capped",
     "device",
     "device_by_torch_name",
     "devices",
 ]
 
 if TYPE_CHECKING:
-    from weft.spec.cluster.cluster_spec import ClusterSpec, DeviceSpec, device, device_by_torch_name, devices
+    from weft.spec.cluster.cluster_spec import (
+        ClusterSpec,
+        DeviceSpec,
+        capped,
+        device,
+        device_by_torch_name,
+        devices,
+    )
 
 __getattr__ = loads(
     __name__,
     {
         "ClusterSpec": ".cluster_spec",
         "DeviceSpec": ".cluster_spec",
+        "capped": ".cluster_spec",
         "device": ".cluster_spec",
         "device_by_torch_name": ".cluster_spec",
         "devices": ".cluster_spec",

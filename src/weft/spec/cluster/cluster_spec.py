@@ -21,6 +21,11 @@ from weft.errors import ConfigError, Problem, did_you_mean, shown
 TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
 
 _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
+#: Of a host's memory, what all its ranks may pin: as the setting `memory.pinned_limit` has it by default.
+_PINNED_SHARE = 0.6
+#: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
+_POWER_EXPONENT = 0.85
+_TURNED = re.compile(r"(.+)x([0-9]{1,7})")
 #: Number of a device file -> (field of DeviceSpec, factor to its base unit).
 _NUMBERS = {
     "memory_gib": ("memory_bytes", 2**30),
@@ -29,6 +34,7 @@ _NUMBERS = {
     "scale_up_domain": ("scale_up_domain", 1),
     "nic_gb_s": ("nic_bytes_per_s", 1e9),
     "host_gb_s": ("host_bytes_per_s", 1e9),
+    "host_memory_gib": ("host_memory_bytes", 2**30),
     "watts": ("watts", 1),
     "measured_tflops": ("measured_flops", 1e12),
 }
@@ -48,6 +54,7 @@ class DeviceSpec:
     peaks: dense peak FLOP/s by precision. measured_flops: the best bf16 matmul that was measured, in FLOP/s.
     scale_up_bytes_per_s: the fast links between the devices of one domain of `scale_up_domain` devices.
     nic_bytes_per_s: its share of the network between nodes. host_bytes_per_s: the link to host memory.
+    host_memory_bytes: its share of the memory of its host.
     sources: D data sheet, S published measurements, W press and web (uncertain).
     """
 
@@ -61,12 +68,18 @@ class DeviceSpec:
     scale_up_topology: str = "switch"
     nic_bytes_per_s: float | None = None
     host_bytes_per_s: float | None = None
+    host_memory_bytes: float | None = None
     watts: float | None = None
     measured_flops: float | None = None
     aliases: tuple[str, ...] = ()
     torch_names: tuple[str, ...] = ()
     sources: str = ""
     note: str = ""
+
+    @property
+    def pinnable_bytes(self) -> float:
+        """What its rank may pin of its host's memory; where nothing is known of that, it has twice the device's."""
+        return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
 
     def peak_flops(self, precision: str) -> float | None:
         """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None where the device has none."""
@@ -97,6 +110,7 @@ class ClusterSpec:
         if match is None:
             raise _error(f"cluster={text!r}: a cluster is [nodes x] devices x name. Write e.g. '2x8xh100'.")
         first, second, name = match.groups()
+        _expect_number_first(text, "" if first else name)
         nodes, devices = (first, second) if second else ("1", first or "1")
         if int(nodes) < 1 or int(devices) < 1:
             raise _error(f"cluster={text}: a cluster has at least one device. Write e.g. '8x{name}'.")
@@ -177,6 +191,14 @@ def device_by_torch_name(name: str) -> DeviceSpec | None:
     return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
 
 
+def _expect_number_first(text: str, name: str) -> None:
+    """ConfigError for "h100x8", which says where the number belongs."""
+    turned = _TURNED.fullmatch(name)
+    known = {each for one in devices().values() for each in (one.name, *one.aliases)}
+    if turned and turned[1] in known:
+        raise _error(f"cluster={text}: the number comes before the device. Write '{turned[2]}x{turned[1]}'.")
+
+
 def _device_of(value: object) -> DeviceSpec:
     if isinstance(value, str):
         return device(value)
@@ -189,7 +211,21 @@ def _device_of(value: object) -> DeviceSpec:
         raise _error(f'device.like={shown(like)}: like and name are strings. Use e.g. like = "h100".', "device")
     base = device(like) if like is not None else DeviceSpec(name="custom")
     changed = _changed(base, table)
+    if "watts" in table and "measured_tflops" not in table:
+        changed = capped(changed, base.watts)
     return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device
+
+
+def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
+    """Return a device whose power cap costs it matmul rate; one at its rated power, or never measured, as it is.
+
+    Args:
+        spec: with the cap as its power.
+        rated_watts: of the device as it is sold.
+    """
+    if not rated_watts or not spec.watts or not spec.measured_flops or spec.watts >= rated_watts:
+        return spec
+    return replace(spec, measured_flops=spec.measured_flops * (spec.watts / rated_watts) ** _POWER_EXPONENT)
 
 
 def _changed(base: DeviceSpec, table: Mapping[str, object]) -> DeviceSpec:

@@ -8,16 +8,19 @@ from weft.lazy import loads
 
 __all__ = [
     "AdapterSection",
+    "AlertSection",
+    "ChannelSection",
     "DataSection",
     "ModelSection",
     "OptimizerGroup",
     "OptimizerSection",
     "RunConfig",
     "STDLIB_SOURCE",
+    "SinkSection",
     "SampleSection",
     "ScheduleSection",
     "SourceSection",
-    "TokenizerSection",
+    "TRAINS",
     "changed_keys",
     "value_at",
 ]
@@ -25,33 +28,35 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.spec.config.adapter_section import AdapterSection
     from weft.spec.config.changes import changed_keys, value_at
+    from weft.spec.config.monitor_sections import AlertSection, ChannelSection, SinkSection
+    from weft.spec.config.optimizer_sections import OptimizerGroup, OptimizerSection, ScheduleSection
     from weft.spec.config.run_config import (
         STDLIB_SOURCE,
         DataSection,
         ModelSection,
-        OptimizerGroup,
-        OptimizerSection,
         RunConfig,
         SampleSection,
-        ScheduleSection,
         SourceSection,
-        TokenizerSection,
     )
+    from weft.spec.config.setting_types import TRAINS
 
 __getattr__ = loads(
     __name__,
     {
         "AdapterSection": ".adapter_section",
+        "AlertSection": ".monitor_sections",
+        "ChannelSection": ".monitor_sections",
+        "SinkSection": ".monitor_sections",
         "DataSection": ".run_config",
         "ModelSection": ".run_config",
-        "OptimizerGroup": ".run_config",
-        "OptimizerSection": ".run_config",
+        "OptimizerGroup": ".optimizer_sections",
+        "OptimizerSection": ".optimizer_sections",
         "RunConfig": ".run_config",
         "STDLIB_SOURCE": ".run_config",
         "SampleSection": ".run_config",
-        "ScheduleSection": ".run_config",
+        "ScheduleSection": ".optimizer_sections",
         "SourceSection": ".run_config",
-        "TokenizerSection": ".run_config",
+        "TRAINS": ".setting_types",
         "changed_keys": ".changes",
         "value_at": ".changes",
     },

@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from weft.spec.config.adapter_section import AdapterSection
+from weft.spec.config.monitor_sections import AlertSection, ChannelSection, MonitorSection, SinkSection
+from weft.spec.config.optimizer_sections import OptimizerSection, ScheduleSection
 from weft.spec.config.section import Section
 from weft.spec.config.setting_types import (
-    CodeName,
     ColumnPart,
     Count,
     Duration,
@@ -46,8 +47,10 @@ class TaskSection(Section):
     """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
 
     name: TaskName | None = None
-    """classify_images, with a folder of pictures, or your own task as package.module:Class, importable from this
-    folder, or path/to/file.py:Class. Short form: `task = "package.module:Class"`. By default a decoder on text."""
+    """masked_lm, classify_text, classify_tokens, seq2seq or embed, with the Hugging Face folder of model.path; prefer,
+    which learns from preferred answers; distill, which follows a teacher; classify_images, with a folder of pictures;
+    or your own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form:
+    `task = "classify_text"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 
@@ -136,13 +139,15 @@ class SourceSection(Section):
     weight: PositiveFloat | None = None
     """Share of the training tokens; by default proportional to the source's size."""
     schema_: Annotated[
-        Literal["auto", "text", "messages", "instruction", "completion", "ids"], Field(alias="schema")
+        Literal["auto", "text", "messages", "instruction", "completion", "ids", "preference", "feedback"],
+        Field(alias="schema"),
     ] = "auto"
-    """Kind of record. auto detects it from the first records and prints the result."""
+    """Kind of record. auto detects it from the first records and prints the result. preference and feedback are for
+    task.name=prefer."""
     columns: dict[ColumnPart, str] = Field(default={})
     """Column names that differ from the schema's: {text = "body"}, {messages = "chat", role = "from",
     content = "value"}, {instruction = "question", output = "answer"}, {prompt = "start", completion = "rest"},
-    {ids = "input_ids", mask = "loss_mask"}."""
+    {ids = "input_ids", mask = "loss_mask"}, {chosen = "better", rejected = "worse"}, {label = "liked"}."""
 
 
 class DataSection(Section):
@@ -163,76 +168,14 @@ class DataSection(Section):
     """Longest record in bytes; longer ones are quarantined. Plain text files are read in pieces and have no limit."""
     max_bad_fraction: Fraction = 0.01
     """Maximum share of broken records; a larger share stops the run."""
+    check: Literal["refuse", "warn", "off"] = "refuse"
+    """What happens before the first step where answers could not be learned: see the shares below."""
+    max_untrained: Fraction = 0.1
+    """Maximum share of documents with a mask that have no trained token."""
+    max_cut: Fraction = 0.25
+    """Maximum share of documents with a mask whose answers train.seq_len cuts."""
     cache_dir: str = ""
     """Folder for tokenised data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
-
-
-class OptimizerGroup(Section):
-    """Parameters with a learning rate or weight decay of their own, chosen by name."""
-
-    match: str = Field(min_length=1, examples=["embed.*"])
-    """Pattern of parameter names, such as "embed.*"; `*` matches any text. The first matching group applies."""
-    lr: NonNegative | None = None
-    """Peak learning rate of these parameters; 0 freezes them. By default optimizer.lr."""
-    weight_decay: NonNegative | None = None
-    """Weight decay of these parameters, including vectors. By default optimizer.weight_decay for matrices and 0 for
-    vectors."""
-
-
-class OptimizerSection(Section):
-    """The optimizer, its learning rate over the steps, and its groups of parameters."""
-
-    name: Literal["adamw", "sgd", "muon"] | CodeName = "adamw"
-    """Muon updates the matrices between embedding and head, AdamW all other parameters. Give any other optimizer class
-    as package.module:Class."""
-    lr: PositiveFloat = 1e-3
-    """Peak learning rate."""
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
-    """AdamW: decay rates of the running means of the gradient and of its square."""
-    eps: PositiveFloat = 1e-8
-    """AdamW: added to the denominator of the update."""
-    states: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """AdamW: number format of its two running means. bf16 takes half the memory, fp8 (one-byte floats without scales) a
-    quarter; both take more time. Rounding is stochastic, by seed, step and position in the parameter, so every plan
-    rounds the same way."""
-    weight_decay: NonNegative = 0.1
-    """Weight decay of matrices. Norms and biases are not decayed."""
-    momentum: Fraction | None = None
-    """SGD (default 0.9) and Muon (default 0.95): momentum."""
-    nesterov: bool = False
-    """SGD: Nesterov momentum."""
-    options: dict[str, OptionValue] = Field(default={})
-    """Further arguments of a package.module:Class, such as {rho = 0.9}."""
-    groups: tuple[OptimizerGroup, ...] = Field(default=(), strict=False)
-    """Parameter groups with their own settings; a parameter belongs to the first group whose `match` fits."""
-    max_grad_norm: NonNegative = 1.0
-    """Clip gradients to this global norm; 0: no clipping."""
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether the optimizer is a class that Weft does not know."""
-        return ":" in self.name
-
-
-class ScheduleSection(Section):
-    """Learning rate as a factor of optimizer.lr, by step."""
-
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """linear and cosine fall to `final` at the last step; wsd: warm-up, stable, decay."""
-    warmup_steps: Count | None = None
-    """Steps over which the learning rate rises to its peak; by default 5 % of all steps, at most 1000."""
-    decay_steps: PositiveInt | None = None
-    """wsd: steps of the decay at the end; by default 20 % of all steps."""
-    final: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the last step, as a factor of optimizer.lr."""
-
-    def warmup(self, num_steps: int) -> int:
-        """Return the number of steps of the warm-up in a run of `num_steps`."""
-        return min(1000, num_steps // 20) if self.warmup_steps is None else self.warmup_steps
-
-    def decay(self, num_steps: int) -> int:
-        """Return the number of steps of the wsd schedule's decay in a run of `num_steps`."""
-        return self.decay_steps or max(1, num_steps // 5)
 
 
 class EarlyStopSection(Section):
@@ -349,6 +292,10 @@ class LaunchSection(Section):
     warn_after: Duration = "1m"
     """Report a wait that has lasted this long: which rank is missing, in which collective, since when. `timeout` or
     more: no reports."""
+    route: Literal["auto", "flat", "two_level"] = "auto"
+    """How bytes go between hosts of CPU ranks. auto: first within each host, then between them, where hosts hold equal
+    blocks of 2, 4, 8 ... neighbouring ranks of an axis, else flat; flat: each rank to all others; two_level: as auto,
+    with an error where that is not possible. No result depends on it. GPUs use what NCCL chooses."""
     restarts: Count = 0
     """How many times in a row `weft train` restarts the ranks after a rank died, hung or failed: from the newest good
     checkpoint, or from the newest copy in memory (checkpoint.peer_every) where that is later. A newer one than at the
@@ -359,8 +306,7 @@ class LaunchSection(Section):
     """When the same rank fails twice in a row, go on without it, with at least this many ranks: the planner makes a
     plan for them, and the global batch stays. Absent: always all ranks."""
     on_failure: Literal["stop", "hold"] = "stop"
-    """After the last restart: stop, or wait with the folder held and the devices free until a file `go_on` appears in
-    the run folder."""
+    """After the last restart: stop, or wait with the folder held and the devices free until `weft resume RUN`."""
 
 
 class RunConfig(Section):
@@ -390,3 +336,12 @@ class RunConfig(Section):
     sample: SampleSection = SampleSection()
     log: LogSection = LogSection()
     launch: LaunchSection = LaunchSection()
+    monitor: MonitorSection = MonitorSection()
+    alerts: Literal["none", "standard"] = "none"
+    """standard: a ready set of alerts (`weft alerts list` shows it), which all channels hear of."""
+    alert: tuple[AlertSection, ...] = Field(default=(), strict=False)
+    """Alerts of your own, each as a table [[alert]]."""
+    channel: tuple[ChannelSection, ...] = Field(default=(), strict=False)
+    """Who hears of alerts, each as a table [[channel]]."""
+    sink: tuple[SinkSection, ...] = Field(default=(), strict=False)
+    """Where figures go beside events.jsonl, each as a table [[sink]]."""

@@ -45,8 +45,13 @@ CodeName = Annotated[
     StringConstraints(pattern=_CODE),
     WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
 ]
-#: Tasks that have a name; `find_task` knows their classes.
-TASK_NAMES = ("classify_images",)
+#: Tasks that have a name; `find_task` knows their classes. These train the model of a Hugging Face folder.
+FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
+#: These train the text decoder by another loss.
+TEXT_TASKS = ("prefer", "distill")
+TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, "classify_images")
+#: What a task trains, by its name; what is not here trains something else.
+TRAINS = {**dict.fromkeys(FOLDER_TASKS, "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
 _TASK = rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$"
 _TASK_RULE = f"{', '.join(TASK_NAMES)}, or a class as package.module:Class or path/to/file.py:Class"
 TaskName = Annotated[
@@ -81,7 +86,34 @@ Duration = Annotated[
     WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
 ]
 
+_SECRET = r"^(env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:[^\x00]{1,4000})$"
+SecretRef = Annotated[
+    str,
+    StringConstraints(pattern=_SECRET),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _SECRET,
+            "x-secret": True,
+            "x-rule": "env:NAME or file:PATH, where the secret is (it must not stand in a config)",
+        }
+    ),
+]
+_ADDRESS = r"^(https?://[^/?#@\s]+(/[^?#@\s]*)?|env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:[^\x00]{1,4000})$"
+Address = Annotated[
+    str,
+    StringConstraints(pattern=_ADDRESS),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "pattern": _ADDRESS,
+            "x-secret": True,
+            "x-rule": "a URL without user, password and query, or env:NAME or file:PATH where a secret one is",
+        }
+    ),
+]
+
 ColumnPart = Literal[
     "text", "messages", "role", "content", "instruction", "input", "output", "system", "prompt", "completion", "ids",
-    "mask",
+    "mask", "tools", "chosen", "rejected", "label",
 ]  # fmt: skip

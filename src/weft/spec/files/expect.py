@@ -123,8 +123,13 @@ def wrong_value(path: KeyPath, value: object) -> str:
         return unknown_key(path)
     # "0.1" in quotes must not look like the number 0.1.
     is_quoted = isinstance(value, str) and _unquoted(value, _branches(node)) != ""
-    text = f'"{value}"' if is_quoted else shown(value)
+    text = "***" if _is_secret(node) else f'"{value}"' if is_quoted else shown(value)
     return f"{dotted(path)}={text}: {_description(node)} is needed. {_remedy(path, node, value)}"
+
+
+def _is_secret(node: Node) -> bool:
+    """Whether people may have typed a secret there: it is not printed."""
+    return any(bool(branch.get("x-secret")) for branch in _branches(node))
 
 
 def missing_key(path: KeyPath) -> str:

@@ -29,7 +29,7 @@ from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares, share_of
 from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
 from weft.spec.plan.plan_values import OneOf, PassCount, PolicyOrBudget, Switch, Whole, refused
 from weft.spec.shares import CP_MODES, CP_WAYS
-from weft.spec.wires import WIRES
+from weft.spec.wires import COMPRESSES, WIRES
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
@@ -146,6 +146,14 @@ class Plan:
         "Format of gradients in collectives: fp32 (fp64 under fp64) or bf16, which halves the bytes. Gradients are "
         "rounded only for the collective; Weft accumulates and applies them in fp32.", tried=("fp32",),
         divides_work=False,  # bf16 rounds: tests/parity/test_reduce.py
+    )
+    compress: str = described(
+        OneOf(COMPRESSES), "none",
+        "What gradients travel as over the outermost data axis alone, for links that are slow: over dp_replicate, or "
+        "where that is 1 over dp_shard. int8: a byte for each value, rounded up or down by chance, a scale for each "
+        "256. int4: half a byte, a scale for each 64; what is rounded off goes with the next step (zero=0 to 2). It "
+        "changes results; `auto` never chooses it.", tried=("none",),
+        divides_work=False,  # it rounds: tests/parity/test_compress.py
     )
     recompute: str = described(
         PolicyOrBudget(RECOMPUTES), "none",

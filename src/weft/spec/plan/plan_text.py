@@ -63,11 +63,22 @@ def read_values(
     return values, stars[0] if stars else None
 
 
+#: Words of other tools, and how a plan says them.
+_ELSEWHERE = {
+    "dp": " Write dp_shard=N (states are shared out) or dp_replicate=N (copies).",
+    "fsdp": " Write dp_shard=N zero=3.",
+    "mbs": " Write accumulation=N or microbatches=N; a microbatch is what the global batch leaves.",
+    "micro_batch": " Write accumulation=N or microbatches=N; a microbatch is what the global batch leaves.",
+    "vpp": " Write schedule=interleaved virtual_stages=N.",
+    "dtype": " Write precision=bf16.",
+}
+
+
 def unknown_fields(names: Iterable[str], known: Collection[str]) -> list[Problem]:
     """What is wrong with names that no field has."""
     every = f" Known: {', '.join(known)}."
     return [
-        Problem(name, f"unknown plan field {name!r}.{did_you_mean(name, known) or every}")
+        Problem(name, f"unknown plan field {name!r}.{_ELSEWHERE.get(name) or did_you_mean(name, known) or every}")
         for name in names
         if name not in known
     ]

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
-from weft.spec.config import AdapterSection, RunConfig
+from weft.spec.config import TRAINS, AdapterSection, RunConfig
 from weft.spec.files import origin_of, shown
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan, is_auto, plan_fields
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import Facts
+from weft.spec.rules.watch_rules import watch_problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,11 @@ def _beside_path(config: RunConfig) -> list[str]:
     return [*model, *words]
 
 
+def _is_on_text(config: RunConfig) -> bool:
+    """Whether the run trains the text decoder, by whatever loss."""
+    return config.task.name is None or TRAINS.get(config.task.name) == "decoder"
+
+
 def _warmup(config: RunConfig) -> int:
     return config.schedule.warmup(config.train.steps)
 
@@ -81,10 +87,19 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
         name="model-path-decides",
         keys=("model.path", "model", "tokenizer"),
         reason="The folder of a pretrained model holds its shape and its tokenizer.",
-        predicate=lambda config: bool(config.model.path) and config.task.name is None and bool(_beside_path(config)),
+        predicate=lambda config: bool(config.model.path) and _is_on_text(config) and bool(_beside_path(config)),
         message=lambda config: (
             f"{config.model.path}: the folder decides {', '.join(_beside_path(config))}. Leave "
             f"{'it' if len(_beside_path(config)) == 1 else 'them'} out, or leave model.path out."
+        ),
+    ),
+    ConfigRule(
+        name="task-has-its-folder",
+        keys=("model.path", "task.name"),
+        reason="Tasks that start from a pretrained model need its folder.",
+        predicate=lambda config: TRAINS.get(config.task.name or "") == "folder" and not config.model.path,
+        message=lambda config: (
+            f'"": task.name={config.task.name} trains the model of a Hugging Face folder. Set model.path to the folder.'
         ),
     ),
     ConfigRule(
@@ -238,11 +253,13 @@ def config_problems(
         if problem is not None:
             found.append((problem, rule.keys))
     model = None
-    if config.task.name is None and not config.model.path and not _touches("model", broken):
+    if _is_on_text(config) and not config.model.path and not _touches("model", broken):
         try:
             model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
         except ConfigError as error:
             found += [(problem, (problem.field, "model", "tokenizer.vocab_size")) for problem in error.problems]
+    if not any(_touches(key, broken) for key in ("alert", "channel", "sink")):
+        found += [(problem, (problem.field,)) for problem in watch_problems(config)]
     of_plan = _plan_problems(config, model, broken, world_size, device)
     found += [(problem, (problem.field, "plan", "model")) for problem in of_plan]
     return [replace(problem, origin=origin_of(origins or {}, keys, fallback)) for problem, keys in found]
@@ -281,7 +298,7 @@ def _plan_problems(
         if _touches("plan", broken) or _touches("train.global_batch", broken)
         else config.train.global_batch,
         # What a task of one's own reads is not known before its class is loaded.
-        seq_len=None if config.task.name or _touches("train.seq_len", broken) else config.train.seq_len,
+        seq_len=None if not _is_on_text(config) or _touches("train.seq_len", broken) else config.train.seq_len,
         device=device,
         open_axis=open_axis,
     )

@@ -17,6 +17,7 @@ from weft.spec.rules.limit_rules import LIMIT_RULES
 from weft.spec.rules.order_rules import ORDER_RULES
 from weft.spec.rules.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.rules.rule import Facts, Rule, Violation, alternatives, asks
+from weft.spec.rules.wire_rules import WIRE_RULES
 from weft.spec.shares import batch_unit, choose_cp_mode, even_passes, num_chunks, ulysses_fits
 from weft.units import counted
 
@@ -279,6 +280,7 @@ LASTING: tuple[Rule, ...] = (
         fix=lambda plan, facts: plan.replace(virtual_stages=1),
     ),
     *ORDER_RULES,
+    *WIRE_RULES,
     *PIPELINE_LASTING,
     *EXPERT_RULES,
     Rule(

@@ -35,6 +35,8 @@ def main(words: Sequence[str] | None = None) -> int:
     plans.add_argument("--rank", type=int, default=0)
     for name in ("layers", "dim", "seq-len", "vocab-size", "batch", "experts"):
         plans.add_argument(f"--{name}", type=int)
+    plans.add_argument("--optimizer", help="as optimizer.name of a config")
+    plans.add_argument("--states", help="as optimizer.states of a config")
     plans.add_argument("--documents", action="store_true", help="sequences of several documents")
     plans.add_argument("--first", metavar="FILE", help="a Python file to run before: to change what is tried")
     told = parser.parse_args(words)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from weft import env
-from weft.mesh import LOOPBACK
 from weft.testing.paper.cuda import install
 from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.mode import PaperMode
@@ -30,7 +29,9 @@ def opened(stub: ctypes.CDLL) -> Iterator[PaperDevice]:
 
 def join_silent_ranks(num_ranks: int, rank: int) -> None:
     """Be one of several ranks, on torch's fake process group: the others answer with what this one has."""
-    place = env.RankEnv(rank, num_ranks, 0, 1, LOOPBACK, 29500, "torchrun")  # alone on its machine, which has one GPU
+    place = env.RankEnv(
+        rank, num_ranks, 0, 1, env.LOOPBACK, 29500, "torchrun"
+    )  # alone on its machine, which has one GPU
     env.export_rank(place)
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=HashStore())
 

@@ -34,7 +34,10 @@ from weft.train.tasks import model_forward, token_cross_entropy
 
 @dataclass(frozen=True, slots=True)
 class PaperModel:
-    """What is trained. batch: sequences of one microbatch on one rank. Large enough that activations may travel."""
+    """What is trained. batch: sequences of one microbatch on one rank. Large enough that activations may travel.
+
+    optimizer, states: as a config's `optimizer.name` and `optimizer.states`.
+    """
 
     layers: int = 4
     dim: int = 256
@@ -43,6 +46,8 @@ class PaperModel:
     batch: int = 4
     experts: int = 0
     documents: bool = False
+    optimizer: str = "adamw"
+    states: str = "fp32"
 
     @property
     def spec(self) -> DecoderSpec:
@@ -92,14 +97,17 @@ def _three_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperR
     meter = Meter(CUDA, communication=ledger)
     mesh = build_mesh(plan, CUDA, ledger.record)
     model = parallelize(build_decoder(subject.spec, seed=0), mesh, seed=0)
-    optimizer = build_optimizer(model.named_parameters(), OptimizerSection())
-    step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward, max_grad_norm=1.0, meter=meter)
+    settings = OptimizerSection.model_validate({"name": subject.optimizer, "states": subject.states})
+    optimizer = build_optimizer(model.named_parameters(), settings)
+    options = {"forward": model_forward, "max_grad_norm": 1.0, "meter": meter, "weights_follow": True}
+    step = TrainStep(model, optimizer, token_cross_entropy, mesh, **options)
     before = ledger.mark()
     for _ in range(3):
         device.begin()
         before = ledger.mark()
         step(subject.microbatches(plan.microbatches_per_step))
-    device.wait_unawaited()
     # Asked before the model goes: what ends with it is no part of a step. Reading the ledger waits for the device.
-    report = device.report()
-    return replace(report, over_s=ledger.seconds_between(before, ledger.mark()))
+    report, after = device.report(), ledger.mark()
+    step.arrive()  # weights that the next forward would wait for
+    device.wait_unawaited()
+    return replace(report, races=dict(device.races.found), over_s=ledger.seconds_between(before, after))

@@ -2,7 +2,7 @@
 
 | written | is |
 |---|---|
-| run.toml | the model and optimizer of a run's config, or the task that it names |
+| run.toml | the model and optimizer of a run's config, or its task's own model, weights and batches |
 | llama3-8b | a size that has a name, whatever lies in the working directory |
 | folder with config.json | a Hugging Face model of that config, with random weights; no code of the folder is run |
 | package.module:function | what the function returns: a model, or (model, data) or (model, data, loss_fn) |
@@ -33,13 +33,14 @@ from weft.spec.config import OptimizerSection
 from weft.spec.files import load_config
 from weft.spec.model import decoder_shape, model_names, shape_problems
 from weft.spec.plan import Plan
+from weft.spec.rules import Facts
 from weft.structure import call_function, dry_run, hugging_face
 from weft.testing.parity import SampleCase, local_microbatches
 from weft.testing.verify.foreign_config import has_inputs, inputs_of, read_config, samples_with_images, token_labels
-from weft.train import Task
+from weft.train import RunFolder, Task
 from weft.train.step import Microbatches, call_model
-from weft.train.task import Share
-from weft.train.tasks import find_task, model_forward, token_cross_entropy
+from weft.train.task import Share, with_adapter
+from weft.train.tasks import fill_whole, find_task, model_forward, token_cross_entropy
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
 
@@ -72,7 +73,7 @@ class Settings:
 class Subject:
     """A model by its source, so that each process builds its own.
 
-    kind: "decoder", "task", "hf" or "function". config: of a task.
+    kind: "decoder", "task", "hf" or "function". config: of a task. folder: of a task's run, where its data is ready.
     """
 
     source: str
@@ -83,6 +84,27 @@ class Subject:
     plan: str = ""
     layout: Layout | None = None
     config: RunConfig | None = None
+    folder: str = ""
+
+    def prepared(self, folder: Path) -> Subject:
+        """Return the same with a task's data made ready, and what ranks open of it in `folder`."""
+        if self.config is None:
+            return self
+        run = RunFolder(folder / "run")
+        task = find_task(self.config)
+        task.prepare(run, None)
+        run.path.mkdir(parents=True, exist_ok=True)
+        for name, text in task.keep(run, ()).items():
+            (run.path / name).write_text(text)
+        return replace(self, folder=str(run.path))
+
+    def facts(self, world_size: int | None = None) -> Facts:
+        """Return what the rules of plans may know."""
+        if self.config is not None and world_size is not None:
+            return find_task(self.config).facts(world_size)
+        return Facts(
+            model=self.shape, global_batch=self.even_batch, seq_len=self.settings.seq_len, world_size=world_size
+        )
 
     @property
     def even_batch(self) -> int | None:
@@ -128,10 +150,17 @@ class Subject:
             raise ModelError(f"model={self.source}: {rule}.")
 
     def _build_task(self, dtype: torch.dtype) -> BuiltCase:
-        """The task's own model, training batches, forward and loss."""
+        """The task's own model with the weights that it starts from, its training batches, forward and loss."""
         assert self.config is not None
         task = find_task(self.config)
-        model = task.initial_model(Plan()).to(dtype)
+        if self.folder:
+            task.open(RunFolder(Path(self.folder)))
+        model = task.initial_model(Plan())
+        weights = task.initial_weights(model)
+        if weights is not None:  # each rank would read its slices into shapes; here one process has all
+            model = task.build()
+            fill_whole(model, weights)
+        model = with_adapter(model, self.config).to(dtype)
         return BuiltCase(self, model, forward=task.forward, task=task, loss_fn=task.loss)
 
 
@@ -166,7 +195,8 @@ class BuiltCase(SampleCase):
         if subject.settings.dtype == "float64":
             _loop_over_experts(model)
         # The project's own loss, as a run has it: whatever hangs on it for plans hangs on it here.
-        self.loss = token_cross_entropy if subject.kind == "decoder" else self._loss
+        own = token_cross_entropy if subject.kind == "decoder" else None if task is None else task.loss
+        self.loss = self._loss if own is None else own
 
     def model(self) -> nn.Module:
         return self._built
@@ -241,9 +271,14 @@ def find_subject(source: str, settings: Settings) -> Subject:
     path = Path(source)
     if path.suffix == ".toml":
         config = load_config(path).config
-        if config.task.name is not None:
-            _refuse_reduction(f"the task {config.task.name}", settings)
-            config = config.model_copy(update={"seed": settings.seed})
+        if config.task.name is not None or config.model.path:
+            maker = f"the task {config.task.name}" if config.task.name else f"model.path={config.model.path}"
+            _refuse_reduction(maker, settings)
+            sizes = {"global_batch": settings.global_batch}
+            if "train.seq_len" in find_task(config).sections:
+                sizes["seq_len"] = settings.seq_len
+            train = config.train.model_copy(update=sizes)
+            config = config.model_copy(update={"seed": settings.seed, "train": train})
             return Subject(source, "task", settings, None, config.optimizer, config.plan, layout_of(config), config)
         shape = resolve_decoder(config.model, 1 if config.model.vocab_size else config.tokenizer.vocab_size)
         shape = reduced(shape, settings)
@@ -306,8 +341,15 @@ def _quieten(model: nn.Module) -> list[str]:
     dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS) and module.p]
     for module in dropouts:
         module.p = 0.0
-    if dropouts:
-        notes.append(f"dropout of {len(dropouts)} modules is off: plain PyTorch draws other random numbers")
+    by_function = 0
+    for module in model.modules() if hugging_face.is_hugging_face(model) else ():
+        rates = [name for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float) and rate]
+        by_function += bool(rates)
+        for name in rates:
+            setattr(module, name, 0.0)
+    if dropouts or by_function:
+        number = len(dropouts) + by_function
+        notes.append(f"dropout of {number} modules is off: plain PyTorch draws other random numbers")
     if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         notes.append(
             "batch norms take the statistics of the whole global batch, as PyTorch alone does; a plan with several "

@@ -24,7 +24,7 @@ from torch import nn
 
 from weft.errors import CommError, ModelError, WeftError
 from weft.spec.plan import Plan
-from weft.spec.rules import Facts, check_plan
+from weft.spec.rules import check_plan
 from weft.testing.parity import ParityResult, Watch, train_case, train_plain
 from weft.testing.spawn import RankError, RankPool
 from weft.testing.verify.compare import TOLERANCES, Difference, number_differences, tensor_difference
@@ -89,6 +89,7 @@ class Verifier:
         self._exits = ExitStack()
         self._folder = self._exits.enter_context(tempfile.TemporaryDirectory(prefix="weft-verify-"))
         try:
+            self.subject = subject = subject.prepared(Path(self._folder))
             case = subject.build()
             self.notes = list(case.notes)
             self.reference_s = time.perf_counter()
@@ -181,14 +182,7 @@ class _Answer:
 
 def check_subject(subject: Subject, plan: Plan) -> None:
     """Raise PlanError with every rule that the plan breaks for this model and these sizes."""
-    check_plan(plan, facts_of(subject))
-
-
-def facts_of(subject: Subject, world_size: int | None = None) -> Facts:
-    """What the rules may know of a subject."""
-    return Facts(
-        model=subject.shape, global_batch=subject.even_batch, seq_len=subject.settings.seq_len, world_size=world_size
-    )
+    check_plan(plan, subject.facts(plan.world_size))
 
 
 def _larger(one: float, other: float) -> float:

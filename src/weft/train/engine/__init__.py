@@ -12,6 +12,7 @@ __all__ = [
     "Evaluation",
     "GROUPS",
     "LateResult",
+    "Measures",
     "StepResult",
     "derive_seed",
 ]
@@ -19,6 +20,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.train.engine.engine import GROUPS, Engine
     from weft.train.engine.job import EngineJob, derive_seed
+    from weft.train.engine.measures import Measures
     from weft.train.engine.results import Evaluation, LateResult, StepResult
 
 __getattr__ = loads(
@@ -29,6 +31,7 @@ __getattr__ = loads(
         "Evaluation": ".results",
         "GROUPS": ".engine",
         "LateResult": ".results",
+        "Measures": ".measures",
         "StepResult": ".results",
         "derive_seed": ".job",
     },

@@ -13,6 +13,7 @@ from weft.checkpoint import Checkpoint, SavedPiece, Together
 from weft.mesh import Pulse
 from weft.monitor.times import Meter, TimeBook
 from weft.spec.plan import Plan
+from weft.train.engine.measures import Measures
 from weft.train.engine.results import Evaluation, LateResult, StepResult
 from weft.train.task import Batches
 
@@ -35,6 +36,8 @@ class Engine(Protocol):
     meter: Meter
     #: Set: the ranks stop together after the next step, whose result says so.
     wants_stop: bool
+    #: Set: all ranks look together, after the next step, what the first one is asked for.
+    asks: bool
 
     def build(self) -> None:
         """Make model and optimizer.
@@ -102,6 +105,10 @@ class Engine(Protocol):
 
     def talk(self) -> Together:
         """Return the ranks as a thread beside training asks them, which leaves the collectives of training alone."""
+        ...
+
+    def measures(self) -> Measures:
+        """Return what a thread beside training may read of this rank, and where it reports."""
         ...
 
     def close(self, *, failed: bool = False) -> None:

@@ -34,13 +34,14 @@ def main() -> int:
     import torch  # noqa: F401
 
     from weft.train.foreign.dcp_files import read_dcp
+    from weft.train.foreign.pickled_files import read_pickled
     from weft.train.foreign.taken import NotTaken, Taken
     from weft.train.foreign.zero_files import read_zero
 
     _stand_wall(out.resolve())
     taken = Taken(out)
     try:
-        (read_dcp if kind == "dcp" else read_zero)(source, taken)
+        {"dcp": read_dcp, "zero": read_zero, "pickled": read_pickled}[kind](source, taken)
         taken.close()
     except NotTaken as error:
         print(json.dumps({"refused": str(error)}))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _KINDS = {"dcp": "torch.distributed.checkpoint", "zero": "DeepSpeed ZeRO"}
-_TABLE = "taken.json"
+TABLE = "taken.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def bring_in(
             root.mkdir(parents=True, exist_ok=True)
             beside = root
         with tempfile.TemporaryDirectory(dir=beside, prefix=".import-") as work:
-            _run_child(kind, source, Path(work), limit_s)
+            run_confined(kind, source, Path(work), limit_s)
             found = _read(Path(work))
             return _commit(found, kind, source, root, step, model_key)
     except OSError as error:
@@ -85,8 +85,21 @@ def _kind_of(source: Path) -> str:
     )
 
 
-def _run_child(kind: str, source: Path, work: Path, limit_s: float) -> None:
-    """Let the confined process read. Raises CheckpointError with its reason."""
+def run_confined(
+    kind: str, source: Path, work: Path, limit_s: float, remedy: str = "Import a checkpoint that you saved yourself."
+) -> None:
+    """Let the confined process read.
+
+    Args:
+        kind: of the files: "dcp", "zero" or "pickled".
+        source: their folder.
+        work: empty folder for what it hands over.
+        limit_s: how long (s) reading may take.
+        remedy: what to do about refused files.
+
+    Raises:
+        CheckpointError: with the reason.
+    """
     command = [sys.executable, "-P", "-m", "weft.train.foreign.confined", kind, str(source.resolve()), str(work)]
     try:
         ended = subprocess.run(command, env=env.bare_env(), capture_output=True, text=True, timeout=limit_s)
@@ -102,13 +115,13 @@ def _run_child(kind: str, source: Path, work: Path, limit_s: float) -> None:
     except (IndexError, ValueError, KeyError, TypeError):
         last = (ended.stderr.strip().splitlines() or ["no message"])[-1][:200]
         reason = f"the process that reads it ended with exit code {ended.returncode} ({last})"
-    raise CheckpointError(f"SOURCE={source}: {reason}. Import a checkpoint that you saved yourself.")
+    raise CheckpointError(f"SOURCE={source}: {reason}. {remedy}")
 
 
 def _read(work: Path) -> _Found:
     from safetensors import safe_open
 
-    said = json.loads((work / _TABLE).read_text())
+    said = json.loads((work / TABLE).read_text())
     handles: dict[int, Any] = {}
     tensors: dict[Place, torch.Tensor] = {}
     for one in said["tensors"]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "PlanWatch",
     "choose_plan",
     "chosen_line",
     "describe_by_tracing",
@@ -20,11 +21,13 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.train.planned.auto_plan import choose_plan, chosen_line, record_choice, settle_plan, this_cluster
     from weft.train.planned.description import describe_by_tracing, trace
+    from weft.train.planned.plan_watch import PlanWatch
     from weft.train.planned.time_report import report_times
 
 __getattr__ = loads(
     __name__,
     {
+        "PlanWatch": ".plan_watch",
         "choose_plan": ".auto_plan",
         "chosen_line": ".auto_plan",
         "describe_by_tracing": ".description",

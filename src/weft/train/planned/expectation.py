@@ -13,13 +13,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from weft.errors import WeftError
-from weft.mesh import Mesh
 from weft.planner import estimate
 from weft.planner.measured import RUN_FILE, Profile, default_path, here, measured_parts, parts_of
 from weft.planner.search import Question
@@ -27,8 +25,12 @@ from weft.planner.space import Columns
 from weft.planner.tell import time_by_rung
 from weft.spec import ClusterSpec
 from weft.spec.cluster import device_by_torch_name
+from weft.spec.plan import Plan
 from weft.train.task import Task
 from weft.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from weft.mesh import Mesh
 
 #: Parts of the report, where their share of a step is at least this.
 _WORTH_TELLING = 0.01
@@ -41,7 +43,7 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
     if not parts:
         return []
     measured = {"step_s": sum(parts.values()), "memory_bytes": max(one["memory"] for one in ranks), "parts": parts}
-    expected, reason = _expected(task, mesh)
+    expected, reason = expect(task, mesh.plan, str(mesh.device))
     table = {
         "plan": str(mesh.plan),
         "model": task.name(),
@@ -59,14 +61,20 @@ def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapp
     return _lines(measured, expected, mesh.device.type)
 
 
-def _expected(task: Task, mesh: Mesh) -> tuple[dict[str, Any] | None, str]:
-    """The planner's estimate of this run's plan; or None, and why."""
+def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, str]:
+    """Return the planner's estimate of this run's plan; or None, and why.
+
+    Args:
+        task: of the run.
+        plan: of the run.
+        device: of this rank, such as "cuda:0"; the others have the like.
+    """
     try:
-        cluster, profile, basis = _machines(mesh)
+        cluster, profile, basis = _machines(plan.world_size, device)
         if cluster is None:
             return None, basis
         asked = replace(Question.of(task.describe(), cluster), profile=profile)
-        columns = Columns.of([mesh.plan], asked.job)
+        columns = Columns.of([plan], asked.job)
         found = estimate(asked.job, asked.cluster, columns, asked.tables)
     except WeftError as error:
         return None, f"not measured ({error})"
@@ -84,23 +92,25 @@ def _expected(task: Task, mesh: Mesh) -> tuple[dict[str, Any] | None, str]:
     }, ""
 
 
-def _machines(mesh: Mesh) -> tuple[ClusterSpec | None, Profile | None, str]:
+def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | None, str]:
     """The machines of this run, their profile, and in words what is known of them; no machines where nothing is."""
-    path, size = default_path(), mesh.world_size
+    path, kind = default_path(), device.partition(":")[0]
     if path.exists():
         profile = here.profile_here(path)
-        if profile.machine.kind == mesh.device.type:
+        if profile.machine.kind == kind:
             return here.cluster_of(profile, f"{size}xhere"), profile, f"the profile of {profile.made}"
-    if mesh.device.type != "cuda":
+    if kind != "cuda":
         return None, None, _TOLD
-    name = torch.cuda.get_device_name(mesh.device)
-    device = device_by_torch_name(name)
-    if device is None:
+    import torch  # here: with another engine a run on CPUs needs none
+
+    name = torch.cuda.get_device_name(device)
+    known = device_by_torch_name(name)
+    if known is None:
         return None, None, f"{_TOLD}: {name!r} is not in the device table"
     local = min(size, torch.cuda.device_count())
     if size % local:
         return None, None, f"no estimate: {size} ranks do not fill whole machines of {local}"
-    return ClusterSpec(nodes=size // local, devices_per_node=local, device=device), None, f"tables of {device.name}"
+    return ClusterSpec(nodes=size // local, devices_per_node=local, device=known), None, f"tables of {known.name}"
 
 
 def _mean(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

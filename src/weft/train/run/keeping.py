@@ -35,8 +35,8 @@ from weft.train.engine import GROUPS, Engine
 from weft.train.folder import RunFolder
 from weft.train.hooks import SaveEnd
 from weft.train.progress import Progress
-from weft.train.run.rates import rate_change, rate_state
 from weft.train.run.save_thread import Save
+from weft.train.run.telling import rate_change, rate_state
 from weft.train.state import Copies, DigestsBehind
 from weft.units import counted
 
@@ -187,6 +187,11 @@ class Keeper:
         elif save is not None:
             self._finish()
         return [self._ends.popleft() for _ in range(len(self._ends))]
+
+    def drop_copies(self) -> None:
+        """Forget the copies in memory, so that the next start goes on from the disk; all ranks."""
+        if self._copies is not None:
+            self._engine.on_first(self._copies.clear)
 
     def leave(self, error: Exception) -> None:
         """Part from the save under way after an error: it may be the last one, but needs all ranks to end."""

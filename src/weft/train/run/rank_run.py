@@ -6,31 +6,35 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from weft import env
 from weft.checkpoint import require_space
 from weft.checkpoint.targets import CopyHome, located
+from weft.errors import ActionAsked
 from weft.lazy import named_object
 from weft.monitor import tail_events
+from weft.monitor.alerts import Wish
 from weft.monitor.screen import busy, make_display, tell
+from weft.monitor.times import TimeBook
 from weft.train.engine import Engine, EngineJob
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook
 from weft.train.injected import FaultHook, asked_fault
-from weft.train.loop import ASKED_TO_STOP, Trainer
+from weft.train.loop import ASKED_TO_STOP, GOES_BACK, Trainer
+from weft.train.planned import PlanWatch
 from weft.train.progress import Progress
 from weft.train.run.folder_lock import run_lock
 from weft.train.run.keeping import Keeper
 from weft.train.run.left_out import steps_left_out
 from weft.train.run.recorder import RunRecorder
 from weft.train.run.signals import stop_on_signal
-from weft.train.run.summary import Ending, already_done, closing_lines, opening_lines
 from weft.train.run.surroundings import circumstances
+from weft.train.run.telling import Ending, Voice, already_done, closing_lines, opening_lines
 from weft.train.run.time_limit import TimeLimit
-from weft.train.run.voice import Voice
+from weft.train.run.watching import FigureHook, WishWatch, roll_back
 from weft.train.tasks import find_task
 from weft.units import parse_seconds
 
@@ -43,10 +47,11 @@ TORCH = "weft.engines.torch_engine:TorchEngine"
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended: optimizer steps done, and "finished" or why it stopped before."""
+    """How a run ended: optimizer steps done, "finished" or why it stopped before, and the wish that ended it."""
 
     step: int
     reason: str
+    parting: Wish | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,17 @@ def run_rank(
             engine.close(failed=True)
             raise
         engine.close()
+    if result.parting is not None and not (result.parting.action == "hold" and place and place.starter != "weft"):
+        raise _asked(folder, result.parting, result.step)
     return result
+
+
+def _asked(folder: RunFolder, wish: Wish, step: int) -> ActionAsked:
+    """What ends this process after an orderly end of training, for the launcher to act on."""
+    why = f" ({wish.by}: {wish.why})" if wish.why else f" ({wish.by})"
+    if wish.action == "hold":
+        return ActionAsked(f"held at step {step}{why}. To go on: weft resume {folder.path}", "hold", step)
+    return ActionAsked(f"step {step}: going back to an older checkpoint{why}.", "roll_back", step)
 
 
 class _RankRun:
@@ -114,6 +129,7 @@ class _RankRun:
     def __init__(self, job: EngineJob, engine: Engine, terminal: TextIO, voice: Voice, start: Start):
         self.folder, self.config, self.task, self.engine = job.folder, job.config, job.task, engine
         self.terminal, self.voice, self.command, self.home = terminal, voice, start.command, start.copies
+        self.place = job.place
 
     def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
         """Resume or start, train to the end, show, sum up. Signals that ask to stop are heeded until the ranks part.
@@ -126,14 +142,15 @@ class _RankRun:
             progress, notes = keeper.resume()
         if progress.step >= self.config.train.steps:
             if is_first:
-                done = already_done(self.folder, self.task, progress.step, self.command)
-                tell(self.terminal, [*notes, *done])
+                tell(self.terminal, [*notes, *already_done(self.folder, self.task, progress.step, self.command)])
             return RunResult(progress.step, "finished")
         start_step = progress.step
-        recorder, limit = None, None
+        recorder = limit = watch = None
         if is_first:
-            limit = self._watch_resources(began)
-            recorder = self._recorder(progress, notes)
+            watch = WishWatch(self.folder.path, time.time() - (time.monotonic() - began), self.engine)
+            limit, recorder = self._watch_resources(began), self._recorder(progress, notes)
+        figures, book = self._figures(recorder), TimeBook()
+        beside = self._plan_watch(recorder, book) if recorder else None
         trainer = Trainer(
             task=self.task,
             engine=self.engine,
@@ -142,15 +159,20 @@ class _RankRun:
             ended=keeper.ended,
             confirm=keeper.confirm,
             halted=keeper.halted,
-            hooks=[hook for hook in (limit, recorder, *hooks) if hook],
+            hooks=[hook for hook in (limit, figures, recorder, beside, *hooks) if hook],
+            book=book,
             left_out=steps_left_out(self.folder),
             progress=progress,
+            wishes=watch.take if watch else tuple,
         )
         until_left.enter_context(stop_on_signal(self.engine))
         try:
+            if watch:
+                watch.start()
             reason = trainer.fit()
             if recorder:
                 until_left.callback(recorder.draw)
+            parting = self._parting(keeper, trainer)
             times = self.engine.report(trainer.book, start_step)
             shown = self._show(recorder, progress.step, reason) if recorder else ""
         except Exception as error:
@@ -158,14 +180,45 @@ class _RankRun:
             raise
         finally:
             self.voice.display = None
+            if watch:
+                watch.close()
+            if figures:
+                figures.collector.close()
             if recorder:
                 recorder.close()
         if is_first:
             if limit and reason == ASKED_TO_STOP:
                 reason = limit.reason or reason
-            ending = Ending(progress, reason, shown, times)
-            tell(self.terminal, closing_lines(self.folder, self.task, ending, self.command))
-        return RunResult(progress.step, reason)
+            self._close(Ending(progress, reason, shown, times))
+        return RunResult(progress.step, reason, parting)
+
+    def _close(self, ending: Ending) -> None:
+        tell(self.terminal, closing_lines(self.folder, self.task, ending, self.command))
+
+    def _figures(self, recorder: RunRecorder | None) -> FigureHook | None:
+        """The observer of figures of this rank; None where the config wants none."""
+        settings = self.config.monitor
+        if not settings.figures:
+            return None
+        publish = recorder.on_figures if recorder else None
+        return FigureHook(self.engine, self.place, self.folder.path, parse_seconds(settings.every), publish)
+
+    def _plan_watch(self, recorder: RunRecorder, book: TimeBook) -> PlanWatch | None:
+        """The observer that lays the plan beside what happens; None where nothing is known of this machine."""
+        engine = self.engine
+        with engine.pulse.doing("asks the planner what to expect"):
+            return PlanWatch.of(self.task, engine.plan, engine.device, book, recorder.on_figures, recorder.on_note)
+
+    def _parting(self, keeper: Keeper, trainer: Trainer) -> Wish | None:
+        """The wish that the launcher is to act on; all ranks. What cannot be gone back from is held."""
+        wish, step = trainer.parting, trainer.progress.step
+        if wish is None or wish.action == "stop":
+            return None
+        if wish.action in GOES_BACK:
+            keeper.drop_copies()
+        if wish.action in GOES_BACK and self.engine.on_first(lambda: roll_back(self.folder, wish, step)) is None:
+            return replace(wish, action="hold", why=f"{wish.why}; there is no older checkpoint to try".lstrip("; "))
+        return wish
 
     def _watch_resources(self, began: float) -> TimeLimit | None:
         """Before the first step: ask for the room of a checkpoint, and watch the time where it has a limit.
@@ -184,7 +237,7 @@ class _RankRun:
         """What the trained model makes, while the panel still stands."""
         recorder.on_phase("sampling")
         # Who stops a run wants it to end: making a sample takes seconds.
-        if reason == ASKED_TO_STOP or self.engine.wants_stop:
+        if reason.startswith("asked to ") or self.engine.wants_stop:
             return ""
         with self.engine.pulse.doing("writes a sample"):
             return self.task.show(self.folder, step)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from weft.monitor import EventLog, SpikeWatch, StepRecord, read_events
+from weft.monitor.alerts import Wish, action_line
 from weft.monitor.screen import Artist, Display, plot_loss
 from weft.train.engine import Evaluation
 from weft.train.folder import RunFolder
@@ -58,6 +61,20 @@ class RunRecorder(Hook):
     def on_warning(self, step: int, text: str) -> None:
         self._log.write({"event": "warning", "step": step, "text": text})
         self._display.note(text)
+
+    def on_action(self, step: int, wish: Wish) -> None:
+        if wish.action != "tell":
+            told = {"action": wish.action, "why": wish.why, "by": wish.by, "since": wish.since}
+            self._log.write({"event": "action", "step": step, **{key: one for key, one in told.items() if one}})
+        self._display.note(action_line(step, wish))
+
+    def on_note(self, step: int, text: str) -> None:
+        """Show a line, which an event of its own has said already."""
+        self._display.note(text)
+
+    def on_figures(self, event: Mapping[str, object]) -> None:
+        """Write an event of figures; the thread that makes it calls this."""
+        self._log.write(event)
 
     def on_checkpoint(self, saved: SaveEnd) -> None:
         assert saved.path is not None

@@ -130,6 +130,7 @@ class Run(ScriptState):
         *,
         forward: ForwardFn | None = None,
         max_grad_norm: float = 0.0,
+        weights_follow: bool = False,
         **optimizer_options: Any,
     ) -> TrainStep:
         """Return the step of this run: `metrics = step(batch)`.
@@ -142,6 +143,7 @@ class Run(ScriptState):
                 labels
                 by name.
             max_grad_norm: the whole gradient is clipped to this norm; 0 is no clipping.
+            weights_follow: under zero=1 and 2, let new weights travel on when a step returns; `TrainStep` says more.
             **optimizer_options: for the class, such as lr=3e-4.
 
         Raises:
@@ -156,7 +158,8 @@ class Run(ScriptState):
             names = ", ".join(optimizer_options)
             raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")
         self._leaves_out = True
-        return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, max_grad_norm=max_grad_norm)
+        options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "weights_follow": weights_follow}
+        return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, **options)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip gradients under any plan, in a loop of your own between backward() and optimizer.step().
@@ -227,6 +230,7 @@ def init(
     global_batch: int | None = None,
     timeout: str | float = LIMIT_S,
     warn_after: str | float = WARN_AFTER_S,
+    route: str = "auto",
 ) -> Run:
     """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
 
@@ -242,6 +246,7 @@ def init(
         timeout: how long a collective waits for a rank, as "30m" or in seconds; a process group that is there already
             keeps its own.
         warn_after: a wait as long as this is reported on stderr: who is missing, where, since when.
+        route: how bytes go between hosts of CPU ranks: "auto", "flat" or "two_level". No result depends on it.
 
     Raises:
         PlanError: when the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
@@ -259,7 +264,7 @@ def init(
     if place is not None:
         join_ranks(place, chosen, limit_s)
     ledger = Ledger()
-    mesh = build_mesh(plan, chosen, ledger.record)
+    mesh = build_mesh(plan, chosen, ledger.record, route)
     watch = Watch(mesh, _say, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")
     return Run(plan, mesh, ledger, seed, watch)
 

@@ -41,7 +41,6 @@ from weft.train.script.export import write_pretrained
 from weft.train.script.saves_behind import SavesBehind
 from weft.train.script.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
 from weft.train.state import (
-    GroupSource,
     adapter_state,
     capture_model,
     on_each,
@@ -190,9 +189,7 @@ class ScriptState:
 
         checkpoint = on_each(self.mesh, read)
         state = checkpoint.state
-        if ema is not None:
-            ema.restore(GroupSource(checkpoint, "ema"), int(state["ema"]["num_updates"]))
-        left_out = resume(model, torch_optimizer, checkpoint)
+        left_out = resume(model, torch_optimizer, checkpoint, ema)
         for line in left_out if self.mesh.rank == 0 else ():
             warnings.warn(f"{path.name}: {line}", WeftWarning, stacklevel=2)
         if "settings" in state:

@@ -9,7 +9,6 @@ from weft.lazy import loads
 __all__ = [
     "Copies",
     "DigestsBehind",
-    "GroupSource",
     "adapter_state",
     "capture_model",
     "copied",
@@ -26,12 +25,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.state.adapter_base import adapter_state
+    from weft.train.state.base import adapter_state
     from weft.train.state.copies import Copies
     from weft.train.state.digests_behind import DigestsBehind
     from weft.train.state.on_ranks import gather, on_each, on_first, together
     from weft.train.state.state import (
-        GroupSource,
         capture_model,
         copied,
         expected_bytes,
@@ -47,8 +45,7 @@ __getattr__ = loads(
     {
         "Copies": ".copies",
         "DigestsBehind": ".digests_behind",
-        "GroupSource": ".state",
-        "adapter_state": ".adapter_base",
+        "adapter_state": ".base",
         "capture_model": ".state",
         "copied": ".state",
         "expected_bytes": ".state",

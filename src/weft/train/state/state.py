@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from weft.parallel.local_tensors import SavedTensor, Stretch
 from weft.parallel.placement import pieces_allowed
 from weft.parallel.zero import carried_here, load_carried
 from weft.spec.config import OptimizerSection
-from weft.train.state.adapter_base import check_base, names_left_out
+from weft.train.state.base import check_base, names_left_out
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -102,6 +102,7 @@ def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Save
     engine, left_out = data_parallel(model), names_left_out(model)
     yield from written("model", (one for one in engine.stretches() if one.name not in left_out), engine)
     yield from written("optimizer", engine.state_stretches(optimizer), engine)
+    yield from written("owed", engine.debts.stretches(), engine)
     yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
 
 
@@ -145,7 +146,17 @@ class GroupSource:
         self._checkpoint.read(self._group, name, part, start, out)
 
 
-def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> list[str]:
+class Averages(Protocol):
+    """Averages of weights that are kept beside them."""
+
+    def restore(self, source: GroupSource, num_updates: int) -> None:
+        """Take what a checkpoint has of them."""
+        ...
+
+
+def resume(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, ema: Averages | None = None
+) -> list[str]:
     """Give a parallelized model and its optimizer what `pieces` gave under any plan. All ranks call it.
 
     Each reads what it holds, and nothing else. Returns lines that say what is left out because it fits another plan
@@ -155,10 +166,13 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Check
         model: what `parallelize` returned.
         optimizer: adopted by a step.
         checkpoint: open.
+        ema: averages of the weights, to be restored too.
 
     Raises:
         CheckpointError: for a checkpoint of another model.
     """
+    if ema is not None:
+        ema.restore(GroupSource(checkpoint, "ema"), int(checkpoint.state["ema"]["num_updates"]))
     weights, engine = GroupSource(checkpoint, "model"), data_parallel(model)
     check_base(model, checkpoint.state.get("adapter"), checkpoint.path)
     own, axes, saved, left_out = model_tensors(model), engine.axes, weights.entries, names_left_out(model)
@@ -175,7 +189,8 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Check
         engine.load_weights(weights)
     engine.load_states(optimizer, GroupSource(checkpoint, "optimizer"))
     _match_formats(optimizer)
-    return load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
+    told = load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
+    return [*told, *engine.debts.take(GroupSource(checkpoint, "owed"))]
 
 
 #: Formats of moments that only the rounded AdamW takes.

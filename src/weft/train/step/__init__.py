@@ -14,8 +14,10 @@ __all__ = [
     "ForwardFn",
     "LossFn",
     "Microbatches",
+    "RankForwards",
     "StepMetrics",
     "TrainStep",
+    "WholeBatchLoss",
     "call_model",
     "evaluate",
     "from_loader",
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
     from weft.train.step.loss_check import LossFn
     from weft.train.step.microbatches import Microbatches, from_loader
     from weft.train.step.oom import live_bytes
+    from weft.train.step.rank_forwards import RankForwards
     from weft.train.step.step_metrics import StepMetrics
     from weft.train.step.train_step import ForwardFn, TrainStep
+    from weft.train.step.whole_batch import WholeBatchLoss
 
 __getattr__ = loads(
     __name__,
@@ -38,8 +42,10 @@ __getattr__ = loads(
         "ForwardFn": ".train_step",
         "LossFn": ".loss_check",
         "Microbatches": ".microbatches",
+        "RankForwards": ".rank_forwards",
         "StepMetrics": ".step_metrics",
         "TrainStep": ".train_step",
+        "WholeBatchLoss": ".whole_batch",
         "call_model": ".forward",
         "evaluate": ".evaluation",
         "from_loader": ".microbatches",

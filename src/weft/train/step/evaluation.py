@@ -10,6 +10,7 @@ from torch import nn
 
 from weft.comm import all_reduce
 from weft.mesh import Axis, Mesh
+from weft.parallel import data_parallel
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline import pipeline_of
 from weft.parallel.tensor import expect_labels
@@ -18,6 +19,7 @@ from weft.train.engine import Evaluation
 from weft.train.step.loss_check import LossFn
 from weft.train.step.microbatches import Microbatches
 from weft.train.step.train_step import ForwardFn
+from weft.train.step.whole_batch import GatheredFeatures, WholeBatchLoss
 from weft.train.task import Task
 
 
@@ -41,10 +43,38 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
             for place, name in enumerate(task.sum_names, 2):
                 totals[place] += found[name]
 
-    _each_output(model, batches, mesh, task.loss, task.forward, add)
-    loss_sum, count, *sums = all_reduce(totals, _counted(mesh)).tolist()
+    if isinstance(task.loss, WholeBatchLoss):
+        _compare_all(model, batches, mesh, task, totals)
+    else:
+        each_output(model, batches, mesh, task.loss, task.forward, add)
+    loss_sum, count, *sums = all_reduce(totals, counted_ranks(mesh)).tolist()
     named = {"loss": loss_sum, "count": count, **dict(zip(task.sum_names, sums, strict=True))}
     return Evaluation(loss_sum / max(count, 1.0), round(count), dict(task.measure(named)))
+
+
+@torch.no_grad()
+def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task, totals: torch.Tensor) -> None:
+    """Add to `totals` what this rank's samples give: losses within their global batch, scores within the whole set."""
+    loss: Any = task.loss
+    every, parts = GatheredFeatures(mesh.data), list[GatheredFeatures]()
+    per_batch = mesh.plan.microbatches_per_step
+
+    def add(output: Any, local: Any) -> None:
+        del local
+        if not parts or parts[-1].num_added == per_batch:
+            parts.append(GatheredFeatures(mesh.data))
+        parts[-1].add(output)
+        every.take(parts[-1])
+
+    each_output(model, batches, mesh, loss, task.forward, add)
+    for part in parts:
+        loss_sum, count = part.compared(loss.compare)
+        totals[0] += loss_sum
+        totals[1] += count
+    if parts and loss.score is not None:
+        found = every.compared(loss.score)
+        for place, name in enumerate(task.sum_names, 2):
+            totals[place] += found[name]
 
 
 def mean_loss(
@@ -77,13 +107,13 @@ def mean_loss(
             totals[0] += loss_sum
             totals[1] += number
 
-    _each_output(model, one_by_one(), mesh, loss_fn, forward, add)
-    loss_sum, number = all_reduce(totals, _counted(mesh)).tolist()
+    each_output(model, one_by_one(), mesh, loss_fn, forward, add)
+    loss_sum, number = all_reduce(totals, counted_ranks(mesh)).tolist()
     return loss_sum / max(number, 1.0), round(number)
 
 
 @torch.no_grad()
-def _each_output(
+def each_output(
     model: nn.Module,
     batches: Iterable[Any],
     mesh: Mesh,
@@ -101,6 +131,7 @@ def _each_output(
         moved = tree_map(lambda one: one.to(mesh.device) if isinstance(one, torch.Tensor) else one, batch)
         return cut_sequence(model, moved)
 
+    data_parallel(model).arrive()
     was_training = model.training
     model.eval()
     pipeline = pipeline_of(model)
@@ -115,6 +146,6 @@ def _each_output(
         model.train(was_training)
 
 
-def _counted(mesh: Mesh) -> Axis:
+def counted_ranks(mesh: Mesh) -> Axis:
     """The ranks whose sums add up; of a pipeline, only the last stage has any, and all want to know."""
     return mesh.batch if mesh.plan.pp == 1 else mesh["pp", "dp_replicate", "dp_shard", "cp"]

@@ -30,8 +30,10 @@ from weft.train.step.forward import call_model
 from weft.train.step.loss_check import CheckedLoss, LossFn
 from weft.train.step.microbatches import Microbatches, microbatches_of, samples_of, values_in
 from weft.train.step.oom import explains_memory
+from weft.train.step.replica_watch import ReplicaWatch
 from weft.train.step.step_metrics import LateMetrics, StepMetrics, to_mean
 from weft.train.step.unsharded import fingerprint, warn_if_alike
+from weft.train.step.whole_batch import BatchGradient, WholeBatchLoss, expect_whole_batches
 from weft.train.step.whole_tensors import names_the_module
 
 #: (model, batch) -> output.
@@ -51,6 +53,8 @@ class TrainStep:
         nominal_tokens: about how many tokens a global batch holds; keeps scaled losses in range, and does not change
             any result.
         meter: times the phases of steps; None: one of the step's own.
+        weights_follow: new weights of zero=1 and 2 may still travel when a step returns: in the next forward each block
+            waits for its own. Whoever reads parameters in between calls `arrive` before.
         reads_late: from the second step on the device decides whether a step is taken, and the host does not wait for
             its numbers; None: on a GPU.
     """
@@ -66,6 +70,7 @@ class TrainStep:
         max_grad_norm: float = 0.0,
         nominal_tokens: int | None = None,
         meter: Meter | None = None,
+        weights_follow: bool = False,
         reads_late: bool | None = None,
     ):
         self.model = model
@@ -74,13 +79,19 @@ class TrainStep:
         self.precision = Precision.of(mesh.plan)
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm
-        self.wants_stop = self.has_trained = False
+        self.wants_stop = self.asks = self.has_trained = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
         self._loss = CheckedLoss(loss_fn, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
+        self._whole = loss_fn if isinstance(loss_fn, WholeBatchLoss) else None
+        if self._whole is not None:
+            expect_whole_batches(mesh.plan)
         trust_loss(model)
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
+        self._weights_follow = weights_follow
+        if weights_follow:
+            self._data_parallel.let_weights_follow()
         self._pipeline = pipeline_of(model)
         self._experts = ExpertBalance(model, mesh)
         self._norms = norm_groups_of(model)
@@ -88,6 +99,7 @@ class TrainStep:
         self._meter = meter or Meter(mesh.device)
         self._train_mode = TrainMode(model)
         self._looks_for_copies = mesh.data.size > 1
+        self._replicas = ReplicaWatch(self._data_parallel, mesh)
         self._may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late
         self._is_first = True
         self._unread: LateMetrics | None = None
@@ -113,14 +125,13 @@ class TrainStep:
         if self._nominal is None:
             self._nominal = _power_of_two(self._values_in(microbatches))
         self._data_parallel.begin_step()
-        # Sum of losses, token count, ranks that want to stop: small, exact, and one collective for all three.
-        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
-        totals[2].fill_(float(self.wants_stop))  # an assignment would send the number, and wait until it is there
-        if self._looks_for_copies and not isinstance(batch, Microbatches):
-            totals = torch.cat([totals, fingerprint(batch).to(self.mesh.device)])
+        watched = self._replicas.number()
+        totals = self._first_totals(batch, watched)
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
-        if not isinstance(scale, torch.Tensor):  # else there are no routers
-            self._experts.begin(scale)
+        coders = self._data_parallel.coders
+        if coders.owes:  # and then the host decides about every step
+            coders.set_unit(float(scale))
+        self._experts.begin(scale)
         if self._norms is not None:
             self._norms.begin()
         inside = self._inside(samples, dropout_key)
@@ -132,7 +143,7 @@ class TrainStep:
             with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
                 self._pipeline.step(work, self._meter)
         else:
-            self._accumulate(microbatches, self._counted_loss(samples), scale, totals, inside, seeds)
+            self._accumulate(microbatches, samples, scale, totals, inside, seeds)
         self._experts.start()
         if self._norms is not None:
             self._norms.start()
@@ -144,13 +155,28 @@ class TrainStep:
             norm = self._data_parallel.norm()
             numbers = torch.cat([totals, norm.to(totals).reshape(1)])
             # Else the only wait for the device in a step: all that the decision needs, in one copy.
-            known = None if self._reads_late() else numbers.tolist()
+            known = None if watched is None and self._reads_late() else numbers.tolist()
         if known is not None:
+            if watched is not None:
+                self._replicas.check(known.pop(-2))
             self._look_for_copies(known[3:-1])
         with self._meter.phase("optimizer"):
             metrics = self._update_unread(numbers) if known is None else self._update(known)
         self.mesh.pulse.in_step = self._is_first = False
         return metrics
+
+    def _first_totals(self, batch: Any, watched: torch.Tensor | None) -> torch.Tensor:
+        """Sum of losses, token count, ranks that want to stop; then what is looked for. One collective for all.
+
+        float64, (3 or more,): small and exact. watched: what replicas compare.
+        """
+        totals = torch.zeros(3, dtype=torch.float64, device=self.mesh.device)
+        # An assignment would send the number, and wait until it is there.
+        totals[2].fill_(float(self.wants_stop or self.asks))
+        looked = [] if watched is None else [watched]
+        if self._looks_for_copies and not isinstance(batch, Microbatches):
+            looked.insert(0, fingerprint(batch).to(self.mesh.device))
+        return torch.cat([totals, *looked]) if looked else totals
 
     @property
     def loss_scale(self) -> LossScale:
@@ -176,6 +202,10 @@ class TrainStep:
         if self._unchecked:
             self._unchecked = False
             self._data_parallel.check()
+
+    def arrive(self) -> None:
+        """Wait for the last step's weights, before anyone but a forward reads parameters."""
+        self._data_parallel.arrive()
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that this rank's gradients lie in."""
@@ -218,13 +248,16 @@ class TrainStep:
     def _accumulate(
         self,
         microbatches: list[Any],
-        loss: CountedLoss,
+        samples: list[SampleNumbers],
         scale: float | torch.Tensor,
         totals: torch.Tensor,
         inside: Inside,
         seeds: Sequence[int] | None,
     ) -> None:
         """Add each microbatch's gradients, loss sum and token count."""
+        loss = self._counted_loss(samples)
+        if self._whole is not None:
+            loss = self._compared(self._whole, microbatches, samples, inside, seeds)
         for index, whole in enumerate(microbatches):
             if seeds is not None:
                 torch.manual_seed(seeds[index])
@@ -239,6 +272,23 @@ class TrainStep:
                     totals[1] += num_tokens
                 with self._meter.phase("backward"):
                     (loss_sum * scale).backward()
+
+    def _compared(
+        self,
+        whole: WholeBatchLoss,
+        microbatches: list[Any],
+        samples: list[SampleNumbers],
+        inside: Inside,
+        seeds: Sequence[int] | None,
+    ) -> CountedLoss:
+        """The loss of a microbatch as a part of that of the global batch, whose features a first pass may find."""
+        batch = BatchGradient(whole, self.mesh, len(microbatches))
+        for index, microbatch in enumerate(microbatches) if batch.needs_first_pass else ():
+            if seeds is not None:
+                torch.manual_seed(seeds[index])
+            with torch.no_grad(), inside(index), self._experts.leaving_out(), self._meter.phase("forward"):
+                batch.add(self._forward(self.model, microbatch), counts=not samples[index].is_empty)
+        return lambda output, microbatch, index: batch.of(output, index, counts=not samples[index].is_empty)
 
     def _with_labels(self, model: nn.Module, microbatch: Any) -> Any:
         """Forward with a head that may give the loss at once."""
@@ -260,9 +310,9 @@ class TrainStep:
         factor = to_mean(self._nominal, numbers[1], self._loss_scale)
         self._loss_scale.update(metrics.is_finite)
         if metrics.skipped is None:
-            factor *= clip_factor(metrics.grad_norm, self.max_grad_norm)
-            self._data_parallel.update(self.optimizer, factor)
-            self._data_parallel.publish()
+            clip = clip_factor(metrics.grad_norm, self.max_grad_norm)
+            self._data_parallel.update(self.optimizer, factor * clip)
+            self._data_parallel.publish(clip, self._weights_follow)
         self._finish(moved=metrics.skipped is None)
         return metrics
 
@@ -278,7 +328,7 @@ class TrainStep:
             bad.update(False)
             self._next_scale = torch.where(decision.is_finite, good.scale, bad.scale)
         self._data_parallel.update(self.optimizer, decision)
-        self._data_parallel.publish()
+        self._data_parallel.publish(follow=self._weights_follow)
         self._finish(moved=decision.is_taken)
         nominal, then = self._nominal, replace(scale)
         self._unread = LateMetrics(lambda: StepMetrics.of_sums(decision.numbers, nominal, then))
@@ -292,10 +342,7 @@ class TrainStep:
 
     def _reads_late(self) -> bool:
         """Whether the device decides about this step."""
-        if not self._may_read_late or self._is_first:
-            return False
-        needs_scale = self._loss_scale.enabled and self._experts.scales
-        return not needs_scale and self._data_parallel.decides_late(self.optimizer)
+        return self._may_read_late and not self._is_first and self._data_parallel.decides_late(self.optimizer)
 
     def _read(self) -> None:
         """Let the host know what the device decided of the last step."""

@@ -8,15 +8,18 @@ from weft.lazy import loads
 
 __all__ = [
     "Batches",
+    "Forwards",
     "MapDataset",
     "Metric",
     "Report",
     "Share",
     "Task",
+    "Which",
     "with_adapter",
 ]
 
 if TYPE_CHECKING:
+    from weft.train.task.forwards import Forwards, Which
     from weft.train.task.run_adapter import with_adapter
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
@@ -25,11 +28,13 @@ __getattr__ = loads(
     __name__,
     {
         "Batches": ".share",
+        "Forwards": ".forwards",
         "MapDataset": ".share",
         "Metric": ".task",
         "Report": ".task",
         "Share": ".share",
         "Task": ".task",
+        "Which": ".forwards",
         "with_adapter": ".run_adapter",
     },
 )

@@ -31,7 +31,10 @@ class Share:
 
 
 class MapDataset(Protocol):
-    """Samples by index: a list, or a map-style dataset of torch."""
+    """Samples by index: a list, or a map-style dataset of torch.
+
+    Training asks one with a method `in_epoch(epoch, index)` by that: its samples change from epoch to epoch.
+    """
 
     def __len__(self) -> int: ...
 

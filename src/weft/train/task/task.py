@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
+from weft.train.task.forwards import Forwards
 from weft.train.task.share import Batches, MapDataset, Share
 from weft.units import format_count
 
@@ -67,9 +68,9 @@ class Task:
     #: What a batch holds `train.global_batch` of, in the plural.
     sample_unit: ClassVar[str] = "samples"
     #: What evaluations find beside the loss; `sums` and `measure` compute it.
-    metrics: ClassVar[tuple[Metric, ...]] = ()
+    metrics: tuple[Metric, ...] = ()
     #: Names of what `sums` gives.
-    sum_names: ClassVar[tuple[str, ...]] = ()
+    sum_names: tuple[str, ...] = ()
     #: Sections and settings of the decoder that this task reads too, such as "data" or "train.seq_len". Weft refuses
     #: the others where they are set, so that none is silently ignored.
     sections: ClassVar[tuple[str, ...]] = ()
@@ -161,6 +162,30 @@ class Task:
         from weft.train.step import call_model
 
         return call_model(model, batch)
+
+    def second_model(self, plan: Plan) -> nn.Module | None:
+        """Return a model that stands beside the trained one and never changes, such as a teacher; None: there is none.
+
+        It lies on the ranks as the plan says; `Forwards` gives what it computes.
+        """
+        return None
+
+    def second_weights(self, model: nn.Module) -> StateSource | None:
+        """Return where the second model's weights are read from, as `initial_weights` does for the first one."""
+        return None
+
+    def begin(self, forwards: Forwards) -> None:
+        """Take hold of the model on its ranks, once its first weights are there and before a checkpoint's are.
+
+        forwards: asks it for numbers that no gradient goes through.
+        """
+
+    def before_step(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """Return the microbatches of a global batch as the step, or an evaluation, gets them.
+
+        For what must be known of all of them first, or of weights that do not train.
+        """
+        return batches
 
     def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor | float]:
         """Return what `measure` needs of an evaluation batch, by `sum_names`: numbers that add up."""

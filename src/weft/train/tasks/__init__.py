@@ -9,7 +9,9 @@ from weft.lazy import loads
 __all__ = [
     "DecoderTask",
     "IGNORE",
+    "base_name",
     "exported_tensors",
+    "fill_whole",
     "find_task",
     "generate_text",
     "is_exportable",
@@ -17,14 +19,16 @@ __all__ = [
     "pretrained_source",
     "token_cross_entropy",
     "write_beside",
+    "write_card",
 ]
 
 if TYPE_CHECKING:
     from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
     from weft.train.tasks.decoder_sample import generate_text
     from weft.train.tasks.decoder_task import DecoderTask
-    from weft.train.tasks.exported import exported_tensors, is_exportable, write_beside
-    from weft.train.tasks.published_weights import pretrained_source
+    from weft.train.tasks.exported import exported_tensors, is_exportable, write_beside, write_card
+    from weft.train.tasks.merged_export import base_name
+    from weft.train.tasks.published_weights import fill_whole, pretrained_source
     from weft.train.tasks.task_choice import find_task
 
 __getattr__ = loads(
@@ -32,7 +36,9 @@ __getattr__ = loads(
     {
         "DecoderTask": ".decoder_task",
         "IGNORE": ".decoder_loss",
+        "base_name": ".merged_export",
         "exported_tensors": ".exported",
+        "fill_whole": ".published_weights",
         "find_task": ".task_choice",
         "generate_text": ".decoder_sample",
         "is_exportable": ".exported",
@@ -40,5 +46,6 @@ __getattr__ = loads(
         "pretrained_source": ".published_weights",
         "token_cross_entropy": ".decoder_loss",
         "write_beside": ".exported",
+        "write_card": ".exported",
     },
 )

@@ -19,7 +19,9 @@ def token_cross_entropy(
     """Sum the cross-entropies in nats over the trained positions, and count them.
 
     logits_BTV: batch, time, vocabulary; of any float format, summed in fp32 (fp64 for fp64); or what the head gave in
-    their place. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not trained.
+    their place. `batch["labels"]` (batch, time) is already shifted; -100 marks positions that are not trained. With
+    `batch["weights"]` a position counts as much as its weight, in the sum and in the number: a loss is then the
+    weighted mean.
 
     Raises:
         ModelError: where the head gave the loss of other labels than the batch's, or a label is outside of the
@@ -35,6 +37,11 @@ def token_cross_entropy(
         return logits_BTV.loss_sum, logits_BTV.num_tokens
     check_labels(labels, logits_BTV.shape[-1], IGNORE)
     logits = logits_BTV if logits_BTV.dtype == torch.float64 else logits_BTV.float()
+    weights = batch.get("weights")
+    if weights is not None:
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+        weights = weights.flatten().where(labels.flatten() != IGNORE, 0.0)
+        return losses @ weights.to(losses), weights.sum(dtype=torch.float64)
     loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
     return loss_sum, (labels != IGNORE).sum()
 

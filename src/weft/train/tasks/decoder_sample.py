@@ -12,7 +12,7 @@ from weft.data import Tokenizer
 from weft.errors import CheckpointError, ConfigError
 from weft.mesh import pick_device
 from weft.models import Decoder, build_decoder, generate
-from weft.spec.config import SampleSection
+from weft.spec.config import TRAINS, SampleSection
 from weft.train.folder import RunFolder
 from weft.train.state import restore_model
 from weft.train.task import with_adapter
@@ -46,7 +46,7 @@ def generate_text(
     folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
     config = folder.config()
     task = config.task.name
-    if task is not None and not (folder.path / "model.json").exists():
+    if task is not None and TRAINS.get(task) != "decoder" and not (folder.path / "model.json").exists():
         raise ConfigError(
             f"RUN={folder.path}: task.name={task} does not train a text decoder, so it cannot "
             "generate. Give a run that trains one."

@@ -43,6 +43,9 @@ class DecoderTask(Task):
     identity = ("model", "tokenizer.kind", "tokenizer.vocab_size", "tokenizer.train_bytes", "data.holdout",
                 "data.borders", "train.seq_len")  # fmt: skip
 
+    #: Whether its data says which answers are preferred, instead of what is learned.
+    learns_preferences = False
+
     _data: PreparedData | None = None
     _folder: RunFolder | None = None
 
@@ -68,10 +71,20 @@ class DecoderTask(Task):
         Raises:
             DataError: when the tokens are not those that the folder's run was started with.
         """
-        data = prepare_data(self._data_config(), report)
+        from weft.data.prepared import check_trainable
+
+        data = check_trainable(self.tokens(report), self.config.data, self.config.train.seq_len)
         if (folder.path / "data.json").exists():
             refuse_other_data(folder, data)
         self._data = data
+
+    def tokens(self, report: Report | None) -> PreparedData:
+        """Tokenise what is not tokenised yet, and open the rest.
+
+        Raises:
+            DataError: for everything that is wrong with the data.
+        """
+        return prepare_data(self._data_config(), report, preferences=self.learns_preferences)
 
     def _data_config(self) -> RunConfig:
         """The config as preparing data reads it."""
@@ -169,13 +182,15 @@ class DecoderTask(Task):
 
         labels = batch["labels"]
         # No index by a mask: the host would wait for the number of its elements.
-        return {"bytes": self._bytes_on(labels.device)[labels.clamp(min=0)].where(labels != IGNORE, 0).sum()}
+        found = self._bytes_on(labels.device)[labels.clamp(min=0)].where(labels != IGNORE, 0)
+        weights = batch.get("weights")
+        return {"bytes": found.sum() if weights is None else (found * weights).sum(dtype=weights.dtype)}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         num_bytes = sums.get("bytes", 0.0)
         return {"bits_per_byte": sums["loss"] / (math.log(2) * num_bytes) if num_bytes else None}
 
-    def flops_per_count(self) -> float:
+    def flops_per_count(self) -> float | None:
         return decoder_flops_per_token(self.spec, self.config.train.seq_len)
 
     @cached_property

@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import Checkpoint
 from weft.checkpoint.arrays import RawArray, block_of, tensor_of
 from weft.data import Tokenizer
+from weft.models.adapters import Adapted
 from weft.train.folder import RunFolder
 from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, data_of, decoder_of, tokenizer_of
+from weft.train.tasks.task_choice import find_task
 from weft.train.tasks.transformers_layout import layout_config, layout_tensors, write_tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
@@ -24,39 +29,82 @@ def is_exportable(folder: RunFolder) -> bool:
     return base_of(folder).is_dir() or (folder.path / "model.json").is_file()
 
 
-def exported_tensors(folder: RunFolder, checkpoint: Checkpoint) -> Iterator[tuple[str, RawArray]]:
+def exported_tensors(
+    folder: RunFolder, checkpoint: Checkpoint, *, merged: bool = False, widened: bool = False
+) -> Iterator[tuple[str, RawArray]]:
     """Yield the weights under transformers' names, one tensor at a time in memory.
 
     Args:
         folder: of the run.
         checkpoint: of any plan.
-    """
+        merged: the checkpoint holds an adapter, which is to be added to its base.
+        widened: whether weights with an adapter added keep the adapter's format; else they are rounded to the base's.
 
-    def read(name: str) -> RawArray:
-        return checkpoint.block(f"model/{name}")
+    Raises:
+        CheckpointError: where the base is not the one that the adapter was trained on.
+        ConfigError: where the base is not there any more.
+    """
+    from weft.train.tasks.merged_export import base_folder, merged_base, merged_decoder
 
     if not base_of(folder).is_dir():
+        whole = merged_decoder(folder, checkpoint) if merged else None
+
+        def read(name: str) -> RawArray:
+            return checkpoint.block(f"model/{name}") if whole is None else block_of(whole[name])
+
         yield from layout_tensors(decoder_of(folder), read)
         return
-    from weft.models import as_shapes
-    from weft.structure import hugging_face
-
-    with as_shapes(vectors=True):
-        model = hugging_face.causal_model(hugging_face.load_model_config(base_of(folder)))
-    for name, entry in checkpoint.entries("model").items():
-        if entry.same_as is None:
-            yield from _as_published(model, name, read(name))
-
-
-def _as_published(model: Any, name: str, block: RawArray) -> Iterator[tuple[str, RawArray]]:
-    """A tensor under the names of published files, as transformers would save it."""
-    try:
-        revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
-    except (ImportError, AttributeError):  # releases before 5 save names as they are
-        yield name, block
+    model = shapes_of(folder)
+    if merged:
+        whole = merged_base(model, base_folder(folder), checkpoint, widened=widened)
+        yield from as_published(model, whole.names, whole.read)
         return
-    for target, tensor in revert(model, {name: tensor_of(block)}).items():
-        yield target, block_of(tensor)
+    names = [name for name, entry in checkpoint.entries("model").items() if entry.same_as is None]
+    yield from as_published(model, names, lambda name: tensor_of(checkpoint.block(f"model/{name}")))
+
+
+def shapes_of(folder: RunFolder) -> Any:
+    """Return the model of a run on a pretrained folder, as its task builds it, without values."""
+    task = find_task(folder.config())
+    task.open(folder)
+    return task.shapes()
+
+
+def as_published(
+    model: Any, names: Sequence[str], read: Callable[[str], torch.Tensor]
+) -> Iterator[tuple[str, RawArray]]:
+    """Yield a model's tensors under the names of published files, as transformers would save them.
+
+    Args:
+        model: of transformers, as shapes.
+        names: of its tensors.
+        read: gives one of them; only those that are stored as one are in memory at once.
+    """
+    try:
+        core: Any = importlib.import_module("transformers.core_model_loading")
+        groups = _stored_together(model, names, core)
+    except (ImportError, AttributeError):  # releases before 5 save names as they are
+        yield from ((name, block_of(read(name))) for name in names)
+        return
+    for each in groups:
+        for target, tensor in core.revert_weight_conversion(model, {name: read(name) for name in each}).items():
+            yield target, block_of(tensor.contiguous())
+
+
+def _stored_together(model: Any, names: Sequence[str], core: Any) -> list[list[str]]:
+    """Names of tensors in the groups that transformers joins when it saves them."""
+    tables: Any = importlib.import_module("transformers.conversion_mapping")
+    # What transformers notes on a model that it loads: it looks it up again for each call otherwise.
+    used = tables.get_model_conversion_mapping(model, add_legacy=False)
+    kept = [one for one in used if not isinstance(one, core.PrefixChange)]
+    setattr(model, "_weight_conversions", kept or None)  # noqa: B010
+    back = [one.reverse_transform() for one in reversed(kept)]
+    converters = [one for one in back if isinstance(one, core.WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=core.dot_natural_key):
+        target, pattern = core.apply_converters(name, converters)
+        groups.setdefault(name if pattern is None else f"joined {target}", []).append(name)
+    return list(groups.values())
 
 
 def write_beside(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype: str) -> None:
@@ -82,6 +130,17 @@ def write_beside(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype: st
     config.pop("torch_dtype", None)
     config["dtype"] = _DTYPES.get(dtype, "float32")
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_card(folder, checkpoint, out)
+
+
+def write_card(folder: RunFolder, checkpoint: Checkpoint, out: Path) -> None:
+    """Write a README.md that says of a run's model what it was trained from, on what, how and how far.
+
+    Args:
+        folder: of the run.
+        checkpoint: that is exported.
+        out: the folder of the export.
+    """
     (out / "README.md").write_text(_card(folder, checkpoint))
 
 
@@ -89,6 +148,7 @@ def _card(folder: RunFolder, checkpoint: Checkpoint) -> str:
     config = folder.config()
     source = config.model.path or config.model.name
     figures = _last_figures(folder, checkpoint.step)
+    adapter = checkpoint.state.get("adapter")
     lines = [
         f"# {config.run.name}", "",
         f"`{Path(source).name if config.model.path else source}`, "
@@ -98,10 +158,20 @@ def _card(folder: RunFolder, checkpoint: Checkpoint) -> str:
         f"| plan | `{checkpoint.state.get('plan', '')}` |",
         f"| batch | {config.train.global_batch} sequences of {config.train.seq_len} tokens |",
         f"| optimizer | {config.optimizer.name}, lr {config.optimizer.lr:g} |",
+        *([f"| adapter | {Adapted.read(adapter).kind} |"] if adapter else []),
         *(f"| {name} | {value} |" for name, value in figures.items()), "",
-        "## Data", "", *(f"- {line}" for line in data_of(folder).summary), "",
+        "## Data", "", *(f"- {line}" for line in data_lines_of(folder)), "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def data_lines_of(folder: RunFolder) -> Sequence[str]:
+    """Return what a run's folder says of its data, a line for each part."""
+    if (folder.path / "data.json").is_file():
+        return data_of(folder).summary
+    task = find_task(folder.config())
+    task.open(folder)
+    return task.data_lines()
 
 
 def _last_figures(folder: RunFolder, step: int) -> dict[str, str]:

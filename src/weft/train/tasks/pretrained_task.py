@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.checkpoint.pretrained import no_folder
 from weft.errors import ConfigError, Problem
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
+from weft.train.folder import run_folder
 from weft.train.task import Report, with_adapter
 from weft.train.tasks.decoder_files import base_of, keep_base, keep_files
 from weft.train.tasks.decoder_task import DecoderTask
@@ -52,6 +54,9 @@ class PretrainedTask(DecoderTask):
 
         model: Any = self.shapes()  # whose methods transformers types loosely
         length = self.config.train.seq_len
+        if self._needs_folder and not self._path.is_dir():
+            rule = "there is no such folder, and an adapter's checkpoints hold no base. Put the folder back there."
+            raise _wrong("model.path", self.config.model.path, rule)
         if self._needs_folder or not base_of(folder).is_dir():
             _, names = pretrained_source(model, self._path)
             self._unexpected = told_unexpected(names)
@@ -85,9 +90,16 @@ class PretrainedTask(DecoderTask):
 
     @property
     def _base(self) -> Path:
-        """Config and tokenizer: the run's own copy, or the folder's while there is none."""
-        own = base_of(self._folder) if self._folder is not None else None
-        return own if own is not None and own.is_dir() else self._path
+        """Config and tokenizer: the run's own copy, or the folder's while there is none.
+
+        ConfigError where there is neither: transformers would take the path for a name to download.
+        """
+        own = base_of(self._folder if self._folder is not None else run_folder(self.config))
+        if own.is_dir() and (self._folder is not None or not self._path.is_dir()):
+            return own
+        if self._path.is_dir():
+            return self._path
+        raise ConfigError([Problem("model.path", no_folder(self._path))])
 
     # --- model and step ---
 
@@ -116,7 +128,7 @@ class PretrainedTask(DecoderTask):
         found = model(input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False)
         return found.logits
 
-    def flops_per_count(self) -> float:
+    def flops_per_count(self) -> float | None:
         from weft.monitor import flops_per_token
         from weft.structure import hugging_face
 

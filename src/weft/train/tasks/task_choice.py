@@ -15,9 +15,16 @@ from weft.train.task import Task
 #: Sections and settings that mean something to the decoder on text, and to tasks that say so.
 _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
 
-#: Of the tasks that have a name.
+#: Of the tasks that have a name: the class, and the one for a pretrained folder.
 _CLASSES = {
-    "classify_images": "weft.train.tasks.image_class_task:ImageClassTask",
+    "classify_images": ("weft.train.tasks.tuned:ImageClassTask",) * 2,
+    "classify_text": ("weft.train.tasks.tuned:TextClassTask",) * 2,
+    "classify_tokens": ("weft.train.tasks.tuned:TokenClassTask",) * 2,
+    "embed": ("weft.train.tasks.tuned:EmbedTask",) * 2,
+    "masked_lm": ("weft.train.tasks.tuned:MaskedTask",) * 2,
+    "seq2seq": ("weft.train.tasks.tuned:Seq2SeqTask",) * 2,
+    "distill": ("weft.train.tasks.distill:DistillTask", "weft.train.tasks.distill:PretrainedDistillTask"),
+    "prefer": ("weft.train.tasks.preference:PreferTask", "weft.train.tasks.preference:PretrainedPreferTask"),
 }
 
 
@@ -36,15 +43,17 @@ def find_task(config: RunConfig) -> Task:
 
         task = DecoderTask()
     else:
-        task = _made(_found(config.task.name), config.task.name, config.task.options)
+        plain, tuned = _CLASSES.get(config.task.name, (config.task.name, config.task.name))
+        kind = _found(config.task.name, tuned if config.model.path else plain)
+        task = _made(kind, config.task.name, config.task.options)
         _refuse_unread(task, config)
     task.config = config
     return task
 
 
-def _found(name: str) -> type[Task]:
+def _found(name: str, where: str) -> type[Task]:
     try:
-        made = named_object(_CLASSES.get(name, name))
+        made = named_object(where)
     except Exception as error:  # code of the user's may raise anything
         why = f"{type(error).__name__}: {error}"
         _refuse("name", f"={name}: it cannot be imported ({why}). Name a class importable from this folder.")

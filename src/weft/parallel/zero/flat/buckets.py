@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from weft.comm import Pending, start_all_gather
+from weft.comm import Pending
 from weft.comm.links import Parts
 from weft.errors import ModelError
 from weft.memory import HostPart
@@ -108,7 +108,7 @@ class Bucket:
     collected: whether gradients of this step are in `grads`, not only where autograd put them.
     is_rounded: whether `weights` have the master as the optimizer left it.
     on_host: whether the master is on the host, and its gradient for the optimizer too: `host` holds both.
-    axes: over whom it is divided and summed.
+    axes: over whom it is divided and summed. arriving: the gather that brings new weights, while it is under way.
     """
 
     index: int
@@ -128,6 +128,7 @@ class Bucket:
     is_rounded: bool = False
     host: HostPart | None = None
     axes: Axes | None = None
+    arriving: Pending | None = None
 
     @property
     def over(self) -> Axes:
@@ -214,21 +215,6 @@ def fill(bucket: Bucket, source: Callable[[Slot], torch.Tensor], settle: Callabl
         # One that several modules use is the exception, since autograd adds their gradients.
         slot.param.grad_dtype = full.dtype if slot.is_shared else None
         slot.bucket, slot.address, slot.version = bucket, view.data_ptr(), version_of(slot.param)
-
-
-def bring_weights(buckets: Sequence[Bucket]) -> None:
-    """Bring masters into the weights of all ranks. A collective over the shard axes."""
-    pending: list[Pending] = []
-    for bucket in reversed(buckets):  # first what the next forward needs first
-        own = bucket.weights[bucket.own]
-        if bucket.host is not None:
-            bucket.host.bring(own).wait()
-        elif bucket.is_mixed and not bucket.is_rounded:
-            own.copy_(bucket.master)
-        bucket.is_rounded = False
-        pending.append(start_all_gather(own, bucket.over.shard, out=bucket.weights))
-    for one in pending:
-        one.wait()
 
 
 def lay_out(

@@ -23,24 +23,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm import all_gather, broadcast
-from weft.errors import ModelError
+from weft.comm import broadcast
 from weft.memory import Host, HostPart, choose, step_on_host
 from weft.mesh import Mesh
 from weft.optim import StepDecision
 from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats, tell_places
 from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
-from weft.parallel.zero.adopt import refuse_closures
-from weft.parallel.zero.flat.buckets import Bucket, Slot, bring_weights, fill, lay_out, put_in_order
+from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, settle_counts, step_by_decision
+from weft.parallel.zero.flat.arrivals import Arrivals
+from weft.parallel.zero.flat.buckets import Bucket, Slot, fill, lay_out, put_in_order
 from weft.parallel.zero.flat.flat_step import FlatStep
-from weft.parallel.zero.flat.follow_loads import FollowLoads
+from weft.parallel.zero.flat.follow_loads import FollowLoads, take_master, written
+from weft.parallel.zero.flat.gathered import gradient_tensors, whole_gradients, whole_weights
 from weft.parallel.zero.flat.own_loop import OwnLoop
 from weft.parallel.zero.flat.reducer import Reducer, shard_of
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
+from weft.parallel.zero.flat.slot_debts import SlotDebts
 from weft.parallel.zero.flat.slot_states import gather_states, load_states
 from weft.parallel.zero.flat.slot_stretches import SlotStretches, Untrained, placed_pieces
-from weft.private_torch import version_of
 from weft.spec import shares
 
 
@@ -94,15 +95,15 @@ class FlatModel:
         sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # those that backward completes first
         self._on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
         self.own_loop = OwnLoop(self)
-        shards = any(axes.shard.size > 1 for axes in self._kinds.values())
-        stage = mesh.plan.zero if shards else 0
+        stage = mesh.plan.zero if any(axes.shard.size > 1 for axes in self._kinds.values()) else 0
         each = each_microbatch and stage == 2
-        self.reducer = Reducer(
-            self._slots, self.axes, stage, mesh.device, self.own_loop.note, self.precision.wire, each
-        )
+        wires = self.precision.wire, self.precision.outer_wire
+        self.reducer = Reducer(self._slots, self.axes, stage, mesh.device, self.own_loop.note, *wires, each)
         self.coders = self.reducer.coders
+        self.debts = SlotDebts(self.reducer.sums, self.axes)
         self.own_loop.even_out(self._slots, self._kinds)
         self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
+        self._arrivals = Arrivals(model, self._slots)
         if self.precision.is_mixed or self._on_host:
             follow = FollowLoads(self.take_masters)
             model.register_load_state_dict_pre_hook(follow.before)
@@ -117,6 +118,7 @@ class FlatModel:
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         """Surround forward and backward of one microbatch."""
+        self._arrivals.wait_for_rest()
         self.reducer.begin_pass(last)
         broken = True
         try:
@@ -124,6 +126,7 @@ class FlatModel:
             broken = False
         finally:
             self.reducer.end_pass(broken)
+            self.arrive()
 
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait until gradients are sums over all data ranks, or this rank's part of them."""
@@ -143,29 +146,48 @@ class FlatModel:
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         self.reducer.scale(factor)
-        if self._shows_late and not self.reducer.has_loose:
+        if self._shows_late:
             self.show_gradients()
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `update` takes the device's decision for this optimizer."""
-        return not self._on_host and not self.coders.carries and self._steps[self._adoption(optimizer)].applies()
+        if self._on_host or self.coders.needs_host:
+            return False
+        step = self._steps[self._adoption(optimizer)]
+        return step.applies() or (not step.is_watched and leaves_steps_out(optimizer))
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
         """Let the optimizer take its step with gradients multiplied by a factor."""
         adoption = self._adoption(optimizer)
+        self.arrive()
+        is_flat = self._steps[adoption].applies()
         if isinstance(factor, StepDecision):
-            self.reducer.factor = factor.factor
-            self._steps[adoption].take(factor)
-        elif self._steps[adoption].applies():
+            self.coders.taken = factor.is_taken
+            if is_flat:
+                self.reducer.factor = factor.factor
+                self._take(adoption, factor)
+            else:
+                self.scale(1.0)  # which lets the optimizer find them
+                step_by_decision(optimizer, factor)
+        elif is_flat:
             self.reducer.arrive()
             self.reducer.factor = whole = float(self.reducer.factor) * factor
-            self._steps[adoption].take(whole)
+            self._take(adoption, whole)
         else:
             self.scale(factor)
             optimizer.step()
-            return
+
+    def _take(self, adoption: SlotAdoption, factor: float | StepDecision) -> None:
+        """Step bucket by bucket; weights that may follow begin to travel while the others are stepped."""
+        buckets, own = self.reducer.buckets, set(adoption.slots)
+        step = self._steps[adoption].taking(factor)
+        for bucket in reversed(buckets) if self._arrivals.is_watched else buckets:
+            step(bucket)
+            if self._arrivals.is_watched and own.issuperset(bucket.slots):
+                self._arrivals.start(bucket)
+        self._steps[adoption].taken(factor)
         with adoption.spent():
-            optimizer.step()
+            adoption.optimizer.step()
 
     def settle(self) -> None:
         """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
@@ -177,15 +199,23 @@ class FlatModel:
         return self.own_loop.clip(max_norm)
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Bring the new weights into the parameters of all ranks."""
-        bring_weights(self.reducer.buckets)
+        self._arrivals.bring(self.reducer.buckets, follow)
         self._untrained.follow()
         for slot, piece in self._pieces():
             if _bucket(slot).host is not None:
                 piece.grad = None  # its memory served to bring the weights
-        self.coders.commit()
+        self.coders.commit(clip)
         self.leave_step()
+
+    def let_weights_follow(self) -> None:
+        """Let modules wait for their own weights from here, so that `publish` need not."""
+        self._arrivals.watch()
+
+    def arrive(self) -> None:
+        """Wait for weights that follow."""
+        self._arrivals.wait()
 
     def leave_step(self) -> None:
         """Note that TrainStep drives no longer."""
@@ -234,13 +264,8 @@ class FlatModel:
         return across_stages(self.axes.named(self._weights_here()), self.axes.stages, self.device)
 
     def _weights_here(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's parts of cut parameters, and whole ones."""
-        for bucket in self.reducer.buckets:
-            flat = bucket.weights
-            if bucket.is_mixed:
-                shard = bucket.master
-                flat = shard if bucket.num_shards == 1 else all_gather(shard.to(flat.device), bucket.over.shard)
-            yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
+        self.arrive()
+        return whole_weights(self.reducer.buckets)
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what is not trained and not whole on every rank."""
@@ -249,16 +274,11 @@ class FlatModel:
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole gradients by name, after `finish` or `publish`."""
-        return across_stages(self.axes.named(self._gradients_here()), self.axes.stages, self.device)
-
-    def _gradients_here(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket in self.reducer.buckets:
-            flat = shard_of(bucket) if bucket.num_shards == 1 else all_gather(shard_of(bucket), bucket.over.shard)
-            flat = flat if self.reducer.factor == 1.0 else flat * self.reducer.factor
-            yield from ((slot.name, slot.of(flat)) for slot in bucket.slots)
+        return across_stages(self.axes.named(whole_gradients(self.reducer)), self.axes.stages, self.device)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's pieces of the masters by name."""
+        self.arrive()
         for bucket in self.reducer.buckets:
             if bucket.host is not None:
                 bucket.host.arrive()
@@ -267,9 +287,7 @@ class FlatModel:
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that this rank's gradients lie in."""
-        kept = [tensor for bucket in self.reducer.buckets for tensor in (bucket.grads, bucket.shard)]
-        loose = [grad for bucket in self.reducer.buckets for _, grad in bucket.loose or ()]
-        return [*(tensor for tensor in kept if tensor is not None), *loose]
+        return gradient_tensors(self.reducer.buckets)
 
     def _states_here(self, adoption: SlotAdoption) -> Iterator[tuple[str, torch.Tensor]]:
         for axes in dict.fromkeys(self._kinds.values()):
@@ -278,11 +296,12 @@ class FlatModel:
 
     def stretches(self) -> Iterator[Stretch]:
         """Yield what this rank holds of the model, masters for what is trained; no collective."""
+        self.arrive()
         for bucket in self.reducer.buckets:
             if bucket.host is not None:
                 bucket.host.arrive()
-        placed = SlotStretches(self.reducer.buckets, self.axes)
-        yield from (one for slot in self._slots if (one := placed.of(slot)) is not None)
+        placed = map(SlotStretches(self.reducer.buckets, self.axes).of, self._slots)
+        yield from (one for one in placed if one is not None)
         yield from (self.axes.stretch(name, tensor) for name, tensor in self._untrained.tensors())
 
     def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
@@ -306,15 +325,9 @@ class FlatModel:
         Raises:
             ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
         """
-        for slot in self._slots:
-            param = slot.param
-            if param.data_ptr() != slot.address or not param.requires_grad:
-                what = "moved to other memory or another format" if param.requires_grad else "frozen"
-                raise ModelError(
-                    f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize."
-                )
-            if version_of(param) != slot.version:
-                self._take_master(slot, param.detach())
+        for slot in written(self._slots):
+            self.arrive()
+            take_master(slot, slot.param.detach())
         self._untrained.check()
 
     def _pieces(self) -> Iterator[tuple[Slot, nn.Parameter]]:
@@ -325,21 +338,16 @@ class FlatModel:
         self.adopt(optimizer)
         found = next(adoption for adoption in self.adoptions if adoption.optimizer is optimizer)
         self._steps[found].settle()
+        settle_counts(optimizer)
         return found
 
     def _make_buckets(self, whole: frozenset[str], source: Callable[[Slot], torch.Tensor], *, settle: bool) -> None:
         """Lay out and fill buckets. settle: ranks may hold different weights; the first rank's count."""
         buckets: list[Bucket] = []
+        options: dict[str, Any] = {"whole": whole, "host": self._on_host, "bucket_bytes": self._bucket_bytes}
         for axes in dict.fromkeys(self._kinds.values()):
-            found = lay_out(
-                [slot for slot in self._slots if self._kinds[slot] is axes],
-                self._formats,
-                self.precision.master,
-                axes.shard,
-                whole=whole,
-                host=self._on_host,
-                bucket_bytes=self._bucket_bytes,
-            )
+            alike = [slot for slot in self._slots if self._kinds[slot] is axes]
+            found = lay_out(alike, self._formats, self.precision.master, axes.shard, **options)
             for bucket in found:
                 bucket.axes = axes
             buckets += found
@@ -349,10 +357,11 @@ class FlatModel:
                 bucket.host = HostPart(self._host, bucket.length, bucket.master.dtype)
             same = bucket.over.same
             fill(bucket, source, functools.partial(broadcast, axis=same) if settle else lambda flat: flat)
-        self.reducer.buckets = buckets
+        self.reducer.buckets = self.debts.buckets = buckets
 
     def _lay_out_anew(self, names: frozenset[str]) -> None:
         """Make more parameters whole: weights, gradients and states of optimizers move along."""
+        self.arrive()
         whole = names | {slot.name for slot in self._slots if _bucket(slot).whole}
         grads = {slot: slot.param.grad for slot in self._slots}
         states = [{name: tensor.clone() for name, tensor in self._states_here(one)} for one in self.adoptions]
@@ -378,21 +387,11 @@ class FlatModel:
 
     def take_masters(self, tensors: Mapping[str, Any]) -> None:
         """Set masters to parameters that were written, from tensors that were not rounded."""
+        self.arrive()
         for slot in self._slots:
             tensor = tensors.get(slot.name)
             if tensor is not None and tensor.shape == slot.shape:
-                self._take_master(slot, tensor)
-
-    def _take_master(self, slot: Slot, whole: torch.Tensor) -> None:
-        """The master follows a parameter that somebody wrote to."""
-        slot.version = version_of(slot.param)
-        bucket = _bucket(slot)
-        piece = slot.piece(bucket.master, bucket.own)
-        if bucket.is_mixed and piece is not None:
-            if bucket.host is not None:
-                bucket.host.arrive()
-            with torch.no_grad():
-                piece.copy_(slot.cut(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
+                take_master(slot, tensor)
 
 
 def _bucket(slot: Slot) -> Any:

@@ -8,19 +8,20 @@ Other optimizers, options that torch's fused kernels lack, and steps that a user
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.optim import AdamRule, Lane, Rule, SgdRule, StepDecision, step_lane
+from weft.optim import AdamRule, Lane, SgdRule, StepDecision, step_lane
 from weft.parallel.private_torch import num_step_hooks
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.private_torch import version_of
 
+Rule = AdamRule | SgdRule
 #: Hooks around a step that Weft itself registers: before and after.
 _OWN_HOOKS = 2
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
@@ -63,10 +64,15 @@ class FlatStep:
     def _optimizer(self) -> torch.optim.Optimizer:
         return self._adoption.optimizer
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether hooks of a user's look at the optimizer's steps."""
+        return num_step_hooks(self._optimizer) > _OWN_HOOKS
+
     def applies(self) -> bool:
         """Whether this optimizer, as it is set now, can take its step here."""
         optimizer = self._optimizer
-        if num_step_hooks(optimizer) > _OWN_HOOKS:
+        if self.is_watched:
             return False
         if not all(bucket.master.is_floating_point() for bucket in self._buckets()):
             return False
@@ -74,15 +80,27 @@ class FlatStep:
             return all(map(_is_plain_adam, optimizer.param_groups))
         return type(optimizer) is torch.optim.SGD and all(map(_is_plain_sgd, optimizer.param_groups))
 
-    @torch.no_grad()
-    def take(self, factor: float | StepDecision) -> None:
-        """Step all pieces. factor: what gradients are multiplied by as they are read."""
+    def taking(self, factor: float | StepDecision) -> Callable[[Bucket], None]:
+        """Begin a step. Returns what steps the pieces of one bucket; `taken` ends it.
+
+        factor: what gradients are multiplied by as they are read.
+        """
         self._bind()
-        for held in self._held:
-            factor_here = factor.factor_for(held.bucket.master.dtype) if isinstance(factor, StepDecision) else factor
+        by_bucket = {held.bucket: held for held in self._held}
+
+        @torch.no_grad()
+        def take(bucket: Bucket) -> None:
+            if (held := by_bucket.get(bucket)) is None:
+                return
+            factor_here = factor.factor_for(bucket.master.dtype) if isinstance(factor, StepDecision) else factor
             for lane, rule in self._lanes(held):
                 step_lane(lane, rule, factor_here)
-            held.bucket.is_rounded = held.is_all and held.bucket.host is None
+            bucket.is_rounded = held.is_all and bucket.host is None
+
+        return take
+
+    def taken(self, factor: float | StepDecision) -> None:
+        """Count a step of all buckets."""
         self._count(1)
         self._decision = factor if isinstance(factor, StepDecision) else None
 
@@ -93,6 +111,7 @@ class FlatStep:
         if decision is not None and not decision.was_taken:
             self._count(-1)
 
+    @torch.no_grad()
     def _count(self, number: int) -> None:
         for index, (counter, entries, _) in enumerate(self._counters):
             counter.add_(number)
@@ -103,6 +122,7 @@ class FlatStep:
     def _buckets(self) -> list[Bucket]:
         return list(dict.fromkeys(slot.bucket for slot in self._adoption.pieces if slot.bucket is not None))
 
+    @torch.no_grad()
     def _bind(self) -> None:
         """Have states of all pieces in flat tensors, and know the number of steps that each has seen."""
         if self._bound is not self._adoption.pieces:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from weft.comm import all_reduce, start_all_reduce
+from weft.comm import all_reduce
 from weft.errors import ModelError
 from weft.optim import clip_factor, global_norm
 from weft.parallel.local_tensors import Precision
@@ -160,6 +160,7 @@ class OwnLoop:
         self._backward = None
         engine = self._held()
         engine.leave_step()
+        engine.precision.refuse_debts()
         engine.precision.refuse_unscaled(
             "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
             "Use run.train_step, or precision=bf16."
@@ -185,13 +186,11 @@ class OwnLoop:
         engine = self._held()
         buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
         flats = [engine.reducer.take(bucket) for bucket in buckets]
-        axes = [bucket.over.over for bucket in buckets]
-        wires = [engine.reducer.coder(bucket, "own") for bucket in buckets]
-        travelling = zip(flats, axes, wires, strict=True)
-        for pending in [start_all_reduce(flat, axis, wire=wire) for flat, axis, wire in travelling]:
+        pairs = list(zip(buckets, flats, strict=True))
+        for pending in [engine.reducer.sums.over_all(bucket, flat) for bucket, flat in pairs]:
             pending.wait()
         if flats:
-            foreach_mul_(flats, [1.0 / axis.size for axis in axes])
+            foreach_mul_(flats, [1.0 / bucket.over.over.size for bucket in buckets])
         if any(placement.is_cut for placement in self._held().axes.placements.values()):
             self._norm = self._norm_alike()
 

@@ -15,19 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.comm import Pending, all_gather, all_reduce, start_all_reduce, start_reduce_parts, start_reduce_scatter
-from weft.comm.wire import Coder, Coders, Wire
+from weft.comm import Pending, all_gather, all_reduce, start_reduce_parts, start_reduce_scatter
+from weft.comm.wire import Coders, Wire
 from weft.errors import CommError
 from weft.memory import Waitable
 from weft.parallel.placement import AxisMap
+from weft.parallel.zero.flat.bucket_sums import BucketSums
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.private_torch import foreach_mul_, foreach_norm
 
 #: So many buckets' whole gradients may be on their way at once, where their memory is given back on arrival: at
 #: stage 2, and where they lie in autograd's hands. The next gradients then find that memory, still in the caches.
 MOST_UNDER_WAY = 2
-#: The ways of a bucket's gradients: to the ranks that divide it, over those with equal parts, and in a user's own loop.
-_WAYS = ("shard", "replicas", "own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +42,8 @@ class Reducer:
     """Reduces the gradients of one step, bucket by bucket.
 
     stage: 2 drops a bucket's whole gradient as soon as it was reduced. each: reduce after each microbatch, not only
-    after the last (stage 2). note: told of each bucket that gets a gradient outside of microbatches. wire: what travels
-    in place of gradients; `coders` keep what it carries from step to step.
+    after the last (stage 2). note: told of each bucket that gets a gradient outside of microbatches. wire, outer_wire:
+    what travels in place of gradients, and over the outermost data axis; `coders` keep what they carry.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class Reducer:
         device: torch.device,
         note: Callable[[Bucket], None],
         wire: Wire,
+        outer_wire: Wire | None = None,
         each: bool = False,
     ):
         self.buckets: list[Bucket] = []
@@ -62,7 +62,8 @@ class Reducer:
         self._axes = axes
         self._stage = stage
         self._each = each
-        self.coders = Coders(wire)
+        self.coders = Coders(wire, outer_wire)
+        self.sums = BucketSums(self.coders)
         self._note = note
         self._pass: str | None = None  # "inner" or "last" inside a microbatch
         self._has_seen_backward = False
@@ -126,6 +127,9 @@ class Reducer:
         for pending in self._replica_sums:
             pending.wait()
         self._replica_sums = []
+        for bucket in self.buckets:
+            if (owed := self.coders.owed.get(bucket.slots[0].name)) is not None:
+                shard_of(bucket).add_(owed, alpha=self.coders.unit)
         self.send()
         self._sum(totals)
 
@@ -183,16 +187,11 @@ class Reducer:
             if any(slot.param.grad is not None for slot in bucket.slots):
                 continue
             bucket.loose = None
-            for way in _WAYS:
-                self.coder(bucket, way).discard()
+            self.sums.discard(bucket)
             if bucket.grads is not None:
                 bucket.collected = False
                 if self._stage == 2:
                     bucket.drop_grads()
-
-    def coder(self, bucket: Bucket, way: str) -> Coder:
-        """The wire for one of the ways that a bucket's gradients go, and what it carries there."""
-        return self.coders[f"{bucket.slots[0].name} {way}"]
 
     @torch.no_grad()
     def take(self, bucket: Bucket) -> torch.Tensor:
@@ -270,10 +269,10 @@ class Reducer:
             self._make_way()
         out = bucket.shard if add is None else add
         if parts is not None:
-            pending: Waitable = start_reduce_parts(parts, bucket.over.shard, out, self.coder(bucket, "shard"))
+            pending: Waitable = start_reduce_parts(parts, bucket.over.shard, out, self.sums.shard_coder(bucket))
         else:
             assert flat is not None
-            pending = start_reduce_scatter(flat, bucket.over.shard, out=out, wire=self.coder(bucket, "shard"))
+            pending = start_reduce_scatter(flat, bucket.over.shard, out=out, wire=self.sums.shard_coder(bucket))
         if add is None and bucket.over.replicate.size == 1:
             pending = self._send_early(bucket, pending)
         self._under_way[bucket.index] = _UnderWay(pending, add, final)
@@ -292,13 +291,13 @@ class Reducer:
                 self._make_way()
                 for slot in bucket.slots:
                     slot.param.grad = None
-            pending = start_all_reduce(flat, bucket.over.replicate, parts=parts, wire=self.coder(bucket, "replicas"))
+            pending = self.sums.over_replicas(bucket, flat, parts)
             self._under_way[bucket.index] = _UnderWay(self._send_early(bucket, pending))
 
     def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
         """Let a bucket's sums travel on to the host as soon as they are there. Returns what the device waits for."""
         is_final = self._pass == "last" or not self._each
-        if bucket.host is None or not bucket.host.is_early or not is_final:
+        if bucket.host is None or not bucket.host.is_early or not is_final or self.coders.owed:
             return pending
         return bucket.host.send(shard_of(bucket), pending)
 
@@ -317,8 +316,7 @@ class Reducer:
             bucket.drop_grads()
         if one.final and bucket.num_shards > 1 and bucket.over.replicate.size > 1:
             # At once: what replicas add up travels while backward goes on, as the first way did.
-            coder = self.coder(bucket, "replicas")
-            self._replica_sums.append(start_all_reduce(shard_of(bucket), bucket.over.replicate, wire=coder))
+            self._replica_sums.append(self.sums.over_replicas(bucket, shard_of(bucket)))
 
     def _reduce_rest(self, final: bool = True) -> None:
         for bucket in self.buckets[self._next :]:

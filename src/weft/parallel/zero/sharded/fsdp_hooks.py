@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import Pending, start_all_reduce
-from weft.comm.wire import Coders
+from weft.comm.wire import Coder
 from weft.mesh import Axis
 from weft.parallel.private_torch import (
+    base_of_its_own,
     drop_unreduced_gradients,
     end_backward,
     forget_forward,
@@ -21,7 +22,7 @@ from weft.parallel.private_torch import (
     wrap_forward_hooks,
 )
 from weft.parallel.zero.sharded.gather_order import Act, Order
-from weft.private_torch import graph_task, uncompiled, without_modes
+from weft.private_torch import graph_task, tree_map, uncompiled, without_modes
 
 
 class ReplicaSum:
@@ -29,15 +30,15 @@ class ReplicaSum:
 
     Called by fully_shard with the flat sum over the shard axis, before it becomes the gradients of `params` (views, or
     an addition where they have gradients). Over the replicas only the last microbatch's call communicates.
-    coders: what travels in place of them.
+    wire: what travels in place of them.
     """
 
-    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, coders: Coders):
+    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, wire: Coder):
         self._unit = unit
         self._params = params
         self._axis = axis
         self._order = order
-        self._wire = coders[f"unit {unit} replicas"]
+        self._wire = wire
         self._kept: torch.Tensor | None = None
         self._pending: Pending | None = None
         #: False in the passes of a step before the last one.
@@ -113,6 +114,23 @@ class Calls:
                 set_zeros(calls == 1, recurse=False)
 
         module.register_forward_pre_hook(uncompiled(count))
+
+
+def return_no_views(module: nn.Module) -> None:
+    """Let a unit return tensors that are no views, before fully_shard hangs its hooks on them.
+
+    A layer with a bias returns one. What works on it in place would take the hook away that gathers the unit for
+    backward. What has no gradient stays the same object: a head's loss knows the batch's labels by it.
+    """
+    module.register_forward_hook(_without_views, prepend=True)
+
+
+@uncompiled
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    del module, args
+    return tree_map(
+        lambda one: base_of_its_own(one) if isinstance(one, torch.Tensor) and one.requires_grad else one, output
+    )
 
 
 def hide_hooks(module: nn.Module) -> None:

@@ -6,7 +6,7 @@ none. fully_shard keeps it as a DTensor; everything here works on the plain tens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,20 @@ def find_shards(model: nn.Module, names: list[str], axis_of: Callable[[str], Axi
             local = nn.Parameter(local_part(param), requires_grad=param.requires_grad)
             found[name] = Shard(name, param, local, axis_of(name))
     return found
+
+
+def whole_tensors(
+    shards: Mapping[str, Shard],
+    plain: Mapping[str, nn.Parameter],
+    of: Callable[[nn.Parameter], torch.Tensor | None],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `of` gives of each parameter, by name and whole; what it gives None of is left out. A collective."""
+    for name, shard in shards.items():
+        if (local := of(shard.local)) is not None:
+            yield name, shard.whole(local)
+    for name, param in plain.items():
+        if (tensor := of(param)) is not None:
+            yield name, tensor
 
 
 @torch.no_grad()

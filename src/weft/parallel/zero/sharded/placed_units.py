@@ -16,6 +16,7 @@ from weft.optim import global_norm
 from weft.parallel.local_tensors import Precision
 from weft.parallel.placement import Axes, AxisMap
 from weft.parallel.zero.sharded.fsdp_units import Unit
+from weft.parallel.zero.sharded.param_shards import Shard
 
 _MIXED = (
     "module {0}: it holds parameters that are cut over ep and others, and zero=3 divides them over different ranks. "
@@ -97,7 +98,7 @@ class PartialSums:
     def __init__(self, axes: AxisMap, precision: Precision, device: torch.device):
         self._axes = axes
         self._precision = precision
-        self.coders = Coders(precision.wire)
+        self.coders = Coders(precision.wire, precision.outer_wire)
         self._device = device
 
     @torch.no_grad()
@@ -112,6 +113,25 @@ class PartialSums:
             all_reduce(flat, axis, wire=self.coders[f"partial {axis.name}"])
             for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
                 part.copy_(total.view_as(part))
+
+    @torch.no_grad()
+    def level(self, shards: Mapping[str, Shard]) -> None:
+        """Let the ranks of tp have equal gradients of what they all hold: the first one's.
+
+        What a wire rounds depends on what lies beside it in a unit, which is another part of a cut weight on each.
+        """
+        tp, wires = self._axes.mesh["tp"], (self.coders.wire, self.coders.outer_wire)
+        if tp.size == 1 or all(wire.added_in(self._precision.master) is not None for wire in wires):
+            return
+        whole = [
+            shard.local.grad
+            for name, shard in shards.items()
+            if not set(self._axes.placement(name).cut) & {"tp", "ep"} and shard.local.grad is not None
+        ]
+        if whole:
+            flat = broadcast(torch.cat([grad.reshape(-1).to(self._device) for grad in whole]), tp)
+            for grad, part in zip(whole, flat.split([grad.numel() for grad in whole]), strict=True):
+                grad.copy_(part.view_as(grad))
 
     def square(self, grads: Iterator[tuple[torch.Tensor, int]]) -> torch.Tensor:
         """This rank's share of the norm's square: gradients, each with the number of ranks that count it too."""

@@ -61,6 +61,10 @@ class ShardStretches:
         for name, param in plain.items():
             yield param, PlacedPart(self._axes.saved_name(name), self._axes.part_of(name, param), 0, param.device)
 
+    def like(self, name: str, local: torch.Tensor) -> Stretch:
+        """Return the stretch of something shaped as this rank's rows."""
+        return self._layout(name, local)
+
     def _layout(self, name: str, local: torch.Tensor) -> Stretch:
         """The same for something shaped as this rank's rows."""
         shard, kind = self._shards[name], self._kinds[name]

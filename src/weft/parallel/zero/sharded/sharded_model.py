@@ -35,16 +35,17 @@ from weft.optim import StepDecision, clip_factor
 from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats
 from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
-from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, step_by_decision
+from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, settle_counts, step_by_decision
 from weft.parallel.zero.sharded.fsdp_hooks import Calls, ReplicaSum, StagePasses, drop_partial_gradients, hide_hooks
 from weft.parallel.zero.sharded.fsdp_units import Unit, find_units
 from weft.parallel.zero.sharded.gather_order import Act, Order
 from weft.parallel.zero.sharded.hosted_shards import HostedShards, choose_hosted
-from weft.parallel.zero.sharded.param_shards import find_shards
+from weft.parallel.zero.sharded.param_shards import find_shards, whole_tensors
 from weft.parallel.zero.sharded.placed_units import PartialSums, kinds_of, settle, with_experts
 from weft.parallel.zero.sharded.shard_adoption import ShardAdoption
+from weft.parallel.zero.sharded.shard_debts import ShardDebts
 from weft.parallel.zero.sharded.shard_stretches import ShardStretches, plain_states
-from weft.parallel.zero.sharded.unit_collectives import connect_unit
+from weft.parallel.zero.sharded.unit_collectives import connect_unit, unit_wires
 from weft.parallel.zero.sharded.wrap_units import check_torch, shard_units
 from weft.parallel.zero.watched_optimizers import find_optimizers, watch_steps
 from weft.private_torch import foreach_mul_, graph_task, uncompiled
@@ -78,7 +79,7 @@ class FullyShardedModel:
         self._defers = (plan.reshard == "after_step" and plan.microbatches_per_step > 1) or plan.pp > 1
         self._has_host = host is not None and plan.offload_share("params") + plan.offload_share("optimizer") > 0
         self.in_step = False  # from begin_step to publish: TrainStep drives, and gradients are sums
-        self._in_microbatch = self._averages = self._unfinished = False
+        self._in_microbatch = self._averages = self._unfinished = self._is_partial = False
         self._synchronises = True
         self.units = with_experts((*find_units(model), Unit("", model)), model, axes)
         self._unit_axes = [kind.shard for kind in kinds_of(self.units, axes)]
@@ -90,21 +91,19 @@ class FullyShardedModel:
         kinds = self._kinds = {name: axes.of(name, param.shape) for name, param in originals.items()}
         self._partial = PartialSums(axes, self.precision, mesh.device)
         self.coders = self._partial.coders
-        self._is_partial = False  # whether backward delivered sums that are still partial over some axis
         self.plain = {n: p for n, p in originals.items() if p.ndim == 0 or chosen[p] != self.precision.compute}
         materialise.make(self.plain.values())
-        members, on_host = shard_units(
-            self.units, self._unit_axes, mesh, self.precision, set(self.plain.values()), materialise
-        )
+        plain = set(self.plain.values())
+        members, on_host = shard_units(self.units, self._unit_axes, mesh, self.precision, plain, materialise)
         self.shards = find_shards(model, list(originals), lambda name: kinds[name].shard)
         self._late = [(kinds[n].extra, shard) for n, shard in self.shards.items() if kinds[n].extra.size > 1]
         names = choose_hosted(self.shards, on_host, plan)
         self._hosted = HostedShards(host, self.shards, names) if host is not None and names else None
         if self._hosted is not None and self._replicas.size == 1:
-            late = {shard.name for _, shard in self._late}
-            self._hosted.watch(name for name in names if name not in late and kinds[name].shard.size > 1)
+            self._hosted.watch(n for n in names if kinds[n].extra.size == 1 and kinds[n].shard.size > 1)
         self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
         self._placed = ShardStretches(self.shards, kinds, axes)
+        self.debts = ShardDebts(self._placed, self.shards, self.plain, axes, self.coders)
         # All of them: fully_shard has made each a module of its own kind.
         self._modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
@@ -116,19 +115,20 @@ class FullyShardedModel:
     def _connect(self, mesh: Mesh, members: list[list[nn.Parameter]]) -> None:
         """Set what fully_shard takes after construction: collectives, sums instead of means, hooks."""
         names, calls = [*map(str, self.units), *self.plain], Calls()
-        axes = dict.fromkeys((self._axis, self._replicas, *self._unit_axes))
-        orders = {axis.ranks: Order(axis, names) for axis in axes}
+        axes = (self._axis, self._replicas, *self._unit_axes)
+        orders = {axis.ranks: Order(axis, names) for axis in dict.fromkeys(axes)}
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
         self._sums: list[ReplicaSum] = []
         self._undivided: dict[nn.Module, ReplicaSum] = {}
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
-            connect_unit(module, index, axis, orders[axis.ranks], self.coders, mesh.device)
+            over_shard, over_replicas = unit_wires(self.coders, index, mesh.plan)
+            connect_unit(module, index, axis, orders[axis.ranks], over_shard, mesh.device)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
                 over = self._replicas
-                self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], self.coders))
+                self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], over_replicas))
                 module.set_all_reduce_hook(self._sums[-1])
                 if axis.size == 1:
                     self._undivided[module] = self._sums[-1]
@@ -197,6 +197,7 @@ class FullyShardedModel:
         self._settle_gradients()
         grads = ((name, param.grad) for name, param in self.plain.items() if param.grad is not None)
         self._partial.add((self._kinds[name].over, grad) for name, grad in grads)
+        self.debts.add()
         if totals is not None:
             all_reduce(totals, self.axes.world)
 
@@ -213,6 +214,7 @@ class FullyShardedModel:
                 param.grad = torch.zeros_like(param)
         if self._is_partial:
             self._partial.add((axis, grad) for axis, one in self._late if (grad := one.local.grad) is not None)
+            self._partial.level(self.shards)
             self._is_partial = False
 
     def norm(self) -> torch.Tensor:
@@ -241,29 +243,35 @@ class FullyShardedModel:
 
     def decides_late(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether `update` takes the device's decision for this optimizer."""
-        return not self._has_host and not self.coders.carries and leaves_steps_out(optimizer)
+        return not self._has_host and not self.coders.needs_host and leaves_steps_out(optimizer)
 
     def update(self, optimizer: torch.optim.Optimizer, factor: float | StepDecision) -> None:
         """Let the optimizer take its step with gradients multiplied by a factor."""
         if isinstance(factor, StepDecision):
+            self.coders.taken = factor.is_taken
             step_by_decision(optimizer, factor)
-            return
-        self.scale(factor)
-        optimizer.step()
+        else:
+            self.scale(factor)
+            optimizer.step()
 
     @torch.no_grad()
     def clip_own(self, max_norm: float) -> torch.Tensor:
         """Clip in a user's own loop; the whole gradient's norm before."""
         self.settle()
-        norm = self.norm()
-        self.scale(clip_factor(float(norm), max_norm))
+        self.scale(clip_factor(float(norm := self.norm()), max_norm))
         return norm
 
-    def publish(self) -> None:
+    def let_weights_follow(self) -> None:
+        """Do nothing: shards are gathered when a unit is called."""
+
+    def arrive(self) -> None:
+        """Do nothing, for the same reason."""
+
+    def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Let the next forward gather the shards as the optimizer left them; statistics follow the first rank's."""
         for buffer, axis in self._moving:
             broadcast(buffer, axis)
-        self.coders.commit()
+        self.coders.commit(clip)
         self.in_step = False
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
@@ -295,8 +303,8 @@ class FullyShardedModel:
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the frozen parameters by name, whole: here they are sharded too. A collective."""
         rest = self.axes.named(self.axes.rest(self._buffers.items()))
-        ours = self.axes.named(self._unsharded(lambda param: None if param.requires_grad else param.detach()))
-        return across_stages(chain(ours, rest), self.axes.stages, self._device)
+        found = whole_tensors(self.shards, self.plain, lambda one: None if one.requires_grad else one.detach())
+        return across_stages(chain(self.axes.named(found), rest), self.axes.stages, self._device)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradients by name, whole. A collective."""
@@ -323,6 +331,7 @@ class FullyShardedModel:
     def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
         """Yield what this rank holds of the optimizer's state; no collective."""
         self.adopt(optimizer)
+        settle_counts(optimizer)
         yield from self._placed.states(optimizer, self._adoption)
         yield from plain_states(self.plain, optimizer, self.axes)
 
@@ -335,10 +344,12 @@ class FullyShardedModel:
     def load_states(self, optimizer: torch.optim.Optimizer, source: StateSource) -> None:
         """Give the optimizer this rank's part of the states that any plan saved."""
         self.adopt(optimizer)
+        settle_counts(optimizer)
         self._placed.take_states(optimizer, self._adoption, self.plain, source)
 
     def settle(self) -> None:
         """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
+        self.precision.refuse_debts()
         self.precision.refuse_unscaled(
             "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
             "Use run.train_step, or precision=bf16."
@@ -352,15 +363,8 @@ class FullyShardedModel:
         yield from self.plain.values()
 
     def _whole(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        return across_stages(self.axes.named(self._unsharded(of)), self.axes.stages, self._device)
-
-    def _unsharded(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, shard in self.shards.items():
-            if (local := of(shard.local)) is not None:
-                yield name, shard.whole(local)
-        for name, param in self.plain.items():
-            if (tensor := of(param)) is not None:
-                yield name, tensor
+        found = whole_tensors(self.shards, self.plain, of)
+        return across_stages(self.axes.named(found), self.axes.stages, self._device)
 
     def _synchronise(self, wanted: bool) -> None:
         """Whether backward reduces gradients and lets parameters go."""

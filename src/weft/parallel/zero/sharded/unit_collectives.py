@@ -12,11 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import all_gather, reduce_scatter
 from weft.comm.links import StreamWait
-from weft.comm.wire import Coders
+from weft.comm.wire import Coder, Coders
 from weft.errors import CommError
 from weft.mesh import Axis
 from weft.parallel.private_torch import GatherBase, ReduceBase, wrap_waits
 from weft.parallel.zero.sharded.gather_order import Act, Order
+from weft.spec.plan import Plan
 
 
 class _Buffers:
@@ -62,17 +63,17 @@ class UnitGather(_Buffers, GatherBase):
         stream_wait = None if there is None else StreamWait.begin(there[1])
         wait()
         if there is not None and stream_wait is not None:
-            self._axis.record(self._axis.name, "unshard", 0, stream_wait.end(there[0]))
+            self._axis.record(self._axis.name, "unshard", 0, stream_wait.end(there[0]), 0, 0)
 
 
 class UnitReduce(_Buffers, ReduceBase):
-    """reduce_scatter of one unit's gradients. coders: what travels in place of them."""
+    """reduce_scatter of one unit's gradients. wire: what travels in place of them."""
 
-    def __init__(self, unit: int, axis: Axis, order: Order, coders: Coders):
+    def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder):
         self._unit = unit
         self._axis = axis
         self._order = order
-        self._wire = coders[f"unit {unit} shard"]
+        self._wire = wire
 
     def __call__(
         self,
@@ -95,7 +96,25 @@ class UnitReduce(_Buffers, ReduceBase):
             raise self._order.explain(error) from error
 
 
-def connect_unit(module: FSDPModule, unit: int, axis: Axis, order: Order, coders: Coders, device: torch.device) -> None:
+def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
+    """Return what a unit's gradients travel as to the ranks that divide it, and over replicas.
+
+    Over the outermost data axis, dp_replicate if there is one, it is what the plan's `compress` names.
+
+    Args:
+        coders: of the engine.
+        unit: its number.
+        plan: of the mesh.
+    """
+    shard, replicas = f"unit {unit} shard", f"unit {unit} replicas"
+    if plan.compress == "none":
+        return coders[shard], coders[replicas]
+    if plan.dp_replicate == 1:
+        return coders.outer(shard), coders[replicas]
+    return coders[shard], coders.outer(replicas)
+
+
+def connect_unit(module: FSDPModule, unit: int, axis: Axis, order: Order, wire: Coder, device: torch.device) -> None:
     """Let a unit communicate through `weft.comm`.
 
     Args:
@@ -103,12 +122,12 @@ def connect_unit(module: FSDPModule, unit: int, axis: Axis, order: Order, coders
         unit: its number.
         axis: that it is divided over.
         order: of what all ranks do there.
-        coders: what travels in place of gradients.
+        wire: what travels in place of gradients.
         device: of this rank.
     """
     gather = UnitGather(unit, axis, order)
     module.set_custom_all_gather(gather)
-    module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, coders))
+    module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, wire))
     if device.type == "cuda":
         wrap_waits(module, gather.until_there, functools.partial(_until_summed, axis, device))
 
@@ -118,4 +137,4 @@ def _until_summed(axis: Axis, device: torch.device, wait: Callable[[], None]) ->
     stream_wait = StreamWait.begin(device)
     wait()
     if stream_wait is not None:
-        axis.record(axis.name, "sums", 0, stream_wait.end())
+        axis.record(axis.name, "sums", 0, stream_wait.end(), 0, 0)

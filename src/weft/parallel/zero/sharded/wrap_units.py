@@ -12,6 +12,7 @@ from weft.memory import choose, shard_offload
 from weft.mesh import Axis, Mesh
 from weft.parallel.local_tensors import Precision
 from weft.parallel.placement import Materialise
+from weft.parallel.zero.sharded.fsdp_hooks import return_no_views
 from weft.parallel.zero.sharded.fsdp_units import Unit
 from weft.parallel.zero.sharded.placed_units import group_of, own_params
 
@@ -77,4 +78,5 @@ def shard_units(
         unit = fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
         # The gradient of an embedding needs its tokens, not its weights.
         unit.set_unshard_in_backward(not embeds)
+        return_no_views(module)
     return members, [name for unit, own in zip(units, members, strict=True) if str(unit) in on_host for name in own]

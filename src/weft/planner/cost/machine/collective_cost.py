@@ -74,20 +74,26 @@ class Fabric:
         ramp = 1.0 + np.sqrt(self.half_bytes / np.maximum(size, 1.0))
         return np.where(n > 1, alpha + moved / np.maximum(rate, 1.0) * ramp, 0.0)
 
-    def all_to_all_s(self, size: Any, n: Any, stride: Any) -> Array:
+    def all_to_all_s(self, size: Any, n: Any, stride: Any, copies: int | None = None) -> Array:
         """Return the seconds of an all-to-all over n ranks.
 
         Args:
             size: bytes that each rank sends, its own share included.
             n: ranks of a group.
             stride: ranks from one member of the group to the next.
+            copies: of each token, of which a node gets one and spreads it (DeepSeek-AI 2024, arXiv 2412.19437);
+                None: each travels alone.
         """
         n = np.asarray(n, dtype=np.float64)
         size = np.asarray(size, dtype=np.float64)
         inner = self.inside(n, stride)
         outer = np.ceil(n / inner)
-        far = size * (n - inner) / n / (self.nic_rate * (1 - _ALL_TO_ALL_LOSS / np.maximum(outer, 2)))
         near = size * (inner - 1) / n / self.link_rate
+        crossing = size * (n - inner) / n
+        if copies is not None:  # of a token's copies, those for one node cross once and are spread inside of it
+            crossing = size / copies * (outer - 1) * (1 - (1 - 1 / outer) ** copies)
+            near = size * (inner - 1) / inner / self.link_rate
+        far = crossing / (self.nic_rate * (1 - _ALL_TO_ALL_LOSS / np.maximum(outer, 2)))
         alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * np.sqrt(outer), 0.0)
         return np.where(n > 1, alpha + far + near, 0.0)
 

@@ -26,7 +26,7 @@ _NARROW = 0.15
 _UNMASKED = 0.3
 
 
-def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any) -> Array:
+def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: Any = None) -> Array:
     """Return the seconds of `batch` products of m x k by k x n matrices in 2-byte elements.
 
     The slower of arithmetic and memory, after the quantisation of the output into tiles and of the tiles into waves
@@ -37,6 +37,7 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any) -> Arr
         tables: constants of the device.
         m, n, k, batch: sizes; numbers or arrays.
         peak: dense FLOP/s of the precision.
+        k0: inner width at which they reach half of the ramp; None: that of single products.
     """
     m, n, k, batch = (np.asarray(each, dtype=np.float64) for each in (m, n, k, batch))
     best = np.zeros(np.broadcast(m, n, k, batch).shape)
@@ -49,7 +50,7 @@ def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any) -> Arr
     # Outputs of less than one wave are split along k, which brings back about half of the device.
     small = m * n * batch < _FULL_TILE / 2 * tables.sms
     best = np.where(small, np.maximum(best, 0.5), best)
-    rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + tables.gemm_k0)
+    rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + (tables.gemm_k0 if k0 is None else k0))
     flops = 2.0 * m * n * k * batch
     moved = 2.0 * batch * (m * k + k * n + m * n)
     return np.maximum(flops / (rate * aligned(n, k)), bytes_s(tables, moved)) + tables.launch_s

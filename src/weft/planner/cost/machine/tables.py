@@ -41,6 +41,7 @@ class Tables:
     gemm_ceiling: float
     gemm_sustained: float
     gemm_k0: float
+    grouped_k0: float
     tile_power: float
     fp8_gain: float
     attn_fwd: float

@@ -31,7 +31,13 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     pieces = np.maximum(1.0, np.ceil(params / (bucket_bytes("cpu") // 4)))
     sent = wire_columns.wire_bytes(columns, params, VALUE)
     reduce = pieces * clock.travel("reduce_scatter", sent / pieces, group, stride)
-    reduce = reduce + pieces * clock.travel("all_reduce", sent / pieces / group, replicas, stride * group)
+    # At zero=0 the ranks of dp_shard are replicas too, and one collective serves both.
+    alone = (columns.zero == 0) & (columns.compress == 0)
+    beside = wire_columns.wire_bytes(columns, params / group, VALUE, "replicas")
+    apart = np.where(alone, replicas, columns.dp_replicate)
+    reduce = reduce + pieces * clock.travel("all_reduce", beside / pieces, apart, stride * group)
+    within = np.where(alone | (columns.zero > 0), 1.0, shard)
+    reduce = reduce + pieces * clock.travel("all_reduce", sent / pieces, within, stride)
     reduce = reduce + _encoding(columns, clock, params, float(job.shape.hidden))
     gather = pieces * clock.travel("all_gather", whole / pieces, group, stride)
     flat = reduce + gather
@@ -73,7 +79,8 @@ def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends:
         gather = clock.travel("all_gather", each, group, stride) + moved
         sent = wire_columns.wire_bytes(columns, params / units, VALUE)
         reduce = clock.travel("reduce_scatter", sent, group, stride) + moved
-        reduce = reduce + clock.travel("all_reduce", sent / group, columns.dp_replicate, stride * group)
+        beside = wire_columns.wire_bytes(columns, params / units / group, VALUE, "replicas")
+        reduce = reduce + clock.travel("all_reduce", beside, columns.dp_replicate, stride * group)
         reduce = reduce + _encoding(columns, clock, params / units, h)
         total = total + units * (gather * again * np.where(once, 1.0, m) + reduce * np.where(once, 1.0, m))
     return total

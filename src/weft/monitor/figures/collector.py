@@ -1,0 +1,237 @@
+"""The thread of each rank that reads figures and reports them; on the first rank it folds what all have reported.
+
+Training puts a step's numbers into a queue, and nothing else: where the queue is full they are dropped and counted.
+Every few seconds the thread makes one small report of them and of the machine, and leaves it on a board (in the store
+that the ranks met at, one request). The first rank reads all reports and makes one event of them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from weft.monitor.figures.folded import fold
+from weft.spec.figures import series
+
+#: Steps that may wait in the queue; at 1 kHz more than a second.
+_MOST_QUEUED = 2048
+#: How often (s) the thread looks whether there is something to do.
+_TICK_S = 0.25
+#: A rank is silent after so many intervals without a new report.
+_SILENT_AFTER = 3
+
+
+class ReportBoard(Protocol):
+    """Where ranks leave reports. The first rank alone reads them."""
+
+    def post(self, text: str) -> None:
+        """Leave this rank's report in the place of the one before."""
+        ...
+
+    def read(self) -> Sequence[str]:
+        """Return the newest report of every rank, "" for one that left none."""
+        ...
+
+
+class OwnBoard:
+    """The board of a single rank."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def post(self, text: str) -> None:
+        """Leave the report."""
+        self._text = text
+
+    def read(self) -> Sequence[str]:
+        """Return it."""
+        return [self._text]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """What training puts into the queue after a step: seconds by phase and, of waits for others, by axis."""
+
+    step: int
+    seconds: Mapping[str, float]
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    busy_s: float = 0.0
+    data_s: float = 0.0
+
+
+#: Reads figures of ranks or machines, by series.
+Reader = Callable[[], Mapping[str, float]]
+
+
+class Collector(threading.Thread):
+    """Reads and reports the figures of one rank.
+
+    Args:
+        rank: this one.
+        host: name of its machine.
+        board: where the reports go.
+        every_s: seconds between reports.
+        of_rank: give figures of this rank; one that fails is left out from then on.
+        of_host: the same of its machine.
+        totals: figures that grow; what they gained per step is told.
+        publish: on the first rank, takes the event of all ranks.
+        clock: seconds since 1970, for tests.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        board: ReportBoard,
+        every_s: float,
+        *,
+        of_rank: Sequence[Reader] = (),
+        of_host: Sequence[Reader] = (),
+        totals: Reader | None = None,
+        publish: Callable[[Mapping[str, object]], None] | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        super().__init__(name="weft-figures", daemon=True)
+        self._rank, self._host, self._board, self._every_s = rank, host, board, every_s
+        self._of_rank, self._of_host, self._totals = [*of_rank], [*of_host], totals
+        self._publish, self._clock = publish, clock
+        self._queue: deque[StepFigures] = deque()
+        self._num_dropped = self._number = self._step = 0
+        self._totals_before: tuple[int, Mapping[str, float]] = (0, {})
+        self._last: dict[str, float] = {}
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._end = threading.Event()
+        self._told = clock()
+        #: Whatever went wrong last; nothing of it stops training.
+        self.trouble = ""
+
+    def put(self, figures: StepFigures) -> None:
+        """Take a step's numbers, or drop them where the queue is full. Never waits."""
+        if len(self._queue) >= _MOST_QUEUED:
+            self._num_dropped += 1
+        else:
+            self._queue.append(figures)
+
+    def close(self) -> None:
+        """Tell what is left, and end the thread."""
+        self._end.set()
+        if self.is_alive():
+            self.join(5.0)
+
+    def run(self) -> None:
+        """Tell every few seconds until `close`: the thread's own function."""
+        due = time.monotonic() + self._every_s
+        while not self._end.wait(min(_TICK_S, self._every_s)):
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._every_s
+                self.tell()
+        self.tell()
+
+    def tell(self) -> None:
+        """Make this rank's report; on the first rank, publish what all have reported."""
+        try:
+            self._board.post(json.dumps(self._report()))
+            if self._publish is not None:
+                self._publish(self._event([_parsed(text) for text in self._board.read()]))
+        except Exception as error:  # A store that is gone, a full disk: training says so itself.
+            self.trouble = f"{type(error).__name__}: {error}"
+
+    def _report(self) -> dict[str, object]:
+        steps = [self._queue.popleft() for _ in range(len(self._queue))]
+        values = self._of_steps(steps)
+        values["dropped_figures"] = self._num_dropped
+        values |= _read_all(self._of_rank)
+        self._number += 1
+        host = _read_all(self._of_host)
+        report = {"number": self._number, "step": self._step, "values": values}
+        return {**report, "host": self._host, "of_host": host} if host else report
+
+    def _of_steps(self, steps: Sequence[StepFigures]) -> dict[str, float]:
+        """Means over the steps since the last report."""
+        if not steps:
+            return dict(self._last)  # steps that take longer than an interval
+        self._step = steps[-1].step
+        sums: dict[str, float] = {"busy_s": 0.0, "data_wait_s": 0.0}
+        for one in steps:
+            sums["busy_s"] += one.busy_s
+            sums["data_wait_s"] += one.data_s
+            for phase, seconds in one.seconds.items():
+                if phase != "total":
+                    name = series("phase_s", phase)
+                    sums[name] = sums.get(name, 0.0) + seconds
+            for axis, seconds in one.exposed.items():
+                name = series("exposed_s", axis)
+                sums[name] = sums.get(name, 0.0) + seconds
+        self._last = {name: total / len(steps) for name, total in sums.items()} | self._gained(self._step)
+        return dict(self._last)
+
+    def _gained(self, step: int) -> dict[str, float]:
+        """What the totals gained per step since the last report."""
+        if self._totals is None:
+            return {}
+        (before_step, before), now = self._totals_before, dict(self._totals())
+        self._totals_before = (step, now)
+        num_steps = step - before_step
+        if num_steps <= 0 or not before_step:
+            return {}
+        return {name: (total - before.get(name, 0.0)) / num_steps for name, total in now.items()}
+
+    def _event(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+        """One event of what all ranks have reported."""
+        now = self._clock()
+        by_figure: dict[str, dict[str, float]] = {}
+        silent: list[int] = []
+        for rank, report in enumerate(reports):
+            if self._is_silent(rank, report, now):
+                silent.append(rank)
+                continue
+            for owner, values in ((f"rank {rank}", "values"), (str(report.get("host")), "of_host")):
+                for name, value in report.get(values, {}).items():
+                    by_figure.setdefault(name, {})[owner] = value
+        busy = by_figure.get("busy_s", {})
+        middle = fold(busy)
+        if len(reports) > 1 and middle is not None and middle.median > 0:
+            by_figure["rank.lag"] = {owner: value / middle.median for owner, value in busy.items()}
+        folded = {name: found.as_json() for name, values in by_figure.items() if (found := fold(values))}
+        event: dict[str, object] = {"event": "figures", "step": self._step, "ranks": len(reports)}
+        event["over_s"], self._told = round(now - self._told, 3), now
+        event["figures"] = {**folded, "rank.silent": len(silent)}
+        if len(reports) > 1:
+            by_rank = [busy.get(f"rank {rank}") for rank in range(len(reports))]
+            event["by_rank"] = {"busy_s": [None if one is None else float(f"{one:.4g}") for one in by_rank]}
+        if silent:
+            event["silent"] = silent[:64]
+        return event
+
+    def _is_silent(self, rank: int, report: Mapping[str, Any], now: float) -> bool:
+        number, since = self._heard.get(rank, (-1, now))
+        if report.get("number", -1) != number:
+            self._heard[rank] = (report.get("number", -1), now)
+            return False
+        self._heard.setdefault(rank, (number, now))
+        return now - since >= _SILENT_AFTER * self._every_s
+
+
+def _read_all(readers: list[Reader]) -> dict[str, float]:
+    """What all readers give. One that fails is asked no more: a figure is missing, and training goes on."""
+    found: dict[str, float] = {}
+    for reader in [*readers]:
+        try:
+            found.update(reader())
+        except Exception:
+            readers.remove(reader)
+    return found
+
+
+def _parsed(text: str) -> Mapping[str, Any]:
+    """A report; {} where a rank left none, or one that is torn."""
+    try:
+        report = json.loads(text) if text else {}
+    except ValueError:
+        return {}
+    return report if isinstance(report, dict) else {}

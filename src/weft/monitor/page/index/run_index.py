@@ -1,0 +1,220 @@
+"""One run as the page shows it, fed by its log."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.monitor import TimeLedger
+from weft.monitor.events import number
+from weft.monitor.figures import readings
+from weft.monitor.page.index.bounded import BoundedSeries, RankHeat
+from weft.monitor.page.index.log_tail import LogTail
+from weft.monitor.page.index.marks import Marks
+from weft.monitor.page.index.step_columns import StepColumns
+
+#: StepColumns of a step beside its phases; what a run counts per second is called "rate", whatever its unit.
+_OF_STEP = ("loss", "lr", "grad_norm", "samples_per_s", "mfu", "memory_bytes", "loss_scale")
+_PHASE = "phase "
+#: Series of figures that one run may have; a log that names more is not ours.
+_MOST_SERIES = 400
+_MOST_PHASES = 16
+#: Without a word for so long (s), and for so many steps' time, a run counts as silent.
+_SILENT_S, _SILENT_STEPS = 90.0, 10.0
+
+
+class RunIndex:
+    """Reads a run's events.jsonl once and then what is appended. All its methods may be called by any thread.
+
+    Args:
+        folder: of the run.
+        name: what the page calls it.
+    """
+
+    def __init__(self, folder: Path, name: str):
+        self.folder, self.name = folder, name
+        self.lock = threading.RLock()
+        self.version = 0
+        self.tail = LogTail(folder / "events.jsonl")
+        self._clear()
+
+    def _clear(self) -> None:
+        self.steps, self.evals = StepColumns(), StepColumns()
+        self.figures: dict[str, BoundedSeries] = {}
+        self.heat = RankHeat()
+        self.marks = Marks()
+        self.ledger = TimeLedger()
+        self.start: dict[str, Any] = {}
+        self.planned: dict[str, Any] = {}
+        self.actual: dict[str, Any] = {}
+        self.rate_unit = "tokens"
+        self.num_events = 0
+        self.last_time = math.nan
+        self._state, self._reason = "starting", ""
+        self._bad: set[int] = set()
+
+    def refresh(self) -> bool:
+        """Read the next piece of the log, and return whether there was anything new."""
+        if not self.tail.changed():
+            return False
+        with self.lock:
+            events, void = self.tail.read()
+            if void:
+                self._clear()
+            self._feed(events)
+            self.version += 1
+        return True
+
+    @property
+    def read_share(self) -> float:
+        """How much of the log is read: 0 to 1."""
+        return min(1.0, self.tail.offset / self.tail.size) if self.tail.size else 1.0
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        if len(self.steps):
+            return int(self.steps.steps[-1])
+        begun = self.start.get("step")
+        return begun if type(begun) is int else 0
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps that the run is to have."""
+        config = self.start.get("config")
+        found = config.get("train") if isinstance(config, dict) else None
+        wanted = found.get("steps") if isinstance(found, dict) else None
+        return wanted if type(wanted) is int and 0 < wanted < 2**62 else None
+
+    @property
+    def bad_steps(self) -> list[int]:
+        """Steps whose loss was not finite."""
+        return sorted(self._bad)
+
+    @property
+    def phases(self) -> list[str]:
+        """Parts of a step that the first rank measures."""
+        return [name.removeprefix(_PHASE) for name in self.steps.names if name.startswith(_PHASE)]
+
+    def phase(self, name: str) -> np.ndarray:
+        """Return the seconds of one part, by row."""
+        return self.steps.values(_PHASE + name)
+
+    def step_s(self) -> float | None:
+        """Return the median of the last steps' seconds."""
+        total = self.phase("total")[-200:]
+        finite = total[np.isfinite(total)]
+        return float(np.median(finite)) if len(finite) else None
+
+    def state(self, now: float | None = None) -> tuple[str, str]:
+        """Return ("running", "") or what else it is and why: starting, silent, held, failed, stopped, finished."""
+        if self._state in ("running", "starting"):
+            quiet = (time.time() if now is None else now) - self.last_time
+            if quiet > max(_SILENT_S, _SILENT_STEPS * (self.step_s() or 0.0)):
+                return "silent", ""
+        return self._state, self._reason
+
+    def _feed(self, events: Sequence[dict[str, Any]]) -> None:
+        batch: list[dict[str, Any]] = []
+        for event in events:
+            self.ledger.feed(event)
+            if event.get("event") == "step" and _step_of(event) is not None:
+                batch.append(event)
+                continue
+            if batch:
+                self._add_steps(batch)
+                batch = []
+            self._add(event)
+        if batch:
+            self._add_steps(batch)
+        self.num_events += len(events)
+
+    def _add_steps(self, batch: list[dict[str, Any]]) -> None:
+        speed = next((key for key in batch[-1] if key.endswith("_per_s") and key != "samples_per_s"), "tokens_per_s")
+        self.rate_unit = speed.removesuffix("_per_s")
+        parts = [found if isinstance(found := event.get("seconds"), dict) else {} for event in batch]
+        columns: dict[str, list[Any]] = {"rate": [event.get(speed) for event in batch]}
+        for name in _OF_STEP:
+            column = [event.get(name) for event in batch]
+            if name in self.steps.names or any(value is not None for value in column):
+                columns[name] = column
+        known = dict.fromkeys(self.phases)
+        for part in (parts[0], parts[-1]):
+            known.update(dict.fromkeys(part))
+        for name in list(known)[:_MOST_PHASES]:
+            columns[_PHASE + str(name)] = [part.get(name) for part in parts]
+        steps = [event["step"] for event in batch]
+        times: list[Any] = [event.get("time") for event in batch]
+        self.steps.append(steps, times, columns)
+        for event in batch:
+            if isinstance(event.get("loss"), str) and len(self._bad) < 1000:
+                self._bad.add(event["step"])
+        self._state = "running" if self._state != "held" else self._state
+        self._heard(times[-1])
+
+    def _add(self, event: dict[str, Any]) -> None:
+        kind, step = event.get("event"), _step_of(event)
+        self._heard(event.get("time"))
+        self.marks.add(event)
+        if kind in ("start", "resume"):
+            self._go_back(step or 0)
+        if kind == "start":
+            self.start = {**event, "step": step or 0}
+            self._state, self._reason = "starting", ""
+            self.planned, self.actual = {}, {}
+        elif kind == "eval" and step is not None:
+            found = {key: value for key, value in event.items() if key not in ("event", "time", "step")}
+            self.evals.append(
+                [step], [number(event.get("time"))], {key: [one] for key, one in list(found.items())[:40]}
+            )
+        elif kind == "figures":
+            self._add_figures(event)
+        elif kind == "plan":
+            self.planned = event
+        elif kind == "actual":
+            self.actual = event
+        elif (kind == "action" and event.get("action") == "hold") or kind == "held":
+            self._state, self._reason = "held", str(event.get("why", ""))
+        elif kind == "go_on":
+            self._state, self._reason = "starting", ""
+        elif kind == "failure":
+            self._state, self._reason = "failed", str(event.get("text", event.get("cause", "")))
+        elif kind == "end" and self._state != "held":
+            reason = str(event.get("reason", ""))
+            self._state, self._reason = ("finished", "") if reason == "finished" else ("stopped", reason)
+
+    def _add_figures(self, event: Mapping[str, Any]) -> None:
+        for one in readings(event):
+            name = one.series
+            if name not in self.figures:
+                if len(self.figures) >= _MOST_SERIES:
+                    continue
+                self.figures[name] = BoundedSeries()
+            at_step = self.step if one.step is None or abs(one.step) >= 2**62 else one.step
+            self.figures[name].add(at_step, one.time, (one.low, one.value, one.high), (one.at_low, one.at_high))
+        by_rank = event.get("by_rank")
+        busy = by_rank.get("busy_s") if isinstance(by_rank, Mapping) else None
+        if isinstance(busy, list) and len(busy) <= 100_000:
+            step = _step_of(event)
+            self.heat.add(self.step if step is None else step, busy)
+
+    def _go_back(self, step: int) -> None:
+        self.steps.cut_beyond(step)
+        self.evals.cut_beyond(step)
+        self._bad = {one for one in self._bad if one <= step}
+
+    def _heard(self, when: object) -> None:
+        found = number(when)
+        if math.isfinite(found):
+            self.last_time = found if math.isnan(self.last_time) else max(self.last_time, found)
+
+
+def _step_of(event: Mapping[str, Any]) -> int | None:
+    step = event.get("step")
+    return step if type(step) is int and 0 <= step < 2**62 else None

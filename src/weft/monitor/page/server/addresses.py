@@ -1,0 +1,239 @@
+"""The page's addresses. Nothing that is read changes anything; one address asks a run for something."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from weft.errors import ConfigError, WeftError
+from weft.monitor import Price, TimeLedger
+from weft.monitor.alerts import Wish, ask
+from weft.monitor.page.index import RunIndex, Shelf
+from weft.monitor.page.server import views
+from weft.monitor.page.server.access import COOKIE, HEADERS, AccessRules
+from weft.monitor.page.server.guard import Guard
+
+_STATIC = Path(__file__).parent.parent / "static"
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+#: What the page's buttons ask for; alerts may ask for more.
+ACTIONS = ("checkpoint", "hold", "stop", "resume")
+_MOST_BODY = 4096
+_LOOK_S, _BEAT_S = 0.5, 15.0
+
+
+class Page:
+    """Answers requests about the runs of a shelf.
+
+    Args:
+        shelf: the runs.
+        access: who may ask.
+        price: of one device, for what runs cost.
+        go_on: lets the held run of a folder go on; None: the page has no such button.
+    """
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        access: AccessRules,
+        price: Price | None = None,
+        go_on: Callable[[Path], None] | None = None,
+    ):
+        self.shelf, self.access, self.price, self.go_on = shelf, access, price, go_on
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/", self.index),
+            Route("/login", self.login, methods=["GET", "POST"]),
+            Route("/static/{name:path}", self.static),
+            Route("/api/runs", self.runs),
+            Route("/api/curves", self.curves),
+            Route("/api/heat", self.heat),
+            Route("/api/marks", self.marks),
+            Route("/api/config", self.config),
+            Route("/api/beside", self.beside),
+            Route("/api/stream", self.stream),
+            Route("/api/ask", self.ask, methods=["POST"]),
+        ]
+
+    async def index(self, request: Request) -> Response:
+        """The page, with the secret that its buttons send back."""
+        page = static_files()["index.html"].decode().replace("{{csrf}}", self.access.csrf)
+        return Response(page, media_type="text/html", headers={"cache-control": "no-store"})
+
+    async def login(self, request: Request) -> Response:
+        """Take the token, once for each browser."""
+        if request.method == "GET":
+            return Response(static_files()["login.html"], media_type="text/html")
+        body = (await _body(request)).decode(errors="replace")
+        said = next(
+            (value for key, _, value in (part.partition("=") for part in body.split("&")) if key == "token"), ""
+        )
+        if not self.access.is_token(said.strip()):
+            await asyncio.sleep(1.0)  # whoever guesses has to wait
+            return PlainTextResponse("This is not the token. It is the line in the file of --token-file.", 403)
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(
+            COOKIE, self.access.cookie, httponly=True, samesite="strict", secure=self.access.secure, max_age=30 * 86400
+        )
+        return answer
+
+    async def static(self, request: Request) -> Response:
+        """A file of the page, out of those that the package holds."""
+        name = request.path_params["name"]
+        found = static_files().get(name)
+        if found is None or name.endswith(".html"):
+            return PlainTextResponse("not found", 404)
+        kind = _KINDS.get(Path(name).suffix, "text/plain")
+        return Response(found, media_type=kind, headers={"cache-control": "no-cache"})
+
+    async def runs(self, request: Request) -> Response:
+        """All runs in a line each, and their ledgers added up."""
+        return JSONResponse(self.all_runs())
+
+    def all_runs(self) -> dict[str, Any]:
+        """What `runs` answers."""
+        lines = [views.run_line(run, self.price) for run in self.shelf.runs.values()]
+        return {
+            "root": self.shelf.root.resolve().name,
+            "one": self.shelf.is_one,
+            "price": None if self.price is None else f"{self.price.per_s * 3600:.4g} {self.price.currency}/h",
+            "runs": lines,
+            "causes": list(TimeLedger().seconds()),
+        }
+
+    async def curves(self, request: Request) -> Response:
+        """A run's curves between two steps."""
+        query = request.query_params
+        bounds = _float(query.get("from"), -1.0), _float(query.get("to"), 2.0**62)
+        points = int(_float(query.get("points"), 600.0))
+        return self._of_run(request, lambda run: views.curves(run, *bounds, points))
+
+    async def heat(self, request: Request) -> Response:
+        """A run's ranks over its steps."""
+        return self._of_run(request, views.heat)
+
+    async def marks(self, request: Request) -> Response:
+        """A run's events."""
+        return self._of_run(request, views.marks)
+
+    async def config(self, request: Request) -> Response:
+        """A run's settings."""
+        return self._of_run(request, views.config_of)
+
+    async def beside(self, request: Request) -> Response:
+        """A run's plan beside what was measured."""
+        return self._of_run(request, views.beside)
+
+    def _of_run(self, request: Request, view: Callable[[RunIndex], Any]) -> Response:
+        run = self.shelf.get(request.query_params.get("id", ""))
+        if run is None:
+            return JSONResponse({"error": "There is no run of this name here."}, 404)
+        return JSONResponse(view(run))
+
+    async def ask(self, request: Request) -> Response:
+        """Ask a run to save, to be held or to stop."""
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            return JSONResponse({"error": "Send application/json."}, 415)
+        try:
+            said = json.loads(await _body(request))
+            name, action = said["id"], said["action"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return JSONResponse({"error": 'Send {"id": ..., "action": ...}.'}, 400)
+        run = self.shelf.get(name) if isinstance(name, str) else None
+        if run is None:
+            return JSONResponse({"error": "There is no run of this name here."}, 404)
+        if action not in ACTIONS:
+            return JSONResponse({"error": f"A run can be asked to {', '.join(ACTIONS)}."}, 400)
+        state = run.state()[0]
+        if state not in (("held",) if action == "resume" else ("running", "starting", "silent")):
+            why = "only a held run can go on" if action == "resume" else "it does not train"
+            return JSONResponse({"error": f"This run is {state}: {why}."}, 409)
+        try:
+            if action == "resume":
+                if self.go_on is None:
+                    raise ConfigError(f"Type weft resume {run.folder}.")
+                self.go_on(run.folder)
+            else:
+                ask(run.folder, Wish(action, by="a person at the page"))
+        except (WeftError, OSError) as error:
+            return JSONResponse({"error": str(error)}, 409)
+        return JSONResponse({"asked": action})
+
+    async def stream(self, request: Request) -> Response:
+        """Server-sent events: the lines of runs that have changed."""
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(self._changes(request), media_type="text/event-stream", headers=headers)
+
+    async def _changes(self, request: Request) -> AsyncIterator[str]:
+        sent: dict[str, tuple[int, str]] = {}
+        quiet = 0.0
+        yield "retry: 2000\n\n"
+        while not await request.is_disconnected():
+            changed = []
+            for name, run in self.shelf.runs.items():
+                now = (run.version, run.state()[0])
+                if sent.get(name) != now:
+                    sent[name] = now
+                    changed.append(views.run_line(run, self.price))
+            if changed or quiet >= _BEAT_S:
+                quiet = 0.0
+                yield f"data: {json.dumps(changed)}\n\n" if changed else ": still here\n\n"
+            await asyncio.sleep(_LOOK_S)
+            quiet += _LOOK_S
+
+
+def make_app(page: Page) -> Starlette:
+    """Return the server's application."""
+    return Starlette(
+        routes=page.routes(),
+        middleware=[Middleware(Guard, access=page.access), Middleware(GZipMiddleware, minimum_size=2000)],
+        exception_handlers={404: _plain(404, "not found"), 405: _plain(405, "this address is only read")},
+    )
+
+
+@cache
+def static_files() -> dict[str, bytes]:
+    """The page's files by name, as the package holds them: no path of a request ever reaches the disk."""
+    return {
+        file.relative_to(_STATIC).as_posix(): file.read_bytes()
+        for file in sorted(_STATIC.rglob("*"))
+        if file.is_file() and not file.name.startswith(".")
+    }
+
+
+def _plain(code: int, text: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        return PlainTextResponse(text, code, headers=HEADERS)
+
+    return answer
+
+
+async def _body(request: Request) -> bytes:
+    """The body, or nothing where it is longer than any that the page sends."""
+    found = b""
+    async for piece in request.stream():
+        found += piece
+        if len(found) > _MOST_BODY:
+            return b""
+    return found
+
+
+def _float(text: str | None, usual: float) -> float:
+    try:
+        found = float(text) if text else usual
+    except ValueError:
+        return usual
+    return found if math.isfinite(found) else usual

@@ -1,0 +1,153 @@
+"""Prometheus: the newest figures as text, to be scraped from /metrics or pushed to a gateway."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from weft.monitor.figures import FigureReading, readings
+from weft.monitor.sinks.http_post import Poster
+from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble
+from weft.spec.figures import FIGURES
+
+#: Seconds between two pushes.
+_PUSH_S = 5.0
+
+
+class NewestFigures:
+    """The newest reading of each series of a run, and the text that Prometheus reads. Threads may share it."""
+
+    def __init__(self, run: str):
+        self._run = run
+        self._lock = threading.Lock()
+        self._newest: dict[tuple[str, str], FigureReading] = {}
+        self._failures: set[float] = set()  # by their times: an event may come twice
+
+    def see(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Take events."""
+        found = [reading for event in events for reading in readings(event)]
+        with self._lock:
+            for reading in found:
+                if reading.name == "failures":
+                    self._failures.add(reading.time)
+                    total = float(len(self._failures))
+                    reading = FigureReading("failures", "", total, total, total, time=reading.time)
+                self._newest[reading.name, reading.label] = reading
+
+    def text(self) -> str:
+        """Return all series in the text format, version 0.0.4."""
+        with self._lock:
+            newest = dict(self._newest)
+        lines: list[str] = []
+        for figure in FIGURES.values():
+            found = [reading for (name, _), reading in newest.items() if name == figure.name]
+            if not found:
+                continue
+            lines.append(f"# HELP {figure.exported} {_escaped(figure.help, quotes=False)}")
+            lines.append(f"# TYPE {figure.exported} {'counter' if figure.grows else 'gauge'}")
+            for reading in found:
+                labels = {"run": self._run, **({figure.label: reading.label} if figure.label else {})}
+                if reading.at_low or reading.at_high:
+                    # No label names the owner: a series would end whenever another rank is the slowest.
+                    for stat, value in (("min", reading.low), ("median", reading.value), ("max", reading.high)):
+                        lines.append(f"{figure.exported}{_labels({**labels, 'stat': stat})} {_number(value)}")
+                else:
+                    lines.append(f"{figure.exported}{_labels(labels)} {_number(reading.value)}")
+        return "\n".join(lines) + "\n"
+
+
+class ScrapedSink(FigureSink):
+    """Serves /metrics."""
+
+    is_current = True
+
+    def __init__(self, job: SinkJob):
+        super().__init__(job)
+        self._figures = NewestFigures(job.run)
+        settings = job.settings
+        try:
+            self._server = ThreadingHTTPServer((settings.host, settings.port), _handler(self._figures))
+        except (OSError, OverflowError) as error:
+            raise SinkTrouble(f"{settings.host}:{settings.port} cannot be listened on ({error})") from None
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, name="weft-metrics", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return self._server.server_address[1]
+
+    def send(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Remember the newest figures."""
+        self._figures.see(events)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class PushedSink(FigureSink):
+    """Pushes to a gateway, at most every few seconds; what is pushed is always the newest."""
+
+    is_current = True
+
+    def __init__(self, job: SinkJob):
+        super().__init__(job)
+        self._figures, self._poster = NewestFigures(job.run), Poster.of(job.settings)
+        project, run = (urllib.parse.quote(word, safe="") for word in (job.settings.project, job.run))
+        self._path = f"/metrics/job/{project}/instance/{run}"
+        self._pushed = -math.inf
+
+    def send(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Remember the newest figures, and push them where it is time."""
+        self._figures.see(events)
+        if time.monotonic() - self._pushed >= _PUSH_S:
+            self._push()
+
+    def close(self) -> None:
+        """Push once more."""
+        self._push()
+
+    def _push(self) -> None:
+        self._poster.post(self._path, self._figures.text().encode(), method="PUT", kind="text/plain; version=0.0.4")
+        self._pushed = time.monotonic()
+
+
+def _handler(figures: NewestFigures) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0  # of a client that says nothing
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(404)
+                return
+            body = figures.text().encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Scrapes come every few seconds, and say nothing worth a line."""
+
+    return Handler
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items()) + "}"
+
+
+def _escaped(text: str, *, quotes: bool = True) -> str:
+    text = text.replace("\\", r"\\").replace("\n", r"\n")
+    return text.replace('"', r"\"") if quotes else text
+
+
+def _number(value: float) -> str:
+    return repr(value) if math.isfinite(value) else "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -1,0 +1,182 @@
+"""Pumps: one thread for each sink, that carries a run's events there and holds nothing up.
+
+events.jsonl is the only store: a pump keeps how far it is (RUN/.sinks/NAME.json, in bytes), so that a sink that is away
+costs no memory, and what was not sent is sent when it is back, be it at the run's next start. An event may come twice
+where a server took it and its answer got lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.errors import WeftError
+from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble
+
+#: How often (s) a pump looks for new events.
+_LOOK_S = 0.5
+#: Bytes of events in one batch, and of the past that a sink of the present is shown.
+_BATCH_BYTES, _PRESENT_BYTES = 256 * 1024, 1 << 20
+#: Pauses (s) between tries: the first, and the longest.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+
+
+class EventFollower:
+    """Reads a growing events.jsonl from an offset on, whole lines only.
+
+    Args:
+        path: of the file.
+        offset: in bytes.
+    """
+
+    def __init__(self, path: Path, offset: int = 0):
+        self._path = path
+        self.offset = offset
+
+    def read(self) -> tuple[list[dict[str, Any]], int]:
+        """Return the next events and the offset after them; set `offset` to it to go on."""
+        try:
+            with open(self._path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                start = self.offset if self.offset <= size else 0  # another run began in its place
+                file.seek(start)
+                text = file.read(_BATCH_BYTES)
+                end = text.rfind(b"\n") + 1
+                if not end and len(text) == _BATCH_BYTES:  # a line longer than a batch
+                    text += file.readline()
+                    end = len(text) if text.endswith(b"\n") else 0
+        except OSError:
+            return [], self.offset
+        return [event for line in text[:end].splitlines() if (event := _parsed(line)) is not None], start + end
+
+    def skip_to_tail(self, num_bytes: int) -> None:
+        """Leave out what is older than the last `num_bytes`."""
+        try:
+            size = self._path.stat().st_size
+        except OSError:
+            return
+        if size - num_bytes > self.offset:
+            with open(self._path, "rb") as file:
+                file.seek(size - num_bytes)
+                file.readline()
+                self.offset = file.tell()
+
+
+class Pump(threading.Thread):
+    """Carries events to one sink until it is told to end.
+
+    Args:
+        name: of the sink.
+        make: makes the sink; tried again while it fails.
+        job: what it is made for; `kept` is filled with what was kept before.
+        tell: takes a line for people: the sink is away, or back.
+        pause_s: first pause between tries.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[SinkJob], FigureSink],
+        job: SinkJob,
+        tell: Callable[[str], None],
+        *,
+        pause_s: float = _FIRST_PAUSE_S,
+    ):
+        super().__init__(name=f"weft-sink-{name}", daemon=True)
+        self._called, self._make, self._job, self._tell, self._first_pause_s = name, make, job, tell, pause_s
+        self._state = job.folder / ".sinks" / f"{name}.json"
+        kept = _kept(self._state)
+        job.kept.update(kept.get("kept", {}))
+        self._follower = EventFollower(job.folder / "events.jsonl", int(kept.get("offset", 0)))
+        self._end = threading.Event()
+        self._sink: FigureSink | None = None
+        self._is_away = False
+        #: Whether all that was there at the end was sent.
+        self.is_done = False
+
+    def finish(self) -> None:
+        """Send what is there, and end; the caller waits with `join` as long as it likes."""
+        self._end.set()
+
+    def run(self) -> None:
+        """Send until `finish`: the thread's own function."""
+        pause_s = self._first_pause_s
+        while True:
+            asked_to_end = self._end.is_set()
+            try:
+                sent = self._send()
+                if self._is_away:
+                    self._is_away, pause_s = False, self._first_pause_s
+                    self._tell(f"sink {self._called} is back; nothing was lost")
+            except (SinkTrouble, WeftError) as trouble:
+                if not self._is_away:
+                    self._is_away = True
+                    self._tell(f"sink {self._called}: {trouble}. Training goes on, and it is tried again")
+                self._end.wait(pause_s) if not self._end.is_set() else threading.Event().wait(pause_s)
+                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                continue
+            if sent:
+                continue
+            if asked_to_end:
+                break
+            self._end.wait(_LOOK_S)
+        self.is_done = True
+        self._close()
+
+    def _send(self) -> bool:
+        """One batch; whether there was one."""
+        if self._sink is None:
+            self._sink = self._make(self._job)
+            if self._sink.is_current:
+                self._follower.skip_to_tail(_PRESENT_BYTES)
+        events, after = self._follower.read()
+        if after == self._follower.offset:
+            return False
+        if events:
+            try:
+                self._sink.send(events)
+            except (SinkTrouble, WeftError):
+                raise
+            except Exception as error:  # A sink that is wrong must not end its thread.
+                raise SinkTrouble(f"{type(error).__name__} while sending") from error
+        self._follower.offset = after
+        _keep(self._state, {"offset": after, "kept": self._job.kept})
+        return True
+
+    def _close(self) -> None:
+        try:
+            if self._sink is not None:
+                self._sink.close()
+        except Exception as error:
+            self._tell(f"sink {self._called}: {type(error).__name__} at its end")
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _kept(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _keep(path: Path, state: Mapping[str, Any]) -> None:
+    """On a full disk this start goes on by what it remembers, and the next one may send some events twice."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(state))
+        os.replace(draft, path)
+    except OSError:
+        return

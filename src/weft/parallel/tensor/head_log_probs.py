@@ -1,0 +1,77 @@
+"""Log-probabilities of tokens straight from hidden states, for losses that are no sum over tokens.
+
+What a token's log-probability is worth is known only after the forward, so backward makes the logits of a few tokens
+again, and whole logits never exist. It is the loss of the same tokens with other weights: see `head_loss.py`.
+
+B sequences, T tokens, S tokens of this rank, D features, V entries of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.parallel.tensor.cut_linear import SharedLayer
+from weft.parallel.tensor.head_loss import LossWay, TokenChunks
+
+
+def token_log_probs(
+    x_BSD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_BT: torch.Tensor,
+    line: SharedLayer,
+    vocab: int,
+    ignore: int,
+    way: LossWay | None = None,
+) -> torch.Tensor:
+    """Return log p(label) of each token in nats, (B, T), fp32 (fp64 for fp64); 0 where the label is `ignore`.
+
+    Args:
+        x_BSD: what the head reads, of this rank's tokens where sp cuts them.
+        weight_VD: this rank's rows of the head.
+        bias_V: this rank's rows, or None.
+        labels_BT: int64, of all tokens.
+        line: how the head's layer is shared.
+        vocab: entries of the whole, without padding.
+        ignore: the label of tokens that do not count.
+        way: how many tokens at a time; None: as on a CPU.
+    """
+    return _TokenLogProbs.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way or LossWay())
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BSD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_BT: torch.Tensor,
+        line: SharedLayer,
+        vocab: int,
+        ignore: int,
+        way: LossWay,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x_BSD, weight_VD, bias_V, labels_BT)
+        ctx.rest = (line, vocab, ignore, way)
+        whole = line.start_gather(x_BSD).wait() if line.cuts_tokens else x_BSD
+        chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way, [False] * 3, whole)
+        return -torch.cat(list(chunks.losses(labels_BT.reshape(-1)))).view(labels_BT.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BT: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_BSD, weight_VD, bias_V, labels_BT = ctx.saved_tensors
+        line, vocab, ignore, way = ctx.rest
+        whole = line.start_gather(x_BSD).wait() if line.cuts_tokens else x_BSD
+        chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way, list(ctx.needs_input_grad[:3]), whole)
+        weights_N = -grad_BT.reshape(-1).to(chunks.sums)
+        for _ in chunks.losses(labels_BT.reshape(-1), weights_N):
+            pass
+        grad_x = None
+        if chunks.grad_x is not None:
+            grad_x = line.start_sum(chunks.grad_x.view(whole.shape)).wait().to(x_BSD.dtype)
+        grad_weight = None if chunks.grad_weight is None else chunks.grad_weight.to(weight_VD.dtype)
+        grad_bias = None if chunks.grad_bias is None or bias_V is None else chunks.grad_bias.to(bias_V.dtype)
+        return (grad_x, grad_weight, grad_bias, *[None] * 5)

@@ -1,0 +1,102 @@
+"""Fine-tuning as a question: all weights, or an adapter beside frozen ones; and what of it fits on which machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.errors import ConfigError, Problem, did_you_mean
+from weft.planner.search.best_plans import answer
+from weft.planner.search.candidate import Answer, Candidate
+from weft.planner.search.model_source import PlannedModel, read_model
+from weft.planner.search.question import Question
+from weft.planner.space import AdapterSize
+
+#: Ranks of an adapter where nobody says, and the usual batch: what fine-tuning reads in a step is little.
+RANK, SEQ_LEN, BATCH = 16, 2048, 16
+TUNES = ("full", "lora")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What became of one way to fine-tune on one cluster."""
+
+    tune: str
+    question: Question
+    answer: Answer[Candidate]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The best plan; None where none fits."""
+        return self.answer.best
+
+    @property
+    def smallest(self) -> Candidate | None:
+        """The best plan, or where none fits the one that needs the least memory."""
+        return self.answer.best or self.answer.nearest
+
+
+def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **options: Any) -> Question:
+    """Return the question of fine-tuning a model.
+
+    Args:
+        model: as `read_model` takes it.
+        cluster: as `Question.of` takes it.
+        tune: "full", "lora", or "lora=64" for another rank than 16.
+        **options: of `Question.of`; seq_len and global_batch are 2048 and 16 where neither they nor a config say them.
+
+    Raises:
+        ConfigError: for another word, and as `Question.of` raises it.
+    """
+    planned = read_model(model)
+    rank = _rank(tune)
+    if planned.traced is not None and rank:
+        rule = f"{planned.name} was traced, and only families that the planner knows take an adapter"
+        raise _wrong(tune, rule, "full")
+    assumed = list[str]()
+    if planned.config is None and planned.reads_sequence:
+        for name, usual in (("seq_len", min(SEQ_LEN, planned.spec.max_seq_len)), ("global_batch", BATCH)):
+            if options.get(name) is None:
+                options[name] = usual
+                assumed.append(f"--{name.replace('_', '-')} {usual}")
+    asked = Question.of(planned, cluster, **options)
+    adapter = AdapterSize.of_shape(planned.shape, rank) if rank else None
+    return replace(asked, job=replace(asked.job, adapter=adapter), assumed=(*assumed, *asked.assumed))
+
+
+def what_fits(model: Any, clusters: str, **options: Any) -> list[Fit]:
+    """Return the best plan of each way to fine-tune, on each cluster.
+
+    Args:
+        model: as `read_model` takes it.
+        clusters: with commas, such as "1x4090,8xh100".
+        **options: of `tuned_question`.
+
+    Raises:
+        ConfigError: as `tuned_question` raises it.
+    """
+    planned, found = read_model(model), list[Fit]()
+    for cluster in filter(None, clusters.split(",")):
+        for tune in TUNES:
+            asked = tuned_question(planned, cluster, tune, **dict(options))
+            found.append(Fit(tune, asked, answer(asked)))
+    return found
+
+
+def _rank(tune: str) -> int:
+    """The adapter's rank; 0: all weights are trained."""
+    kind, equals, number = tune.partition("=")
+    if kind == "qlora":
+        raise _wrong(tune, "Weft does not train beside a quantised base", "lora")
+    if kind not in TUNES or (equals and kind != "lora"):
+        raise _wrong(tune, f"it is full, lora, lora=RANK or all.{did_you_mean(kind, TUNES)}", "lora", is_ended=True)
+    if not equals:
+        return RANK if kind == "lora" else 0
+    if not number.isdecimal() or not 1 <= int(number) <= 65536:
+        raise _wrong(tune, "an adapter's rank is a whole number from 1 to 65536", "lora=64")
+    return int(number)
+
+
+def _wrong(tune: str, rule: str, remedy: str, *, is_ended: bool = False) -> ConfigError:
+    end = "" if is_ended else "."
+    return ConfigError([Problem("", f"tune={tune}: {rule}{end} Use --tune {remedy}.")])

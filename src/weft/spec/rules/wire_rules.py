@@ -1,0 +1,56 @@
+"""Rules of what gradients travel as over the outermost data axis."""
+
+from __future__ import annotations
+
+from weft.spec.plan import Plan
+from weft.spec.rules.rule import Facts, Rule, asks
+from weft.spec.wires import wire_spec
+
+
+def _keeps(plan: Plan) -> bool:
+    return plan.compress != "none" and wire_spec(plan.compress).state_bytes > 0
+
+
+def _has_data(plan: Plan, facts: Facts) -> bool:
+    return asks(plan, facts, "dp_replicate") or asks(plan, facts, "dp_shard")
+
+
+WIRE_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="compress-needs-data",
+        field="compress",
+        reason="compress acts on gradients over dp_replicate, or over dp_shard where dp_replicate is 1.",
+        predicate=lambda plan, facts: plan.compress != "none" and not _has_data(plan, facts),
+        finding=lambda plan, facts: "dp_replicate and dp_shard are 1, so no gradient travels between data ranks",
+        remedy=lambda plan, facts: "Leave compress out, or use dp_replicate=2 or more",
+        fix=lambda plan, facts: plan.replace(compress="none"),
+    ),
+    Rule(
+        name="compress-debts-zero",
+        field="compress",
+        reason="Under zero=3 a wire that owes what it rounds off to the next step is not built.",
+        predicate=lambda plan, facts: (
+            plan.compress != "none"
+            and wire_spec(plan.compress).outer_only
+            and plan.zero == 3
+            and asks(plan, facts, "dp_replicate")
+        ),
+        finding=lambda plan, facts: "what it rounds off is owed to the next step, which zero=3 does not keep yet",
+        remedy=lambda plan, facts: "Use zero=2, or compress=int8, which owes nothing",
+        fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+    Rule(
+        name="compress-state-over-shard",
+        field="compress",
+        reason=(
+            "A wire that keeps what it rounds off keeps a whole gradient on every rank of dp_shard, which is what ZeRO "
+            "2 and 3 give up."
+        ),
+        predicate=lambda plan, facts: _keeps(plan) and plan.zero >= 2 and not asks(plan, facts, "dp_replicate"),
+        finding=lambda plan, facts: (
+            f"it keeps what it rounds off, a whole gradient on every rank, which zero={plan.zero} has no room for"
+        ),
+        remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, or dp_replicate=2 or more",
+        fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+)

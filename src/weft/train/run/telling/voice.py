@@ -1,0 +1,25 @@
+"""How a rank tells people that it waits for another one."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+from weft.monitor.screen import Display, LastingStream
+
+
+class Voice:
+    """Where this rank tells people that it waits: above the display where it has one; and in its log."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = LastingStream(stream)
+        self.display: Display | None = None
+
+    def tell(self, text: str) -> None:
+        """Show a line."""
+        if self.display is not None:
+            self.display.note(text)
+        else:
+            self._stream.write(f"weft: {text}\n")
+            self._stream.flush()
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,39 @@
+"""Tasks beside the decoder: on Hugging Face folders (a head, rows of tables, a loss, scores), and on pictures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "EmbedTask",
+    "FolderTask",
+    "ImageClassTask",
+    "MaskedTask",
+    "Seq2SeqTask",
+    "TextClassTask",
+    "TokenClassTask",
+]
+
+if TYPE_CHECKING:
+    from weft.train.tasks.tuned.embed_task import EmbedTask
+    from weft.train.tasks.tuned.folder_task import FolderTask
+    from weft.train.tasks.tuned.image_class_task import ImageClassTask
+    from weft.train.tasks.tuned.masked_task import MaskedTask
+    from weft.train.tasks.tuned.seq2seq_task import Seq2SeqTask
+    from weft.train.tasks.tuned.text_class_task import TextClassTask
+    from weft.train.tasks.tuned.token_class_task import TokenClassTask
+
+__getattr__ = loads(
+    __name__,
+    {
+        "EmbedTask": ".embed_task",
+        "FolderTask": ".folder_task",
+        "ImageClassTask": ".image_class_task",
+        "MaskedTask": ".masked_task",
+        "Seq2SeqTask": ".seq2seq_task",
+        "TextClassTask": ".text_class_task",
+        "TokenClassTask": ".token_class_task",
+    },
+)

@@ -1,0 +1,76 @@
+"""What evaluations add up over batches and ranks, and the scores that follow: accuracy, macro F1, correlation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+_KINDS = ("hit", "said", "true")
+
+
+def class_sum_names(num_classes: int) -> tuple[str, ...]:
+    """Return the names of what `class_sums` gives."""
+    return tuple(f"{kind}_{index}" for kind in _KINDS for index in range(num_classes))
+
+
+def class_sums(said: torch.Tensor, labels: torch.Tensor, num_classes: int) -> dict[str, torch.Tensor]:
+    """Count for each class how often it was right, said and true.
+
+    Args:
+        said: int64, the classes that the model names.
+        labels: int64, of the same shape; those below 0 are not counted.
+        num_classes: how many there are.
+    """
+    counts = labels >= 0
+    said, labels = said[counts], labels[counts]
+    found = [torch.bincount(one, minlength=num_classes) for one in (labels[said == labels], said, labels)]
+    names = class_sum_names(num_classes)
+    return dict(zip(names, torch.cat(found), strict=True))
+
+
+def accuracy(sums: Mapping[str, float], num_classes: int) -> float | None:
+    """Return the share of what is counted whose class was named; None of nothing."""
+    number = sum(sums[f"true_{index}"] for index in range(num_classes))
+    return sum(sums[f"hit_{index}"] for index in range(num_classes)) / number if number else None
+
+
+def macro_f1(sums: Mapping[str, float], num_classes: int) -> float | None:
+    """Return the mean F1 of the classes that occur or are named, as scikit-learn's macro average has it."""
+    each = [tuple(sums[f"{kind}_{index}"] for kind in _KINDS) for index in range(num_classes)]
+    scores = [2 * hit / (said + true) for hit, said, true in each if said + true]
+    return sum(scores) / len(scores) if scores else None
+
+
+#: Of predictions x and values y.
+PAIR_SUMS = ("x", "y", "xx", "yy", "xy")
+
+
+def pair_sums(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Add up what a correlation needs of two vectors of one length."""
+    x, y = x.double(), y.double()
+    return dict(zip(PAIR_SUMS, (x.sum(), y.sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()), strict=True))
+
+
+def correlation(sums: Mapping[str, float], count: float) -> float | None:
+    """Return Pearson's correlation; None where one side does not vary."""
+    if not count:
+        return None
+    x, y, xx, yy, xy = (sums[name] / count for name in PAIR_SUMS)
+    spread = (xx - x * x) * (yy - y * y)
+    return (xy - x * y) / math.sqrt(spread) if spread > 0 else None
+
+
+def perplexity(sums: Mapping[str, float]) -> float | None:
+    """Return e to the mean loss; None of nothing, and where it is beyond all numbers."""
+    if not sums["count"]:
+        return None
+    mean = sums["loss"] / sums["count"]
+    return math.exp(mean) if mean < 700 else None
+
+
+def ordered_labels(names: Sequence[str]) -> list[str]:
+    """Return the labels in their order: whole numbers by size, all others by letters."""
+    numbers = all(name.lstrip("-").isdecimal() for name in names)
+    return sorted(set(names), key=lambda name: (int(name), name) if numbers else (0, name))

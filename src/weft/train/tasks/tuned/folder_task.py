@@ -1,0 +1,338 @@
+"""What tasks on a Hugging Face folder share: the model with its head, its weights, rows of texts, the run's files.
+
+A task says which head, how a record becomes a row, how rows become a batch, and its loss. Each rank reads the slices of
+the folder's weights that its plan gives it; a head that the folder lacks starts from (seed, name).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from weft.errors import ConfigError, DataError, Problem
+from weft.spec.rules import Facts
+from weft.spec.traced import Limit
+from weft.train.folder import RunFolder, free_name, run_folder
+from weft.train.task import Report, Task
+from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, keep_base
+from weft.train.tasks.tuned.padding import FilledUp, padded, padded_length
+from weft.train.tasks.tuned.table_data import Rows, SplitTables, TableReader, TableRecord
+from weft.units import format_count
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from weft.parallel.local_tensors import StateSource
+    from weft.planner.search import PlannedModel
+    from weft.spec.plan import Plan
+
+#: Label of what is not counted.
+IGNORED = -100
+_ROWS = "rows.json"
+#: Why no plan cuts the sequences of these tasks.
+_NO_CP = Limit((1,), "context parallelism cuts packed causal texts, and this task pads whole ones")
+
+
+class FolderTask(Task):
+    """Trains a model of a Hugging Face folder, with a head of some kind, on the rows of tables."""
+
+    sections = ("model.path", "data.train", "data.eval", "data.holdout", "data.max_record_bytes",
+                "data.max_bad_fraction", "data.cache_dir", "train.seq_len")  # fmt: skip
+    identity = ("model", "data.holdout", "train.seq_len")
+
+    #: What transformers' AutoModelFor is followed by, and what that is called.
+    head: ClassVar[str]
+    head_words: ClassVar[str]
+    #: Options that do not change the rows.
+    free_options: ClassVar[tuple[str, ...]] = ("pad_multiple",)
+    pad_multiple: int = 8
+
+    _folder: RunFolder | None = None
+    _tables: SplitTables | None = None
+    _notes: Sequence[str] = ()
+
+    # --- what a task says ---
+
+    def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        """Make rows of some records that follow one another. found: what `survey` returned of the training records."""
+        raise NotImplementedError
+
+    def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
+        """Look at all training records first, and return JSON values that their rows depend on."""
+        return {}
+
+    def settle(self, found: Mapping[str, Any]) -> None:
+        """Take what `survey` found, before anything asks for the model or a batch."""
+
+    def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the row without anything that counts, to fill up the last batch of an evaluation."""
+        raise NotImplementedError
+
+    def model_changes(self) -> Mapping[str, Any]:
+        """Return the fields of the model's config that the task decides."""
+        return {}
+
+    # --- preparing ---
+
+    def facts(self, world_size: int) -> Facts:
+        train = self.config.train
+        return Facts(
+            world_size=world_size, global_batch=train.global_batch, seq_len=train.seq_len, limits=self.limits()
+        )  # fmt: skip
+
+    def limits(self) -> dict[str, Limit]:
+        """Return which fields of a plan this task narrows, beside its model."""
+        return {"cp": _NO_CP}
+
+    def prepare(self, folder: RunFolder, report: Report | None) -> None:
+        """Check the weights' names and shapes, and make rows of the data.
+
+        Raises:
+            CheckpointError: for weights that are not those of the config, or cannot be read.
+            ConfigError: for longer texts than the model reads, and more tokens than it knows.
+            DataError: for what is wrong with the data, and for other data than the run was started with.
+        """
+        self._check_length()
+        tables = TableReader(self.config.data, self._row_key(), self.rows, self._surveyed, report).tables()
+        if (folder.path / _ROWS).is_file():
+            self._refuse_other(folder, tables)
+        self._take(tables)
+        if self._needs_folder or not base_of(folder).is_dir():
+            self._notes = self._weight_notes()
+
+    def _surveyed(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
+        """What `survey` finds, and the tokens that batches are made with."""
+        tokenizer: Any = self.tokenizer()
+        model: Any = self.shapes()
+        entries, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
+        if entries > rows:
+            rule = f"its tokenizer has {entries} entries, and its embedding {rows} rows"
+            raise _wrong("model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights of one model.")
+        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        return {"pad_id": next(one for one in pads if one is not None), **self.survey(records)}
+
+    def _weight_notes(self) -> list[str]:
+        from weft.train.tasks.published_weights import told_new, told_unexpected
+        from weft.train.tasks.tuned.new_head import source_with_head
+
+        source, unexpected = source_with_head(self.shapes(), self._path, self.config.seed)
+        return [*told_unexpected(unexpected), *told_new(source.new_names, self.config.seed)]
+
+    def _check_length(self) -> None:
+        from weft.structure import hugging_face
+
+        length, longest = self.config.train.seq_len, hugging_face.longest_text(self.shapes())
+        if longest is not None and length > longest:
+            raise _wrong("train.seq_len", length, f"the model reads at most {longest} tokens. Use {longest} or less.")
+
+    def _row_key(self) -> list[Any]:
+        hasher = hashlib.blake2b(digest_size=16)
+        for file in sorted({file for pattern in BESIDE_WEIGHTS for file in self._base.glob(pattern)}):
+            if file.name.startswith(("tokenizer", "vocab", "merges", "special", "added", "spiece", "sentencepiece")):
+                hasher.update(file.name.encode() + file.read_bytes())
+        options = {key: value for key, value in self.config.task.options.items() if key not in self.free_options}
+        return [self.config.task.name, options, self.config.train.seq_len, hasher.hexdigest()]
+
+    def _refuse_other(self, folder: RunFolder, tables: SplitTables) -> None:
+        if SplitTables.from_json(folder.text(_ROWS)).digests != tables.digests:
+            raise DataError(
+                f"data: the rows are not those that the run in {str(folder.path)!r} was started with. Use "
+                f"{free_name(folder)} for a new run, or bring the old data back to resume."
+            )
+
+    def _take(self, tables: SplitTables) -> None:
+        self._tables = tables
+        self.settle(tables.found)
+
+    def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
+        """Copy what lies beside the weights, with the task's own fields in config.json."""
+        folder.path.mkdir(parents=True, exist_ok=True)
+        keep_base(folder, self._path)
+        file = base_of(folder) / "config.json"
+        fields = json.loads(file.read_text("utf-8"))
+        model: Any = self.shapes()
+        changes = {"architectures": [type(model).__name__], **self._changed(model.config), **self.model_changes()}
+        file.write_text(json.dumps({**fields, **changes}, indent=1) + "\n", "utf-8")
+        tables = self.tables
+        return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self._notes)).to_json()}
+
+    def open(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._take(SplitTables.from_json(folder.text(_ROWS)))
+
+    @property
+    def tables(self) -> SplitTables:
+        """The rows, after `prepare` or `open`."""
+        assert self._tables is not None
+        return self._tables
+
+    @property
+    def _needs_folder(self) -> bool:
+        """Whether the run always reads the folder's weights: checkpoints of an adapter hold no base."""
+        return bool(self.config.adapter.rank)
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.config.model.path).expanduser()
+
+    @property
+    def _base(self) -> Path:
+        """Config and tokenizer: the run's own copy, or the folder's while there is none."""
+        own = base_of(self._folder if self._folder is not None else run_folder(self.config))
+        return own if own.is_dir() and (self._folder is not None or not self._path.is_dir()) else self._path
+
+    def own_labels(self) -> Mapping[Any, str] | None:
+        """Return the classes that the folder's config names."""
+        from weft.structure import hugging_face
+
+        config: Any = hugging_face.load_model_config(self._base)
+        return getattr(config, "id2label", None)
+
+    def tokenizer(self, **options: Any) -> Any:
+        """Return the folder's tokenizer, as transformers has it with such options."""
+        from weft.structure import hugging_face
+
+        return hugging_face.load_tokenizer(self._base, **options)
+
+    def encoded(
+        self, texts: Any, pairs: Any = None, *, is_split: bool = False, most: int | None = None
+    ) -> Iterator[Any]:
+        """Yield the rows of texts, cut at a number of tokens: ids, kinds of tokens, whether it was cut.
+
+        Args:
+            texts: each a text; or a list of words.
+            pairs: second texts, one for each.
+            is_split: whether they are words; the rows then say which word each token is of, -1: of none.
+            most: tokens of a row; None: train.seq_len.
+        """
+        tokenizer = self.tokenizer(**({"add_prefix_space": True} if is_split else {}))
+        found: Any = tokenizer(
+            texts, pairs, truncation=True, max_length=most or self.config.train.seq_len, is_split_into_words=is_split
+        )
+        for one in found.encodings:
+            row = {"input_ids": np.array(one.ids, np.int32), "is_cut": np.array([bool(one.overflowing)], np.uint8)}
+            if "token_type_ids" in tokenizer.model_input_names:
+                row["token_type_ids"] = np.array(one.type_ids, np.int8)
+            if is_split:
+                row["word_ids"] = np.array([-1 if word is None else word for word in one.word_ids], np.int64)
+            yield row
+
+    # --- batches ---
+
+    def samples(self, split: str) -> Sequence[Any] | None:
+        if split == "train":
+            return self.tables.train
+        table = self.tables.eval
+        return None if table is None else FilledUp(table, self.config.train.global_batch, self.blank)
+
+    def samples_per_epoch(self) -> int:
+        return len(self.tables.train)
+
+    def padded_inputs(self, samples: Sequence[Mapping[str, np.ndarray]], pad_id: int) -> dict[str, torch.Tensor]:
+        """Return ids, mask and kinds of tokens, filled up to the longest.
+
+        Args:
+            samples: rows with `input_ids`, and `token_type_ids` where the model reads them.
+            pad_id: the id that is filled in.
+        """
+        import torch
+
+        lengths = [len(one["input_ids"]) for one in samples]
+        length = padded_length(max(lengths), self.pad_multiple, self.config.train.seq_len)
+        batch = {"input_ids": padded([one["input_ids"] for one in samples], pad_id, length)}
+        batch["attention_mask"] = (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
+        if "token_type_ids" in samples[0]:
+            batch["token_type_ids"] = padded([one["token_type_ids"] for one in samples], 0, length)
+        return batch
+
+    @property
+    def pad_id(self) -> int:
+        """The id that texts are filled up with."""
+        return self._found.get("pad_id", 0)
+
+    @property
+    def _found(self) -> Mapping[str, Any]:
+        return {} if self._tables is None else self._tables.found
+
+    # --- model ---
+
+    def build(self) -> nn.Module:
+        from weft.structure import hugging_face
+
+        config = hugging_face.load_model_config(self._base)
+        for name, value in self._changed(config).items():
+            setattr(config, name, value)
+        return hugging_face.headed_model(config, self.head, self.head_words)
+
+    def shapes(self) -> nn.Module:
+        from weft.models import as_shapes
+
+        with as_shapes(vectors=True):
+            return self.build()
+
+    def initial_model(self, plan: Plan) -> nn.Module:
+        return self.shapes()
+
+    def initial_weights(self, model: nn.Module) -> StateSource | None:
+        from weft.train.tasks.tuned.new_head import source_with_head
+
+        if not (self._needs_folder or self._path.is_dir()):
+            return None
+        return source_with_head(model, self._path, self.config.seed)[0]
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return self.called(model, batch).logits
+
+    def called(self, model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Any:
+        """Return the model's output for all of a batch but its labels.
+
+        Args:
+            model: plain, or laid over ranks.
+            batch: by the names of the model's inputs.
+            options: further arguments of its forward.
+        """
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return model(**inputs, **options)
+
+    def _changed(self, config: Any) -> dict[str, Any]:
+        """The task's fields of a config, and where it names no padding the id that batches have."""
+        changes = dict(self.model_changes())
+        if getattr(config, "pad_token_id", None) is None and "pad_id" in self._found:
+            changes["pad_token_id"] = self.pad_id
+        return changes
+
+    # --- planner ---
+
+    def describe(self) -> PlannedModel:
+        """Describe the model from a trace of it, on ids alone: a mask would be asked for its values."""
+        from weft.planner.search import read_model
+        from weft.train.planned import describe_by_tracing
+
+        traced = describe_by_tracing(self.shapes())
+        limits = {**dict(traced.limits), **self.limits()}
+        found = read_model(replace(traced, name=self.name(), limits=tuple(limits.items())))
+        return replace(found, config=self.config, sample_unit=self.sample_unit)
+
+    # --- what people see ---
+
+    def name(self) -> str:
+        return self._path.resolve().name
+
+    def model_line(self) -> str:
+        model = self.shapes()
+        size = format_count(sum(param.numel() for param in model.parameters()))
+        return f"{self.name()}: {type(model).__name__}, {size} parameters"
+
+    def data_lines(self) -> Sequence[str]:
+        return self.tables.summary
+
+
+def _wrong(key: str, value: object, rule: str) -> ConfigError:
+    return ConfigError([Problem(key, f"{key}={value}: {rule}")])

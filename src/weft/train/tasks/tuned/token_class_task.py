@@ -1,0 +1,110 @@
+"""A label for each word of a text: `task.name = "classify_tokens"`. Sub-tokens after a word's first are not counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weft.train.task import Metric
+from weft.train.tasks.tuned import class_counts
+from weft.train.tasks.tuned.folder_task import IGNORED, FolderTask
+from weft.train.tasks.tuned.label_names import label_fields, label_id, label_text, settled_labels
+from weft.train.tasks.tuned.padding import padded
+from weft.train.tasks.tuned.table_data import Rows, TableRecord
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(eq=False)
+class TokenClassTask(FolderTask):
+    """Token classification: named entities, parts of speech.
+
+    words: column of the words: a list of texts, or one text that is split at spaces.
+    tags: column of their labels, as many.
+    labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
+    pad_multiple: what the length of a batch's texts is rounded up to.
+    """
+
+    words: str = "tokens"
+    tags: str = "tags"
+    labels: str = ""
+    pad_multiple: int = 8
+
+    unit, sample_unit = "words", "texts"
+    head, head_words = "TokenClassification", "model for token classification"
+    metrics = (
+        Metric("accuracy", "", "share of the words whose label the model names"),
+        Metric("macro_f1", "", "mean over the labels of the harmonic mean of precision and recall, word by word"),
+    )
+
+    def __post_init__(self) -> None:
+        self.settle({})
+
+    def settle(self, found: Mapping[str, Any]) -> None:
+        self._names: list[str] = found.get("labels", [])
+        self.sum_names = class_counts.class_sum_names(len(self._names))
+
+    def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
+        seen: set[str] = set()
+        for one in records:
+            seen.update(label_text(one, tag, self.tags) for tag in _listed(one, self.tags, "tags"))
+        return settled_labels(self.labels, seen, self.own_labels())
+
+    def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        words = [_listed(one, self.words, "words") for one in records]
+        rows = self.encoded(words, None, is_split=True)
+        for record, listed, row in zip(records, words, rows, strict=True):
+            tags = _listed(record, self.tags, "tags")
+            if len(tags) != len(listed):
+                record.refuse(
+                    f"it has {len(listed)} words in {self.words!r} and {len(tags)} labels in {self.tags!r}. "
+                    "Give each word a label."
+                )
+            ids = [label_id(record, label_text(record, tag, self.tags), found["ids"]) for tag in tags]
+            word_ids = row.pop("word_ids")
+            first = np.diff(word_ids, prepend=-1) != 0
+            labels = np.where((word_ids >= 0) & first, np.array(ids, np.int32)[word_ids], IGNORED)
+            yield {**row, "labels": labels.astype(np.int32)}
+
+    def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**row, "labels": np.full_like(row["labels"], IGNORED)}
+
+    def model_changes(self) -> Mapping[str, Any]:
+        return label_fields(self._names) if self._names else {}
+
+    def collate(self, samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        batch = self.padded_inputs(samples, self.pad_id)
+        labels = padded([one["labels"] for one in samples], IGNORED, batch["input_ids"].shape[1])
+        return {**batch, "labels": labels}
+
+    def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        from weft.train.tasks.decoder_loss import token_cross_entropy
+
+        return token_cross_entropy(output, batch)
+
+    def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
+        return class_counts.class_sums(output.argmax(-1), batch["labels"], len(self._names))
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        number = len(self._names)
+        return {"accuracy": class_counts.accuracy(sums, number), "macro_f1": class_counts.macro_f1(sums, number)}
+
+
+def _listed(record: TableRecord, column: str, option: str) -> list[Any]:
+    """A column that holds a list, or a text of words. DataError where it holds none."""
+    found = record.value(column, option)
+    if isinstance(found, str) and found.lstrip().startswith("["):  # a list in a file of comma-separated values
+        try:
+            found = json.loads(found)
+        except ValueError:
+            found = found.split()
+    elif isinstance(found, str):
+        found = found.split()
+    if not isinstance(found, list) or not found or any(one is None or one == "" for one in found):
+        record.refuse(f"column {column!r} holds no list of words or labels, or an empty one. Leave the record out.")
+    return found

@@ -1,0 +1,161 @@
+"""Templates of the families people use: ids are transformers', and trained is what transformers calls generated."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Library
+
+from weft.data.read import Turn
+from weft.data.tokens import import_tokenizer
+from weft.errors import DataError
+
+transformers = pytest.importorskip("transformers")
+
+SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "</turn>"]
+TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "parameters": {"a": "int"}}}])
+CALL = json.dumps({"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]})
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "chatml": CHATML,
+    "headers": (  # as Llama 3 writes them
+        "{{ bos_token }}{% for m in messages %}<|head|>{{ m.role }}<|/head|>\n\n{{ m.content | trim }}<|eot|>"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|head|>assistant<|/head|>\n\n{% endif %}"
+    ),
+    "brackets": (  # as Mistral's: an answer stands behind the question, and the end token behind it
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+    ),
+    "turns": (  # as Gemma's: another name for the assistant, a system turn that joins the user's
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+        "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
+        "{% for m in rest %}<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ first if loop.first else '' }}{{ m.content | trim }}</turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+    ),
+    "names": (  # as Zephyr's: roles are plain text
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    ),
+}
+GENERATION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONVERSATIONS = {
+    "one": [Turn("user", "Say hi."), Turn("assistant", "Hi é!")],
+    "more": [Turn("user", "a"), Turn("assistant", "one"), Turn("user", "b"), Turn("assistant", "two\n\nlines")],
+    "system": [Turn("system", "Be brief."), Turn("user", "a"), Turn("assistant", "b b")],
+    "same": [Turn("user", "b"), Turn("assistant", "b"), Turn("user", "b"), Turn("assistant", "b")],
+}
+CALLS = [
+    Turn("user", "1 and 1?"), Turn("assistant", "", 1.0, CALL), Turn("tool", "2"), Turn("assistant", "It is 2."),
+    Turn("user", "Again."), Turn("assistant", "I add.", 1.0, CALL), Turn("tool", "2"), Turn("assistant", "2"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Saves a byte-level tokenizer with a template: (ours, transformers')."""
+
+    def save(template: str):
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        library = Library(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = decoders.ByteLevel()
+        library.add_special_tokens([AddedToken(name, special=True) for name in SPECIALS])
+        folder = tmp_path_factory.mktemp("tokenizer")
+        theirs = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=library, bos_token="<s>", eos_token="</s>", chat_template=template
+        )
+        theirs.save_pretrained(folder)
+        return import_tokenizer(folder / "ours", str(folder), template=True), theirs
+
+    return save
+
+
+def by_rendering(theirs, turns, tools=None) -> tuple[list[int], list[bool]]:
+    """Ids, and which tokens lie in what the conversation gains by each answer, as transformers renders it."""
+    messages = [turn.message for turn in turns]
+
+    def text(upto: int, prompts: bool = False) -> str:
+        options = {"tools": json.loads(tools)} if tools else {}
+        return theirs.apply_chat_template(messages[:upto], tokenize=False, add_generation_prompt=prompts, **options)
+
+    spans = [
+        (len(text(place, True)), len(text(place + 1).rstrip()))
+        for place, turn in enumerate(turns)
+        if turn.role == "assistant"
+    ]
+    encoded = theirs(text(len(turns)), add_special_tokens=False, return_offsets_mapping=True)
+    starts = [start for start, _ in encoded["offset_mapping"]]
+    return encoded["input_ids"], [any(low <= start < high for low, high in spans) for start in starts]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_trained_is_what_each_answer_adds(saved, name):
+    ours, theirs = saved(TEMPLATES[name])
+    for conversation in CONVERSATIONS.values():
+        if name == "brackets" and conversation[0].role == "system":
+            continue
+        ids, weights = ours.encode_turns(conversation)
+        wanted_ids, wanted = by_rendering(theirs, conversation)
+        assert ids.tolist() == wanted_ids
+        if name == "brackets":  # its space before an answer comes with the prompt of none
+            wanted = [is_in and theirs.decode([token]) != " " for token, is_in in zip(wanted_ids, wanted, strict=True)]
+            weights = [w and theirs.decode([token]) != " " for token, w in zip(wanted_ids, weights, strict=True)]
+        assert [bool(weight) for weight in weights] == wanted
+
+
+def test_turns_that_call_tools_are_trained_whole(saved):
+    ours, theirs = saved(CHATML)
+    ids, weights = ours.encode_turns(CALLS, TOOLS)
+    wanted_ids, wanted = by_rendering(theirs, CALLS, TOOLS)
+    assert ids.tolist() == wanted_ids
+    assert weights.astype(bool).tolist() == wanted
+    shown = ours.decode(ids[weights > 0], specials=True)
+    assert shown.startswith(('<call>{"name": "add"', '<call>{"arguments"'))
+    assert shown.count("<call>") == 2
+    assert shown.endswith("2<|im_end|>")
+
+
+def test_marks_of_the_template_are_what_transformers_masks(saved):
+    ours, theirs = saved(GENERATION)
+    for conversation in (*CONVERSATIONS.values(), CALLS):
+        messages = [turn.message for turn in conversation]
+        wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        ids, weights = ours.encode_turns(conversation)
+        assert ids.tolist() == wanted["input_ids"]
+        assert weights.tolist() == wanted["assistant_masks"]
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_turns_have_weights_of_their_own(saved, template):
+    ours, _ = saved(template)
+    turns = [turn._replace(weight=weight) for turn, weight in zip(CONVERSATIONS["more"], (1, 0, 1, 0.5), strict=True)]
+    ids, weights = ours.encode_turns(turns)
+    assert set(weights.tolist()) == {0.0, 0.5}
+    assert ours.decode(ids[weights == 0.5]).rstrip() == "two\n\nlines"
+
+
+def test_a_special_token_in_a_tool_call_is_refused_and_in_a_content_it_is_text(saved):
+    ours, _ = saved(CHATML)
+    attack = [Turn("user", "x<|im_end|>"), Turn("assistant", "", 1.0, CALL)]
+    ids, weights = ours.encode_turns(attack, TOOLS)
+    assert (ids == ours.encode_turns([Turn("user", "x")])[0][-2]).sum() == 3  # tools, question, answer
+    assert np.count_nonzero(weights)
+    with pytest.raises(DataError, match="a tool call holds the text of one of its special tokens"):
+        ours.encode_turns([Turn("user", "x"), Turn("assistant", "", 1.0, CALL.replace("add", "<|im_end|>"))])

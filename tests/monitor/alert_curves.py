@@ -1,0 +1,114 @@
+"""Runs on paper for tests of alerts: healthy ones of many kinds, and faults laid over them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Kinds of faults, and the alert of the standard set that must find each.
+FAULTS = {
+    "spike": "loss-spike",
+    "plateau": "no-progress",
+    "nan": "loss-not-finite",
+    "slow rank": "slow-rank",
+    "leak": "memory-leak",
+}
+#: Within so many steps (evaluations, for the plateau) of its begin a fault must be found.
+FOUND_WITHIN = {"spike": 5, "plateau": 11 * 50, "nan": 1, "slow rank": 90, "leak": 3100}
+
+
+@dataclass
+class Paper:
+    """A run on paper. begin: first step of the fault."""
+
+    seed: int
+    fault: str = ""
+    steps: int = 0
+    begin: int = 0
+    _random: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        draw = self._random.uniform
+        # A leak and a plateau show slowly.
+        self.steps = self.steps or {"plateau": 1800, "leak": 4500}.get(self.fault, 1500)
+        self.begin = round(draw(0.3, 0.5) * 1200) if self.fault else 0
+        self.step_s = draw(0.5, 1.0)
+        self.low, self.fall, self.tau = draw(0.5, 3.5), draw(1.0, 8.0), draw(100, 800)
+        self.noise = draw(0.005, 0.06)
+        self.heavy_tailed = self._random.random() < 0.3
+        self.cycle = draw(0.0, 0.03)
+        self.num_ranks = self._random.choice([1, 4, 8]) if self.fault != "slow rank" else 8
+
+    def loss(self, step: int) -> float:
+        """What a healthy run's loss is, with noise that is normal or has heavy tails, and a slow wave of the data."""
+        at = step if self.fault != "plateau" else min(step, self.begin)
+        mean = self.low + self.fall * math.exp(-at / self.tau) - 0.0001 * at
+        wave = self.cycle * math.sin(step / 40)
+        noise = self._random.gauss(0, self.noise)
+        if self.heavy_tailed and self._random.random() < 0.02:
+            noise *= 2.5
+        return mean * (1 + wave + noise)
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the run's events in their order."""
+        draw, now = self._random, 1_000_000.0
+        yield {"event": "start", "time": now, "step": 0}
+        for step in range(1, self.steps + 1):
+            now += self.step_s * draw.uniform(0.95, 1.08)
+            loss, norm = self.loss(step), abs(draw.gauss(1, 0.2)) + 0.1
+            since = step - self.begin
+            if self.fault == "spike" and 0 <= since < 40:
+                loss += 0.4 * (loss - 0.3) + 8 * self.noise * loss
+            if self.fault == "nan" and since >= 0:
+                loss = norm = math.nan
+            event = {"event": "step", "time": now, "step": step, "loss": loss, "grad_norm": norm, "lr": 1e-3}
+            speed = 1000 * draw.uniform(0.93, 1.03)
+            event |= {"tokens_per_s": speed, "seconds": {"total": self.step_s}}
+            yield {key: "nan" if isinstance(one, float) and math.isnan(one) else one for key, one in event.items()}
+            if step % 50 == 0:
+                mean = self.low + self.fall * math.exp(
+                    -(min(step, self.begin or step) if self.fault == "plateau" else step) / self.tau
+                )
+                slope = 0.0 if self.fault == "plateau" and since > 0 else 0.0004 * step
+                value = (
+                    math.nan
+                    if self.fault == "nan" and since >= 0
+                    else mean - slope + draw.gauss(0, 0.002) * (self.fault != "plateau")
+                )
+                yield {"event": "eval", "time": now, "step": step, "loss": "nan" if math.isnan(value) else value}
+            if step % 10 == 0:
+                yield self._figures(step, since, now)
+            if step % 300 == 0:
+                now += draw.uniform(1, 30)  # a save that training waited for
+                yield {"event": "checkpoint", "time": now, "step": step, "stall_s": 1.0, "durable_s": 2.0}
+        yield {"event": "end", "time": now, "step": self.steps, "reason": "finished"}
+
+    def _evaluated(self, step: int, since: int) -> float:
+        if self.fault == "nan" and since >= 0:
+            return math.nan
+        at = min(step, self.begin) if self.fault == "plateau" else step
+        stuck = self.fault == "plateau" and since > 0
+        noise = abs(self._random.gauss(0, 0.002)) if stuck else self._random.gauss(0, 0.002)
+        return self.low + self.fall * math.exp(-at / self.tau) - 0.0004 * at + noise
+
+    def _figures(self, step: int, since: int, now: float) -> dict[str, Any]:
+        draw = self._random
+        lag = max(draw.uniform(1.0, 1.07) for _ in range(self.num_ranks))
+        if self.fault == "slow rank" and since >= 0:
+            lag = draw.uniform(1.18, 1.26)
+        memory = 2e9 * (1 + 0.1 * min(1.0, step / 100)) * draw.uniform(0.99, 1.01)
+        if self.fault == "leak" and since >= 0:
+            memory *= 1 + since * 2.5e-4
+        figures: dict[str, Any] = {"process.memory_bytes": [memory * 0.9, memory, memory, "rank 0", "rank 1"]}
+        figures |= {"rank.silent": 0, "disk.free_bytes": [9e11, 9e11, 9e11, "a", "a"]}
+        figures |= {
+            "host.memory_free_bytes": [6e10, 6e10, 6e10, "a", "a"],
+            "gpu.temperature": [60, 66, 79, "rank 0", "rank 2"],
+        }
+        if self.num_ranks > 1:
+            figures["rank.lag"] = [0.97, 1.0, lag, "rank 0", "rank 5"]
+        return {"event": "figures", "time": now, "step": step, "ranks": self.num_ranks, "figures": figures}

@@ -1,0 +1,293 @@
+"""Figures of ranks: what a rank reports, what the first one makes of all reports, and where the numbers come from."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from types import SimpleNamespace
+
+from weft.monitor.figures import Collector, GpuSource, HostSource, OwnBoard, StepFigures, readings
+
+
+class Board:
+    """A board of several ranks in one process."""
+
+    def __init__(self, number):
+        self.texts = [""] * number
+
+    def of(self, rank):
+        return SimpleNamespace(post=lambda text: self.texts.__setitem__(rank, text), read=lambda: list(self.texts))
+
+
+def collectors(number, every_s=10.0, clock=lambda: 0.0, **options):
+    board, told = Board(number), []
+    made = [
+        Collector(rank, f"host{rank // 2}", board.of(rank), every_s, clock=clock,
+                  publish=told.append if rank == 0 else None, **options)
+        for rank in range(number)
+    ]  # fmt: skip
+    return made, told, board
+
+
+def put(collector, step, busy_s, **other):
+    collector.put(StepFigures(step, {"forward": busy_s, "total": 1.0}, {"tp": 0.1}, busy_s=busy_s, **other))
+
+
+def test_the_first_rank_folds_what_all_reported_and_names_the_slowest():
+    ranks, told, _ = collectors(4)
+    for rank, one in enumerate(ranks):
+        for step in (1, 2):
+            put(one, step, 0.2 if rank != 2 else 0.3, data_s=0.01 * rank)
+    for one in [*ranks[1:], ranks[0]]:
+        one.tell()
+    (event,) = told
+    figures = event["figures"]
+    assert figures["busy_s"] == [0.2, 0.2, 0.3, "rank 0", "rank 2"]
+    assert figures["rank.lag"][2:] == [1.5, "rank 0", "rank 2"]
+    assert figures["data_wait_s"][4] == "rank 3"
+    assert figures["exposed_s{tp}"][1] == 0.1
+    assert (event["step"], event["ranks"], figures["rank.silent"]) == (2, 4, 0)
+    assert event["by_rank"]["busy_s"] == [0.2, 0.2, 0.3, 0.2]
+    assert json.loads(json.dumps(event)) == event
+    assert {reading.name for reading in readings({**event, "time": 1.0})} >= {"busy_s", "rank.lag", "exposed_s"}
+
+
+def test_a_rank_that_reports_no_more_is_silent_after_three_intervals():
+    now = [0.0]
+    ranks, told, _ = collectors(3, clock=lambda: now[0])
+    for one in [*ranks[1:], ranks[0]]:
+        put(one, 1, 0.1)
+        one.tell()
+    for _ in range(4):
+        now[0] += 10.0
+        ranks[2].tell(), ranks[0].tell()
+    silent = [event["figures"]["rank.silent"] for event in told]
+    assert silent == [0, 0, 0, 1, 1]
+    assert told[-1]["silent"] == [1]
+    assert told[-1]["by_rank"]["busy_s"] == [0.1, None, 0.1]
+
+
+def test_a_full_queue_drops_and_counts_and_never_waits():
+    ranks, told, _ = collectors(1)
+    for step in range(3000):
+        put(ranks[0], step + 1, 0.1)
+    ranks[0].tell()
+    assert told[0]["figures"]["dropped_figures"][2] == 3000 - 2048
+
+
+def test_totals_become_what_a_step_gained():
+    sent = {"sent_bytes{tp}": 1000.0}
+    ranks, told, _ = collectors(1, totals=lambda: sent)
+    put(ranks[0], 1, 0.1)
+    ranks[0].tell()
+    sent["sent_bytes{tp}"] = 5000.0
+    put(ranks[0], 5, 0.1)
+    ranks[0].tell()
+    assert "sent_bytes{tp}" not in told[0]["figures"]
+    assert told[1]["figures"]["sent_bytes{tp}"][1] == 1000.0
+
+
+def test_what_fails_is_left_out_and_training_hears_nothing_of_it():
+    def broken():
+        raise RuntimeError("no such sensor")
+
+    ranks, told, _ = collectors(1, of_rank=[broken, lambda: {"process.cpu": 1.0}])
+    for _ in range(2):
+        ranks[0].tell()
+    assert told[1]["figures"]["process.cpu"][1] == 1.0
+
+    class Gone(OwnBoard):
+        def post(self, text):
+            raise ConnectionError("the store is gone")
+
+    one = Collector(0, "here", Gone(), 10.0, publish=told.append)
+    one.tell()
+    assert one.trouble == "ConnectionError: the store is gone"
+
+
+def test_torn_reports_are_passed_over():
+    ranks, told, board = collectors(2)
+    board.texts[1] = '{"number": 1, "val'
+    put(ranks[0], 1, 0.1)
+    ranks[0].tell()
+    assert told[0]["figures"]["busy_s"][3:] == ["rank 0", "rank 0"]
+
+
+def test_the_thread_tells_at_its_end_and_ends():
+    told = []
+    one = Collector(0, "here", OwnBoard(), 60.0, publish=told.append)
+    one.start()
+    put(one, 7, 0.1)
+    one.close()
+    assert not one.is_alive()
+    assert told[-1]["step"] == 7
+    assert all(thread.name != "weft-figures" for thread in threading.enumerate())
+
+
+# --- the GPU, whose driver is played ---
+
+
+class NVMLError(Exception):
+    pass
+
+
+class FakeNvml:
+    """As much of pynvml as is asked of it. missing: calls that this card does not know."""
+
+    NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = NVML_ECC = 0
+    NVML_CLOCK_MEM = 2
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, NVML_SUCCESS = 138, 139, 0
+    nvmlEventTypeXidCriticalError = 8
+    nvmlClocksEventReasonHwThermalSlowdown, nvmlClocksEventReasonSwThermalSlowdown = 0x40, 0x20
+    nvmlClocksEventReasonHwPowerBrakeSlowdown = 0x80
+    NVMLError = NVMLError
+
+    def __init__(self, missing=(), reasons=0x4, xid=2, there=True):
+        self.missing, self.reasons, self.xid, self.there, self.kilobytes = missing, reasons, xid, there, 100
+        self.asked = ""
+
+    def __getattribute__(self, name):
+        if name.startswith("nvmlDevice") and name in object.__getattribute__(self, "missing"):
+            raise NVMLError("not supported")
+        return object.__getattribute__(self, name)
+
+    def nvmlInit(self):
+        if not self.there:
+            raise NVMLError("driver not loaded")
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        self.asked = uuid
+        return "card"
+
+    def nvmlEventSetCreate(self):
+        return "events"
+
+    def nvmlDeviceRegisterEvents(self, handle, kinds, events):
+        assert (handle, kinds, events) == ("card", 8, "events")
+
+    def nvmlEventSetWait_v2(self, events, timeout_ms):
+        assert timeout_ms == 0
+        if not self.xid:
+            raise NVMLError("timeout")
+        self.xid -= 1
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        return SimpleNamespace(gpu=93, memory=40)
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(used=7 * 2**30)
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return 412_000
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):
+        return 71
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        return 1980 if kind == 0 else 2619
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
+        return self.reasons
+
+    def nvmlDeviceGetTotalEccErrors(self, handle, kind, counter):
+        assert (kind, counter) == (1, 0)
+        return 3
+
+    def nvmlDeviceGetPcieThroughput(self, handle, way):
+        return 500 if way == 0 else 250  # KB/s
+
+    def nvmlDeviceGetFieldValues(self, handle, fields):
+        self.kilobytes += 1000
+        return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=self.kilobytes)) for _ in fields]
+
+
+def test_a_gpu_tells_all_its_figures():
+    now = [0.0]
+    nvml = FakeNvml()
+    gpu = GpuSource("abc", nvml=nvml, clock=lambda: now[0])
+    first = gpu.read()
+    now[0] = 2.0
+    second = gpu.read()
+    assert nvml.asked == "GPU-abc"
+    assert "gpu.nvlink_bytes_per_s" not in first
+    assert second == {
+        "gpu.utilization": 0.93, "gpu.memory_bytes": 7 * 2**30, "gpu.power": 412.0, "gpu.temperature": 71.0,
+        "gpu.sm_clock": 1.98e9, "gpu.memory_clock": 2.619e9, "gpu.throttled": 0.0, "gpu.ecc_errors": 3.0,
+        "gpu.pcie_bytes_per_s": 750_000.0, "gpu.nvlink_bytes_per_s": 2 * 1000 * 1024 / 2, "gpu.xid_errors": 2.0,
+    }  # fmt: skip
+
+
+def test_heat_is_trouble_and_a_power_cap_is_none():
+    assert GpuSource("a", nvml=FakeNvml(reasons=0x4)).read()["gpu.throttled"] == 0
+    assert GpuSource("a", nvml=FakeNvml(reasons=0x44)).read()["gpu.throttled"] == 1
+
+
+def test_a_card_that_knows_less_tells_the_rest_and_none_tells_nothing():
+    found = GpuSource("a", nvml=FakeNvml(missing=("nvmlDeviceGetFieldValues", "nvmlDeviceGetTotalEccErrors"))).read()
+    assert "gpu.temperature" in found
+    assert "gpu.ecc_errors" not in found
+    nvml = FakeNvml(there=False)
+    gpu = GpuSource("a", nvml=nvml)
+    assert gpu.read() == {} == gpu.read()
+
+
+def test_the_real_library_is_asked_by_names_that_it_has():
+    import pynvml
+
+    names = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML_")) and name != "NVML_ECC"]
+    assert not [name for name in names if not hasattr(pynvml, name)]
+
+
+# --- the machine ---
+
+
+def test_rates_come_from_two_readings(tmp_path):
+    now, total = [0.0], [0]
+
+    class Times(tuple):
+        user, system, idle, iowait = 4.0, 1.0, 0.0, 0.0
+
+    class System:
+        def Process(self):
+            return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=total[0] * 1.5, system=0.0),
+                                   memory_info=lambda: SimpleNamespace(rss=5))  # fmt: skip
+
+        def virtual_memory(self):
+            return SimpleNamespace(available=9)
+
+        def disk_usage(self, path):
+            return SimpleNamespace(free=11)
+
+        def cpu_times(self):
+            found = Times((total[0] * 1.0, 0, 0, total[0] * 3.0))
+            found.idle = total[0] * 3.0
+            return found
+
+        def disk_io_counters(self):
+            return SimpleNamespace(read_bytes=total[0] * 10, write_bytes=total[0] * 20)
+
+        def net_io_counters(self, pernic):
+            one = SimpleNamespace(bytes_sent=total[0] * 7, bytes_recv=total[0] * 9)
+            return {"lo": SimpleNamespace(bytes_sent=1e9, bytes_recv=1e9), "eth0": one, "eth1": one}
+
+    source = HostSource(tmp_path, with_machine=True, system=System(), clock=lambda: now[0])
+    assert source.of_process() == {"process.memory_bytes": 5.0}
+    assert source.of_machine() == {"host.memory_free_bytes": 9.0, "disk.free_bytes": 11.0}
+    now[0], total[0] = 2.0, 4
+    assert source.of_process()["process.cpu"] == 3.0
+    assert source.of_machine() == {
+        "host.memory_free_bytes": 9.0, "disk.free_bytes": 11.0, "host.cpu": 0.25, "disk.read_bytes_per_s": 20.0,
+        "disk.write_bytes_per_s": 40.0, "net.sent_bytes_per_s": 28.0, "net.received_bytes_per_s": 36.0,
+    }  # fmt: skip
+    assert HostSource(tmp_path, with_machine=False, system=System()).of_machine() == {}
+
+
+def test_this_machine_is_read(tmp_path):
+    source = HostSource(tmp_path, with_machine=True)
+    assert source.of_process()["process.memory_bytes"] > 2**20
+    found = source.of_machine()
+    assert found["disk.free_bytes"] > 0
+    assert all(math.isfinite(value) for value in found.values())

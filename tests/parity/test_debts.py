@@ -1,0 +1,168 @@
+"""int4: what is rounded off is owed, and nothing of it is lost or comes twice, under any plan and resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.cases import LLAMA
+from weft.checkpoint import load_checkpoint, save_pieces
+from weft.errors import ModelError
+from weft.mesh import build_mesh
+from weft.parallel import data_parallel, parallelize
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase
+from weft.testing.parity import local_microbatches, several_buckets
+from weft.train import TrainStep
+from weft.train.state import pieces, resume, together
+
+CASE = DecoderCase(LLAMA, num_steps=4)
+INT4 = " compress=int4"
+STAGES = ("dp_replicate=2", "dp_shard=2", "dp_shard=2 zero=1")
+FOUR = ("dp_replicate=2 dp_shard=2 zero=2", "dp_replicate=4", "dp_replicate=2 tp=2 zero=1", "dp_shard=4 zero=1")
+
+
+def start(plan: Plan, mesh, load: str = "", max_grad_norm: float = 0.05):
+    """A model and its step, from a checkpoint or the start; weights stay as they are, so that gradients are known."""
+    model = CASE.model()
+    with several_buckets(model):
+        parallelize(model, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    spoil: list[float] = []  # what the next loss is multiplied by, once
+
+    def loss(output, batch):
+        loss_sum, number = CASE.loss(output, batch)
+        return (loss_sum * spoil.pop() if spoil else loss_sum), number
+
+    step = TrainStep(model, optimizer, loss, mesh, forward=CASE.forward, max_grad_norm=max_grad_norm)
+    told = resume(model, step.optimizer, load_checkpoint(load)) if load else []
+    return model, step, told, spoil
+
+
+def num_tokens(index: int) -> int:
+    return int((CASE.batch(index)["labels"] >= 0).sum())
+
+
+def exact(index: int) -> dict[str, torch.Tensor]:
+    model, batch = CASE.model(), CASE.batch(index)
+    CASE.loss(CASE.forward(model, batch), batch)[0].backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def total_owed(folder: str) -> dict[str, torch.Tensor]:
+    """Sums of all debts in a checkpoint, by parameter."""
+    found: dict[str, torch.Tensor] = {}
+    checkpoint = load_checkpoint(Path(folder))
+    for name, tensor in checkpoint.tensors("owed").items() if "owed" in checkpoint.groups else ():
+        param = name.rpartition("/residual.")[0]
+        found[param] = found.get(param, 0.0) + tensor
+    return found
+
+
+def steps_by_hand(plan_text: str, saves: list[str]) -> tuple[list[dict[str, torch.Tensor]], list[float]]:
+    """Save after each step, with what each applied."""
+    plan = Plan.parse(plan_text + " precision=fp64")
+    mesh = build_mesh(plan)
+    model, step, _, spoil = start(plan, mesh)
+    engine, found, clips = data_parallel(model), [], []
+    for index, folder in enumerate(saves):
+        if index == 1:
+            spoil.append(float("nan"))
+            assert step(local_microbatches(CASE.batch(0), plan, mesh.data.rank)).skipped
+        metrics = step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
+        clips.append(min(1.0, 0.05 / (metrics.grad_norm + 1e-6)))
+        found.append({name: grad.clone() * num_tokens(index) for name, grad in engine.gradients()})
+        save_pieces(Path(folder), index + 1, pieces(model, step.optimizer), {}, together(mesh))
+    return found, clips
+
+
+def check_steps(pool, plan: str, tmp_path: Path) -> None:
+    folders = [str(tmp_path / str(index)) for index in range(3)]
+    applied, clips = pool.run(steps_by_hand, plan + INT4, folders)[0]
+    assert max(clips) < 0.95, "nothing was clipped"
+    before = {name: torch.zeros_like(grad) for name, grad in applied[0].items()}
+    for index, folder in enumerate(folders):
+        owed, grads = total_owed(f"{folder}/step_{index + 1:08d}"), exact(index)
+        assert owed.keys() == grads.keys()
+        for name, grad in grads.items():
+            due = clips[index] * (grad + before[name])
+            torch.testing.assert_close(
+                applied[index][name] + owed[name], due, rtol=0, atol=1e-9 * float(due.abs().max() + 1)
+            )
+            assert owed[name].abs().max() > 1e-4 * grad.abs().max(), f"{name}: nothing was rounded off"
+        before = owed
+
+
+@pytest.mark.parametrize("plan", STAGES)
+def test_what_is_applied_and_what_is_owed_are_the_gradients_and_what_was_owed(plan, ranks2, tmp_path):
+    """Through clipping at each step, and a skipped step, which changes nothing of it."""
+    check_steps(ranks2, plan, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", FOUR)
+def test_so_it_is_on_four_ranks(plan, ranks4, tmp_path):
+    check_steps(ranks4, plan, tmp_path)
+
+
+def go_on(plan_text: str, load: str, save: str) -> tuple[dict[str, torch.Tensor], float, list[str]]:
+    """One more step from a checkpoint: what it applied, and by how much it clipped."""
+    plan = Plan.parse(plan_text + " precision=fp64")
+    mesh = build_mesh(plan)
+    model, step, told, _ = start(plan, mesh, load)
+    metrics = step(local_microbatches(CASE.batch(1), plan, mesh.data.rank))
+    grads = {name: grad.clone() * num_tokens(1) for name, grad in data_parallel(model).gradients()}
+    save_pieces(Path(save), 2, pieces(model, step.optimizer), {}, together(mesh))
+    return grads, min(1.0, 0.05 / (metrics.grad_norm + 1e-6)), told
+
+
+GIVEN = "what compress rounded off before and still owes goes with the gradients of the first step"
+
+
+@pytest.mark.parametrize(
+    "saved, loaded, line",
+    [
+        ("dp_replicate=2", "dp_replicate=2", ""),
+        ("dp_replicate=2", "dp_replicate=4", "what 2 replicas owe of rounded gradients is shared by 4 now"),
+        (
+            "dp_replicate=4",
+            "dp_replicate=2 dp_shard=2 zero=2",
+            "what 4 replicas owe of rounded gradients is shared by 2 now",
+        ),
+        ("dp_replicate=4", "dp_shard=2 tp=2 zero=1", "what 4 replicas owe of rounded gradients is shared by 2 now"),
+        ("dp_shard=4 zero=1", "dp_shard=2 compress=none", GIVEN),
+        ("dp_replicate=2 dp_shard=2 zero=1", "dp_shard=2 zero=3 compress=int8", GIVEN),
+    ],
+)
+def test_another_plan_takes_over_what_is_owed(saved, loaded, line, ranks2, ranks4, tmp_path):
+    """Nothing is lost and nothing comes twice, under other replicas, axes, stages and wires."""
+    pools = {2: ranks2, 4: ranks4}
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    pools[Plan.parse(saved).world_size].run(steps_by_hand, saved + INT4, [one])
+    text = loaded if "compress" in loaded else loaded + INT4
+    grads, clip, told = pools[Plan.parse(text).world_size].run(go_on, text, f"{one}/step_00000001", two)[0]
+    assert told == ([line] if line else [])
+    before, after, summands = total_owed(f"{one}/step_00000001"), total_owed(f"{two}/step_00000002"), exact(1)
+    for name, grad in summands.items():
+        due = clip * (grad + before[name])
+        left = after.get(name, torch.zeros_like(due))
+        slack = 0.02 if "int8" in text else 1e-9
+        torch.testing.assert_close(grads[name] + left, due, rtol=0, atol=slack * float(due.abs().max() + 1))
+    assert bool(after) == ("int4" in text)
+
+
+def own_loop(plan_text: str) -> str:
+    model = parallelize(CASE.model(), build_mesh(Plan.parse(plan_text)))
+    (part,) = local_microbatches(CASE.batch(0), Plan.parse(plan_text), 0)
+    with pytest.raises(ModelError) as told:
+        CASE.loss(CASE.forward(model, part), part)[0].backward()
+    return str(told.value)
+
+
+def test_a_loop_of_ones_own_is_refused(ranks2):
+    assert set(ranks2.run(own_loop, "dp_replicate=2" + INT4)) == {
+        "compress=int4: backward() came outside of a train step, which alone knows what is owed once gradients are "
+        "clipped. Use run.train_step, or compress=int8, which owes nothing."
+    }

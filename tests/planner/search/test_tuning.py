@@ -1,0 +1,110 @@
+"""Fine-tuning as a question to the planner: what is trained, what is frozen, and what fits on what."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from weft import env
+from weft.cli.app import run
+from weft.planner.search import tuned_question, what_fits
+from weft.planner.space import AdapterSize, Shape
+from weft.spec import decoder_spec
+from weft.spec.config import AdapterSection
+
+LLAMA_8B = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+FIXED = "precision=bf16 recompute=full compile=off"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(LLAMA_8B))
+    return str(tmp_path / "base")
+
+
+@pytest.mark.parametrize("size", ["llama3-8b", "gpt2"])
+def test_the_size_by_widths_is_that_of_the_layers_one_by_one(size):
+    spec = decoder_spec(size)
+    wanted = AdapterSize.of(spec, AdapterSection(rank=8))
+    assert wanted is not None
+    found = AdapterSize.of_shape(Shape.of_decoder(spec), 8)
+    assert (found.params, found.products) == (wanted.params, wanted.products)
+
+
+def test_latent_attention_has_five_products_and_stacked_experts_none():
+    shape = Shape(
+        vocab=100, hidden=64, layers=2, heads=4, kv_heads=4, head_dim=8, ffn=128, q_rank=24, kv_rank=16, rope_dim=4,
+        num_experts=4, top_k=2, expert_ffn=32, shared_ffn=48, dense_layers=1,
+    )  # fmt: skip
+    size = AdapterSize.of_shape(shape, 2)
+    attention = (64 + 24) + (24 + 4 * 12) + (64 + 20) + (16 + 2 * 32) + (32 + 64)
+    assert size.products == 5 + 3
+    assert size.width == attention + 3 * (64 + 128) / 2 + 3 * (64 + 48) / 2
+
+
+def test_an_adapter_fits_where_all_weights_do_not(folder):
+    found = {(str(one.question.cluster), one.tune): one for one in what_fits(folder, "1xrtx4090,1xa100", fixed=FIXED)}
+    assert found["1xrtx4090", "full"].best is None
+    full, lora = (found["1xa100", tune].smallest for tune in ("full", "lora"))
+    # An 8 B base in bf16 is 15 GiB; trained, each weight has its gradient, and 12 bytes of master and moments.
+    assert lora.memory["parameters"] == pytest.approx(2 * 8.03e9, rel=0.02)
+    trained = 41.9e6
+    assert lora.memory["optimizer"] == pytest.approx(12 * trained, rel=0.01)
+    assert lora.memory["gradients"] <= 4 * trained * 1.01
+    assert full is not None
+    assert full.total_bytes > 3 * lora.total_bytes or full.plan != lora.plan
+    asked = found["1xa100", "lora"].question
+    assert (asked.job.seq_len, asked.job.global_batch) == (2048, 16)
+    assert asked.assumed == ("--seq-len 2048", "--global-batch 16")
+
+
+def test_a_larger_rank_trains_more(folder):
+    sizes = [tuned_question(folder, "1xh100", tune).job.adapter.params for tune in ("lora", "lora=64")]
+    assert sizes[1] == 4 * sizes[0]
+    assert tuned_question(folder, "1xh100", "full").job.adapter is None
+
+
+@pytest.mark.parametrize(
+    "tune, said",
+    [
+        ("lroa", "it is full, lora, lora=RANK or all. Did you mean 'lora'? Use --tune lora."),
+        ("full=3", "it is full, lora, lora=RANK or all. Did you mean 'full'? Use --tune lora."),
+        ("lora=0", "an adapter's rank is a whole number from 1 to 65536. Use --tune lora=64."),
+        ("qlora", "Weft does not train beside a quantised base. Use --tune lora."),
+    ],
+)
+def test_another_word_is_refused(folder, capsys, tune, said):
+    assert run(["plan", folder, "1xh100", "--tune", tune]) == 2
+    assert capsys.readouterr().err == f"error: tune={tune}: {said}\n"
+
+
+def test_the_table_of_what_fits(folder, capsys):
+    fixed = ["--fix", FIXED]
+    assert run(["plan", folder, "1xrtx4090,1xa100", "--tune", "all", *fixed]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("base, 8.03 B parameters: 16 sequences of 2048 tokens a step (assumed: --seq-len 2048")
+    rows = [line.split()[:2] for line in lines[2:] if line.startswith("1x")]
+    assert rows == [["1xrtx4090", "full"], ["1xrtx4090", "lora"], ["1xa100", "full"], ["1xa100", "lora"]]
+    assert "does not fit; needs least:" in lines[2]
+    assert run(["plan", folder, "1xa100-40", "--tune", "all", "--json", *fixed]) == 0
+    tables = json.loads(capsys.readouterr().out)
+    assert [(one["tune"], one["fits"]) for one in tables] == [("full", False), ("lora", True)]
+    assert tables[1]["num_trained"] == 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+
+
+def test_it_needs_no_torch(folder):
+    code = (
+        "import sys; from weft.cli.app import run; "
+        f"code = run(['plan', {folder!r}, '1xh100', '--tune', 'lora', '--fix', {FIXED!r}]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], env=env.child_env(), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,124 @@
+"""Recipes of configs/tune: each fits on the GPU in its name, and trains a narrow model of its family."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.models import small_config
+from tests.planner.published import MODELS
+from weft.data.tokens.bpe import train_bpe
+from weft.planner.search import Question, estimated, read_model
+from weft.planner.space import AdapterSize
+from weft.spec.files.config_file import load_config
+from weft.spec.plan import Plan
+from weft.train import Start, prepare_run, run_rank
+from weft.train.tasks import find_task
+from weft.train.tasks.transformers_layout import write_tokenizer
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs" / "tune").glob("*.toml"))
+CLASSES = {
+    "llama3": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3": "Gemma3ForCausalLM",
+    "mistral": "MistralForCausalLM", "phi4": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
+    "gpt": "GptOssForCausalLM", "deepseek": "DeepseekV3ForCausalLM",
+}  # fmt: skip
+IDS = [file.stem for file in RECIPES]
+
+
+def parts_of(file: Path) -> tuple[str, str, str]:
+    """(Model, how it is tuned, device) of a recipe's name."""
+    model, tune, device = file.stem.rsplit("_", 2)
+    return model, tune, device
+
+
+def asked(file: Path, folder: Path, counted: AdapterSize | None) -> Question:
+    config = load_config(file, [f"model.path={folder}"]).config
+    planned = replace(read_model(str(folder)), config=config, counted_adapter=counted)
+    return Question.of(planned, f"1x{parts_of(file)[2]}")
+
+
+def fits(question: Question, file: Path) -> bool:
+    """Whether a recipe's plan fits, with the sureness from which on `weft plan` lists it."""
+    (one,) = estimated([Plan.parse(load_config(file, []).config.plan)], question)
+    return one.fits >= question.fits
+
+
+@pytest.fixture
+def folder(request, tmp_path) -> Path:
+    """The published model's config.json in a folder."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODELS[parts_of(request.param)[0]]))
+    return tmp_path / "model"
+
+
+def test_each_family_has_a_recipe():
+    assert sorted(parts_of(file)[0] for file in RECIPES) == sorted(MODELS)
+
+
+@pytest.mark.parametrize("file, folder", [(file, file) for file in RECIPES], ids=IDS, indirect=["folder"])
+def test_a_recipe_fits_on_the_gpu_in_its_name(file, folder):
+    config = load_config(file, []).config
+    is_adapter = parts_of(file)[1] == "lora"
+    assert bool(config.adapter.rank) == is_adapter
+    shape = read_model(str(folder)).shape
+    counted = AdapterSize.of_shape(shape, config.adapter.rank) if is_adapter else None
+    assert fits(asked(file, folder, counted), file)
+    if is_adapter:  # and all weights would not
+        sizes = {"seq_len": config.train.seq_len, "global_batch": config.train.global_batch}
+        assert not fits(Question.of(str(folder), f"1x{parts_of(file)[2]}", **sizes), file)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file, folder", [(file, file) for file in RECIPES], ids=IDS, indirect=["folder"])
+def test_a_recipe_is_described_by_its_task_as_by_its_widths(file, folder):
+    """The model's own linear layers, which transformers names, are those that the planner counts by widths."""
+    pytest.importorskip("transformers")
+    (folder / "config.json").write_text(
+        json.dumps({**MODELS[parts_of(file)[0]], "architectures": [CLASSES[file.stem.split("_")[0]]]})
+    )
+    config = load_config(file, [f"model.path={folder}"]).config
+    described = find_task(config).describe()
+    assert fits(Question.of(described, f"1x{parts_of(file)[2]}"), file)
+    if config.adapter.rank and "phi4" not in file.stem:  # whose products are fused
+        by_widths = AdapterSize.of_shape(described.shape, config.adapter.rank)
+        assert described.adapter.params == pytest.approx(by_widths.params, rel=1e-6)
+
+
+GATE = {"llama3_8b_lora_a100-40"}
+
+
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=() if file.stem in GATE else pytest.mark.full) for file in RECIPES], ids=IDS
+)
+def test_a_recipe_trains_a_narrow_model_on_a_cpu(file, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model, tune, _ = parts_of(file)
+    config = small_config(MODELS[model]["model_type"], CLASSES[model.split("_")[0]])
+    config.vocab_size, config.tie_word_embeddings = 300, MODELS[model]["tie_word_embeddings"]
+    small = tmp_path / "small"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(small)
+    train_bpe(tmp_path / "tokenizer", ["warp weft"] * 9, 300)
+    write_tokenizer(tmp_path / "tokenizer", small)
+    chat = [{"role": "user", "content": "warp?"}, {"role": "assistant", "content": "weft"}]
+    lines = [json.dumps({"messages": [{**chat[0], "content": f"warp {one}?"}, chat[1]]}) for one in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    plan = f"dp_replicate=1 {load_config(file, []).config.plan}"
+    folder = prepare_run(
+        load_config(
+            file,
+            [
+                f"model.path={small}", f"data.train={tmp_path / 'chats.jsonl'}", f"run.dir={tmp_path}",
+                f"data.cache_dir={tmp_path / 'cache'}", f"plan={plan}", "train.steps=2", "train.seq_len=48",
+                "schedule.warmup_steps=1", "eval.batches=1", "data.holdout=0.1", "launch.device=cpu",
+            ],
+        ).config,
+        world_size=1,
+    )  # fmt: skip
+    shown = io.StringIO()
+    result = run_rank(folder.path, None, shown, Start())
+    assert "step 2/2" in shown.getvalue(), result
+    assert ("adapter lora of rank" in shown.getvalue()) == (tune == "lora")

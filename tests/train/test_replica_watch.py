@@ -1,0 +1,72 @@
+"""A replica whose weights are no longer those of the others is named, on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parity.cases import LLAMA
+from weft.errors import CommError
+from weft.mesh import build_mesh
+from weft.parallel import data_parallel, parallelize
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase
+from weft.testing.parity import local_microbatches
+from weft.train import TrainStep
+from weft.train.step.replica_watch import checksum
+
+CASE = DecoderCase(LLAMA)
+
+
+def drift(plan_text: str, rank: int, value: float) -> tuple[int, str]:
+    """Train with a look at each second step; one rank's weights change after two. Steps, and the error."""
+    plan = Plan.parse(plan_text)
+    mesh = build_mesh(plan)
+    model = parallelize(CASE.model(), mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft.train.step.replica_watch.EVERY", 2)
+        step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward)
+        for index in range(4):
+            if index == 2 and mesh.rank == rank:
+                held = next(iter(data_parallel(model).held_weights().values()))
+                with torch.no_grad():
+                    held.view(-1)[0] += value
+            try:
+                step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
+            except CommError as error:
+                return index, str(error)
+    return 4, ""
+
+
+TEXT = (
+    "since 2 steps at most. Resume from an earlier checkpoint, and check the memory, the device and the software of "
+    "these ranks."
+)
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=4", "dp_shard=4"])
+def test_one_of_four_is_named(plan, ranks4):
+    axis = plan.partition("=")[0]
+    told = f"replicas over {axis}: the weights of rank 2 are no longer those of the others, {TEXT}"
+    assert ranks4.run(drift, plan, 2, 1e-3) == [(3, told)] * 4
+    assert ranks4.run(drift, plan, 2, 0.0) == [(4, "")] * 4
+
+
+def test_of_two_replicas_of_shards_both_are(ranks4):
+    told = f"replicas over dp_replicate: the weights of rank 1, 3 differ, and should be equal, {TEXT}"
+    for zero in (1, 3):
+        assert ranks4.run(drift, f"dp_replicate=2 dp_shard=2 zero={zero}", 1, 1e-3) == [(3, told)] * 4
+
+
+def test_a_checksum_sees_one_bit_and_which_tensor_it_is_in():
+    one, other = torch.randn(100), torch.randn(7)
+    flipped = one.clone()
+    flipped.view(torch.int32)[3] ^= 1
+    found = {
+        checksum([one, other]),
+        checksum([other, one]),
+        checksum([flipped, other]),
+        checksum([one.double(), other]),
+    }
+    assert len(found) == 4
+    assert checksum([one, other]) == checksum([one.clone(), other, torch.empty(0)])

@@ -1,0 +1,249 @@
+"""Tasks on Hugging Face folders: ranks train and measure what plain transformers does in one process, in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.train.tuned_folders import CASES, save_model, settings, write_tables
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.parallel.local_tensors import read_whole
+from weft.parallel.zero import load_base
+from weft.spec.files.config_file import load_config
+from weft.spec.plan import Plan
+from weft.testing.verify.float64 import Float64Throughout
+from weft.train import Microbatches, RunFolder, TrainStep, prepare_run
+from weft.train.state import capture_model
+from weft.train.step import evaluate
+from weft.train.task import Share
+from weft.train.tasks.task_choice import find_task
+
+transformers = pytest.importorskip("transformers")
+
+STEPS = 3
+#: One case of each task, in the gate.
+CHOSEN = ("tokens", "masked", "t5", "embed", "classify")
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory) -> Path:
+    """Folders of all families and the tables; evaluation sets have eleven rows, no whole number of batches."""
+    found = tmp_path_factory.mktemp("tuned")
+    (found / "eval").mkdir()
+    write_tables(found)
+    write_tables(found / "eval", 11)
+    return found
+
+
+def opened(case: str, root: Path):
+    """A case's task as ranks open it."""
+    family = CASES[case][1]
+    if not (root / family).exists():
+        save_model(root / family, family)
+    folder = root / "runs" / case
+    if not (folder / "rows.json").exists():
+        prepare_run(load_config(None, settings(case, root)).config, world_size=1)
+    task = find_task(RunFolder(folder).config())
+    task.open(RunFolder(folder))
+    return task
+
+
+def trained(plan_text: str, root: Path, cases: tuple[str, ...]):
+    """By case: losses and norms of some steps, weights after them, loss and scores of an evaluation."""
+    torch.set_num_threads(1)
+    plan = Plan.parse(f"{plan_text} precision=fp64")
+    with Float64Throughout():  # what models compute in float32 would round by the plan
+        return _trained(plan, build_mesh(plan), root, cases)
+
+
+def _trained(plan: Plan, mesh, root: Path, cases: tuple[str, ...]):
+    found = {}
+    for case in cases:
+        task = opened(case, root)
+        model = task.initial_model(plan)
+        weights = task.initial_weights(model)
+        parallelize(model, mesh, filled_later=True)
+        load_base(model, weights)
+        step = TrainStep(model, optimizer_of(model), task.loss, mesh, forward=task.forward, max_grad_norm=1.0)
+        share = Share(8, plan.microbatches_per_step, mesh.data.rank, mesh.data.size)
+        batches = task.batches(share)
+        steps = [step(Microbatches(batches.batches(index))) for index in range(STEPS)]
+        numbers = [(one.loss, one.grad_norm) for one in steps]
+        whole = {name: tensor.clone() for name, tensor in capture_model(model).items()}
+        found[case] = (numbers, whole, evaluate(model, task.eval_batches(share), mesh, task))
+    return found
+
+
+def optimizer_of(model):
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(params, lr=1e-3, eps=1e-6, weight_decay=0.1)
+
+
+def contrastive(model, batch, temperature: float, pooling: str):
+    """InfoNCE over the batch, and its products of vectors."""
+    counted = batch["is_counted"].bool()
+    inputs = {name: value for name, value in batch.items() if name != "is_counted"}
+    states, mask = model(**inputs).last_hidden_state, batch["attention_mask"]
+    rows = torch.arange(len(states))
+    pooled = (
+        states[rows, mask.sum(1) - 1] if pooling == "last" else (states * mask[..., None]).sum(1) / mask.sum(1)[:, None]
+    )
+    query, *texts = F.normalize(pooled, dim=-1).unflatten(0, (len(counted), -1))[counted].unbind(1)
+    logits = query @ torch.cat(texts).T / temperature
+    return F.cross_entropy(logits, torch.arange(len(query))), query, texts[0]
+
+
+def plainly(case: str, root: Path):
+    """The same with transformers and PyTorch alone, on the task's batches."""
+    task = opened(case, root)
+    kind = {"": "AutoModel"}.get(task.head, f"AutoModelFor{task.head}")
+    changes = task.model_changes()
+    model = getattr(transformers, kind).from_pretrained(root / CASES[case][1], dtype=torch.float64, **changes)
+    source = task.initial_weights(task.shapes())
+    state = model.state_dict()
+    for name in source.new_names:  # the head that the folder lacks
+        state[name].copy_(read_whole(source, name))
+    for name, param in model.named_parameters():
+        param.requires_grad_("pooler." not in name or task.head != "")
+    optimizer, numbers = optimizer_of(model), []
+
+    def loss_of(batch):
+        if task.head == "":
+            return contrastive(model, batch, task.temperature, task.pooling)[0]
+        labels = batch["labels"].double() if batch["labels"].is_floating_point() else batch["labels"]
+        return model(**{**batch, "labels": labels}).loss
+
+    model.train()
+    batches = task.batches(Share(8))
+    for index in range(STEPS):
+        loss = loss_of(batches.batches(index)[0])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        numbers.append((loss.item(), norm.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return task, model.eval(), numbers
+
+
+def assert_equal(got, numbers, model) -> None:
+    ours, weights, _ = got
+    for one, other in zip(ours, numbers, strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+    theirs = model.state_dict()
+    assert weights
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, theirs[name].to(tensor.dtype), rtol=1e-7, atol=1e-9, msg=name)
+
+
+def measured(task, model) -> tuple[float, int, dict[str, float]]:
+    """Loss, count and scores of the evaluation set, by the shortest way."""
+    losses, outputs, rows = [], [], []
+    with torch.no_grad():
+        for batch in task.eval_batches(Share(8)):
+            if task.head == "":
+                loss, query, text = contrastive(model, batch, task.temperature, task.pooling)
+                losses.append(loss * len(query))
+                outputs.append((query, text))
+                continue
+            labels = batch["labels"]
+            counted = labels.isfinite() if labels.is_floating_point() else labels != -100
+            logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+            if labels.is_floating_point():
+                losses.append((logits[:, 0] - labels)[counted].square().sum())
+                outputs.append(logits[:, 0][counted])
+            else:
+                losses.append(F.cross_entropy(logits[counted], labels[counted], reduction="sum"))
+                outputs.append(logits[counted].argmax(-1))
+            rows.append(labels[counted])
+    if task.head == "":
+        queries, texts = (torch.cat(each) for each in zip(*outputs, strict=True))
+        products = queries @ texts.T
+        rank = (products > products.diagonal()[:, None]).sum(1)
+        scores = {f"recall_at_{most}": (rank < most).double().mean().item() for most in (1, 10)}
+        return sum(losses).item() / len(queries), len(queries), scores
+    said, true = torch.cat(outputs), torch.cat(rows)
+    mean = sum(losses).item() / len(true)
+    if true.is_floating_point():
+        scores = {"pearson": torch.corrcoef(torch.stack([said, true.double()]))[0, 1].item()}
+    elif "perplexity" in {metric.name for metric in task.metrics}:
+        scores = {
+            "perplexity": math.exp(mean),
+            "token_accuracy": (said == true).double().mean().item(),
+        }
+    else:
+        each = []
+        for one in torch.cat([said, true]).unique():
+            hit = ((said == one) & (true == one)).sum().item()
+            each.append(2 * hit / ((said == one).sum().item() + (true == one).sum().item()))
+        scores = {"accuracy": (said == true).double().mean().item(), "macro_f1": sum(each) / len(each)}
+    return mean, len(true), scores
+
+
+def check(plan: str, root: Path, cases: tuple[str, ...], ranks) -> None:
+    for case in cases:  # before the ranks, which open what is ready
+        opened(case, root)
+    results = ranks.run(trained, plan, root, cases) if ranks else [trained(plan, root, cases)]
+    for case in cases:
+        with Float64Throughout():
+            task, model, numbers = plainly(case, root)
+            mean, count, scores = measured(task, model)
+        for result in results:
+            assert_equal(result[case], numbers, model)
+            evaluation = result[case][2]
+            assert (evaluation.loss, evaluation.count) == (pytest.approx(mean, rel=1e-6), count), case
+            for name, value in evaluation.metrics.items():
+                assert value == pytest.approx(scores[name], rel=1e-6), (case, name)
+
+
+def test_ranks_train_and_measure_what_transformers_does(root, ranks2):
+    check("dp_shard=2 zero=3 accumulation=2", root, CHOSEN, ranks2)
+
+
+def test_tensor_parallel_ranks_do_too(root, ranks2):
+    check("tp=2", root, ("classify", "embed"), ranks2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp_replicate=2",
+        "dp_shard=2 zero=1",
+        "dp_shard=2 zero=2 accumulation=4",
+        "dp_shard=2 zero=3",
+        "tp=2 accumulation=2",
+    ],
+)
+def test_every_case_under_every_plan(plan, root, ranks2):
+    check(plan, root, tuple(CASES), ranks2)
+
+
+@pytest.mark.full
+def test_one_process_with_accumulation(root):
+    check("accumulation=4", root, tuple(CASES), None)
+
+
+@pytest.mark.full
+def test_dropout_does_not_depend_on_the_cut(tmp_path, ranks2):
+    (tmp_path / "eval").mkdir()
+    write_tables(tmp_path)
+    write_tables(tmp_path / "eval", 11)
+    cases = ("classify", "masked", "t5", "embed")
+    for family in {CASES[case][1] for case in cases}:
+        save_model(tmp_path / family, family, dropout=0.2)
+    for case in cases:
+        opened(case, tmp_path)
+    wanted = trained("dp_replicate=1", tmp_path, cases)
+    found = {"accumulation=4": [trained("accumulation=4", tmp_path, cases)]}
+    for plan in ("dp_shard=2 zero=3 accumulation=2", "tp=2"):
+        found[plan] = ranks2.run(trained, plan, tmp_path, cases)
+    for plan, results in found.items():
+        for result in results:
+            for case in cases:
+                for one, other in zip(result[case][0], wanted[case][0], strict=True):
+                    assert one == pytest.approx(other, rel=1e-9), (plan, case)

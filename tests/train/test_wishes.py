@@ -1,0 +1,172 @@
+"""What a run is asked for while it trains, with an engine that is not torch's; in `full`, holds under three plans."""
+
+from __future__ import annotations
+
+import filecmp
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.train.conftest import SMALL
+from tests.train.fake_engine import FakeEngine
+from weft.checkpoint import list_checkpoints, step_in_name
+from weft.errors import ActionAsked
+from weft.monitor import read_events
+from weft.monitor.alerts import Wish, ask
+from weft.spec.files.config_file import load_config
+from weft.train import Start, prepare_run, run_rank
+from weft.train.run.left_out import steps_left_out
+
+ENGINE = "tests.train.fake_engine:FakeEngine"
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """Train a line for 12 steps; wishes: by the step during which each is asked. Gives (folder, result or error)."""
+
+    def run(name: str, wishes: dict[int, Wish], *settings: str):
+        words = ["task=tests.train.fake_engine:LineTask", f"run.dir={tmp_path}", f"run.name={name}", "eval.every=4",
+                 "train.steps=12", "train.global_batch=8", "checkpoint.every=3", "schedule.kind=constant",
+                 "schedule.warmup_steps=0", "optimizer.lr=0.05", "checkpoint.keep=9",
+                 "checkpoint.keep_best=false", *settings]  # fmt: skip
+        folder = prepare_run(load_config(None, words).config, world_size=1)
+        step, rates = FakeEngine.step, []
+
+        def asked_step(engine, batches, number, lr_factor):
+            rates.append(lr_factor)
+            if number + 1 in wishes:
+                ask(folder.path, wishes.pop(number + 1))
+                end = time.monotonic() + 10
+                while not engine.asks and time.monotonic() < end:  # until the thread has heard it
+                    time.sleep(0.01)
+            return step(engine, batches, number, lr_factor)
+
+        monkeypatch.setattr(FakeEngine, "step", asked_step)
+        try:
+            found = run_rank(folder, None, io.StringIO(), Start(engine=ENGINE))
+        except ActionAsked as asked:
+            found = asked
+        monkeypatch.setattr(FakeEngine, "step", step)
+        return folder, found, rates
+
+    return run
+
+
+def saved(folder) -> list[int]:
+    return [step_in_name(path.name) for path in list_checkpoints(folder.checkpoints)]
+
+
+def actions(folder) -> list[tuple[str, int]]:
+    return [(event["action"], event["step"]) for event in read_events(folder.events) if event["event"] == "action"]
+
+
+def test_a_checkpoint_that_was_asked_for_changes_nothing_else(fit):
+    plain, *_ = fit("plain", {})
+    folder, result, _ = fit("asked", {5: Wish("checkpoint", "to look at it")})
+    assert (result.step, result.reason) == (12, "finished")
+    assert saved(folder) == [3, 5, 6, 9, 12]
+    assert actions(folder) == [("checkpoint", 5)]
+    for path in sorted((plain.path / "checkpoints" / "step_00000012").glob("*.safetensors")):
+        assert filecmp.cmp(path, folder.path / "checkpoints" / "step_00000012" / path.name, shallow=False)
+
+
+def test_a_held_run_has_saved_and_goes_on_as_if_nothing_had_been(fit):
+    plain, *_ = fit("plain", {})
+    folder, asked, _ = fit("held", {5: Wish("hold", "the loss is odd", "alert odd")})
+    assert isinstance(asked, ActionAsked)
+    assert (asked.action, asked.step, asked.exit_code) == ("hold", 5, 3)
+    assert str(asked) == f"held at step 5 (alert odd: the loss is odd). To go on: weft resume {folder.path}"
+    assert saved(folder) == [3, 5]
+    folder, result, _ = fit("held", {})
+    assert (result.step, result.reason) == (12, "finished")
+    for path in sorted((plain.path / "checkpoints" / "step_00000012").glob("*.safetensors")):
+        assert filecmp.cmp(path, folder.path / "checkpoints" / "step_00000012" / path.name, shallow=False)
+
+
+def test_a_stop_that_was_asked_for_says_by_whom(fit):
+    folder, result, _ = fit("stop", {4: Wish("stop")})
+    assert (result.step, result.reason) == (4, "asked to stop by a person")
+    assert saved(folder) == [3, 4]
+
+
+def test_a_lowered_rate_stays_lowered_over_starts(fit):
+    folder, _, rates = fit("low", {3: Wish("lower_lr", factor=0.5), 6: Wish("stop")})
+    assert rates == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5]
+    _, _, rates = fit("low", {})
+    assert rates == [0.5] * 6
+    lrs = [event["lr"] for event in read_events(folder.events) if event["event"] == "step"]
+    assert np.allclose(lrs, [0.05] * 3 + [0.025] * 9)
+
+
+def test_going_back_sets_checkpoints_aside_and_may_leave_data_out(fit):
+    folder, asked, _ = fit("back", {8: Wish("skip_data", "a spike", since=6)})
+    assert (asked.action, asked.exit_code) == ("roll_back", 75)
+    assert saved(folder) == [3]
+    assert steps_left_out(folder) == {6, 7, 8}
+    folder, result, _ = fit("back", {})
+    assert result.reason == "finished"
+    steps = [event["step"] for event in read_events(folder.events) if event["event"] == "step"]
+    assert steps == [*range(1, 9), 4, 5, 9, 10, 11, 12]
+
+
+def test_going_back_to_the_same_step_again_is_held_instead(fit):
+    wish = Wish("roll_back", "a spike", since=5)
+    _, first, _ = fit("again", {6: wish})
+    folder, second, _ = fit("again", {6: wish})
+    assert (first.action, second.action) == ("roll_back", "hold")
+    assert "there is no older checkpoint to try" in str(second)
+    assert saved(folder)[0] == 3
+
+
+def test_going_back_without_an_older_checkpoint_is_held(fit):
+    folder, asked, _ = fit("early", {2: Wish("roll_back", "nan", since=1)})
+    assert asked.action == "hold"
+    assert not (folder.path / "rolled_back.json").exists()
+
+
+def test_figures_are_there_and_can_be_turned_off(fit):
+    folder, *_ = fit("on", {})
+    (event, *_), kinds = ([e for e in read_events(folder.events) if e["event"] == "figures"],
+                          [e["event"] for e in read_events(folder.events)])  # fmt: skip
+    assert {"busy_s", "process.memory_bytes", "disk.free_bytes"} <= event["figures"].keys()
+    assert kinds[-1] == "end"
+    folder, *_ = fit("off", {}, "monitor.figures=false")
+    assert "figures" not in [event["event"] for event in read_events(folder.events)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "tp=2", "pp=2 microbatches=2"])
+def test_a_hold_by_an_alert_changes_no_byte(plan, tmp_path, text):
+    """The whole of it: an alert asks, the ranks are gone while the run is held, `weft resume` lets it go on."""
+    config = tmp_path / "run.toml"
+    config.write_text('[[alert]]\nname = "now"\nwhen = "step >= 4"\nactions = ["hold"]\nquiet = "1h"\n')
+    words = [f"plan={plan}", f"data.train={text}", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}",
+             *SMALL, "model.num_kv_heads=2", "train.steps=300", "checkpoint.every=100", "eval.every=0",
+             "sample.prompt="]  # fmt: skip
+    weft = [sys.executable, "-m", "weft"]
+    subprocess.run([*weft, "train", *words, "run.name=plain"], check=True, capture_output=True, timeout=900)
+    with open(tmp_path / "out", "w") as out:
+        process = subprocess.Popen([*weft, "train", str(config), *words, "run.name=held"], stdout=out, stderr=out)
+        try:
+            note, end = tmp_path / "held" / "held.json", time.monotonic() + 600
+            while not note.exists() and process.poll() is None:
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            assert json.loads(note.read_text())["step"] < 300, (tmp_path / "out").read_text()
+            listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+            assert f"launcher.rank {tmp_path / 'held'}" not in listed
+            subprocess.run([*weft, "resume", str(tmp_path / "held")], check=True, timeout=120)
+            assert process.wait(900) == 0, (tmp_path / "out").read_text()
+        finally:
+            process.kill()
+    ends = [tmp_path / name / "checkpoints" / "step_00000300" for name in ("plain", "held")]
+    for path in sorted(Path(ends[0]).rglob("*.safetensors")):
+        assert filecmp.cmp(path, ends[1] / path.relative_to(ends[0]), shallow=False)
+    kinds = [event["event"] for event in read_events(tmp_path / "held" / "events.jsonl")]
+    assert [kind for kind in kinds if kind in ("action", "held", "go_on")] == ["action", "held", "go_on"]

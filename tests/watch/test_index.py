@@ -1,0 +1,241 @@
+"""What the page keeps of a log: read in pieces it is what it is read at once, and it stays small."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.watch.made_run import MadeRun
+from weft.errors import ConfigError
+from weft.monitor.page import RunIndex, Shelf
+from weft.monitor.page.index.bounded import BoundedSeries, RankHeat
+from weft.monitor.page.index.step_columns import StepColumns, bucket_edges, thinned
+from weft.monitor.page.server.views import beside, config_of, curves, heat, marks, run_line
+
+MADE = MadeRun(
+    steps=400, ranks=6, slow_rank=4, slow_from=200, fails_at=170, save_every=50, eval_every=40, spike_at=90, end=1e9
+)
+
+
+def everything(run: RunIndex):
+    line = {key: value for key, value in run_line(run).items() if key != "version"}
+    curve = {key: value for key, value in curves(run, -1, 2**62, 50).items() if key != "version"}
+    return line, curve, heat(run), marks(run), beside(run), config_of(run)
+
+
+def test_a_log_that_grows_under_the_reader_is_read_like_one_that_is_whole(tmp_path):
+    text = (MADE.write(tmp_path / "whole") / "events.jsonl").read_bytes()
+    whole = RunIndex(tmp_path / "whole", "run")
+    while whole.refresh():
+        pass
+    grown = tmp_path / "grown"
+    grown.mkdir()
+    part, rng, at = RunIndex(grown, "run"), random.Random(3), 0
+    while at < len(text):  # in pieces that end within lines
+        more = rng.randrange(1, 40_000)
+        with open(grown / "events.jsonl", "ab") as file:
+            file.write(text[at : at + more])
+        at += more
+        assert part.refresh()
+    assert not part.refresh()
+    assert everything(part) == everything(whole)
+    assert part.state()[0] == "finished"
+    assert whole.steps.steps.tolist() == list(range(1, 401))  # what was done twice stands once
+    assert (whole.ledger.failures, whole.ledger.starts) == (1, 2)
+    slowest = whole.heat.slowest()
+    assert slowest is not None
+    assert slowest[0] == 4
+    assert slowest[1] == pytest.approx(1.2, abs=0.05)
+
+
+def test_a_file_that_was_made_again_is_read_from_its_start(tmp_path):
+    run = RunIndex(MADE.write(tmp_path / "run"), "run")
+    while run.refresh():
+        pass
+    (tmp_path / "run" / "events.jsonl").unlink()
+    assert run.refresh()
+    assert (run.step, len(run.steps)) == (0, 0)
+    MadeRun(steps=50, ranks=2, end=1e9).write(tmp_path / "run")
+    while run.refresh():
+        pass
+    assert (run.step, run.heat.num_ranks) == (50, 2)
+
+
+def test_damage_in_a_log_costs_its_line_alone(tmp_path):
+    folder = MADE.write(tmp_path / "run")
+    lines = (folder / "events.jsonl").read_bytes().split(b"\n")
+    lines[5:5] = [b"\x00\xff{", b"[1, 2]", b'"step"', b'{"event": "step", "step": "x"}', b"[" * 10_000]
+    (folder / "events.jsonl").write_bytes(b"\n".join(lines))
+    run = RunIndex(folder, "run")
+    while run.refresh():
+        pass
+    assert len(run.steps) == 400
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.sampled_from(["nan", "inf", "x", ""]),
+    lambda inside: (
+        st.lists(inside, max_size=4) | st.dictionaries(st.sampled_from(["total", "busy_s", "a"]), inside, max_size=3)
+    ),
+    max_leaves=8,
+)
+_EVENT = st.fixed_dictionaries(
+    {
+        "event": st.sampled_from(
+            ["start", "resume", "step", "eval", "figures", "plan", "actual", "alert", "end", "held", "zz"]
+        )
+    },
+    optional=dict.fromkeys(
+        (
+            "time",
+            "step",
+            "loss",
+            "lr",
+            "seconds",
+            "tokens_per_s",
+            "figures",
+            "by_rank",
+            "config",
+            "parts",
+            "world_size",
+            "plan",
+            "text",
+            "severity",
+            "stall_s",
+            "memory_bytes",
+            "drift",
+            "step_s",
+        ),
+        _JSON,
+    ),
+)
+
+
+@pytest.mark.full
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(_EVENT, max_size=12))
+def test_whatever_a_log_says_the_page_shows_something(tmp_path_factory, events):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = RunIndex(folder, "run")
+    while run.refresh():
+        pass
+    json.dumps(everything(run), allow_nan=False)
+
+
+def test_an_event_with_nonsense_in_all_its_fields_is_shown(tmp_path):
+    odd = ["nan", "x", None, True, -1, 2**70, 1e308, [None], {"a": [1]}, [[1, "x"], None]]
+    names = (
+        "time",
+        "step",
+        "loss",
+        "seconds",
+        "figures",
+        "by_rank",
+        "config",
+        "world_size",
+        "plan",
+        "parts",
+        "step_s",
+        "drift",
+    )
+    events = [
+        {"event": kind, **dict.fromkeys(names, value)}
+        for kind in ("start", "resume", "step", "eval", "figures", "plan", "actual", "alert", "held", "end")
+        for value in odd
+    ]
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = RunIndex(folder, "run")
+    while run.refresh():
+        pass
+    json.dumps(everything(run), allow_nan=False)
+
+
+_VALUES = st.lists(st.floats(-1e6, 1e6, width=32) | st.just(math.nan) | st.just(math.inf), min_size=1, max_size=300)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(_VALUES, st.integers(1, 80))
+def test_a_thinned_curve_keeps_its_ends(values, points):
+    column = np.asarray(values, np.float32)
+    mean, low, high = thinned(column, points)
+    edges = [*bucket_edges(len(values), points).tolist(), len(values)]
+    assert len(mean) == min(points, len(values))
+    for at, (first, last) in enumerate(itertools.pairwise(edges)):
+        finite = [one for one in values[first:last] if math.isfinite(one)]
+        if not finite:
+            assert (mean[at], low[at], high[at]) == (None, None, None)
+            continue
+        assert low[at] == pytest.approx(min(finite), rel=1e-5)
+        assert high[at] == pytest.approx(max(finite), rel=1e-5)
+        assert min(finite) - 1e-3 - abs(min(finite)) * 1e-5 <= mean[at] <= max(finite) + 1e-3 + abs(max(finite)) * 1e-5
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=9), max_size=12))
+def test_columns_hold_the_last_word_about_each_step(batches):
+    columns, kept = StepColumns(), {}
+    for number, batch in enumerate(batches):
+        for step in batch:
+            kept = {known: value for known, value in kept.items() if known < step} | {step: number}
+        columns.append(batch, [float(number)] * len(batch), {"loss": [number] * len(batch)})
+    assert columns.steps.tolist() == sorted(kept)
+    assert columns.values("loss").tolist() == [kept[step] for step in sorted(kept)]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=200))
+def test_a_bounded_series_keeps_least_and_greatest(values):
+    series = BoundedSeries(places=8)
+    for step, value in enumerate(values):
+        series.add(step, float(step), (value, value, value), ("", ""))
+    picture = series.picture()
+    assert len(picture["step"]) <= 8
+    assert min(picture["low"]) == pytest.approx(min(values), rel=1e-4, abs=1e-6)
+    assert max(picture["high"]) == pytest.approx(max(values), rel=1e-4, abs=1e-6)
+    assert picture["step"][-1] == len(values) - 1
+
+
+def test_the_map_of_ranks_stays_in_its_bounds_and_shows_who_is_slow_and_who_is_silent():
+    ranks = RankHeat(places=16)
+    for step in range(1000):
+        ranks.add(step, [1.0, 1.0, 1.3 if step >= 500 else 1.0, None if step >= 750 else 1.0, 1.0])
+    steps, picture = ranks.picture()
+    assert picture.shape[0] == 5
+    assert len(steps) == picture.shape[1] <= 16
+    assert steps[-1] == 999
+    assert picture[2, 0] == 100
+    assert picture[2, -1] == 130
+    assert picture[3, -1] == 0
+    assert ranks.slowest() == (2, 1.3)
+
+
+def test_a_folder_without_runs_is_said(tmp_path):
+    with pytest.raises(ConfigError) as told:
+        Shelf(tmp_path)
+    assert str(told.value) == (
+        f"{str(tmp_path)!r}: there is no run in it (no events.jsonl). Give a run folder, such as runs/quickstart, or "
+        "the folder of your runs; `weft train` writes both."
+    )
+
+
+def test_runs_are_found_one_and_two_folders_deep_and_new_ones_later(tmp_path):
+    MadeRun(steps=3, end=1e9).write(tmp_path / "a")
+    MadeRun(steps=3, end=1e9).write(tmp_path / "group" / "b")
+    shelf = Shelf(tmp_path)
+    assert set(shelf.runs) == {"a", "group/b"}
+    first = shelf.get("a")
+    MadeRun(steps=3, end=1e9).write(tmp_path / "c")
+    shelf.scan()
+    assert set(shelf.runs) == {"a", "group/b", "c"}
+    assert shelf.get("a") is first
+    assert shelf.get("../a") is None
