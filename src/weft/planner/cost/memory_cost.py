@@ -180,7 +180,9 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages, dev
         return _fullest(job, columns, tables, stages, device_bytes)
     found = {name: np.empty(len(columns)) for name in CLASSES}
     for rows in (np.flatnonzero(piped), np.flatnonzero(~piped)):
-        some = Stages(*(np.broadcast_to(each, piped.shape)[rows] for each in (stages.first, stages.middle, stages.last)))
+        some = Stages(
+            *(np.broadcast_to(each, piped.shape)[rows] for each in (stages.first, stages.middle, stages.last))
+        )
         for name, values in _fullest(job, columns[rows], tables, some, device_bytes).items():
             found[name][rows] = values
     return found
