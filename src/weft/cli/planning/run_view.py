@@ -9,8 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from weft.planner.tell import WholeRun, report, whole_runs
+from weft.planner.tell import report, whole_runs
 from weft.units import format_count, format_seconds
+
+#: What `whole_runs` gives one of.
+Run = Any
 
 _WIDE = 150
 
@@ -56,7 +59,7 @@ def tell_runs(
     return best is not None
 
 
-def _row(run: WholeRun | None) -> tuple[str, ...]:
+def _row(run: Run | None) -> tuple[str, ...]:
     if run is None:
         return "-", "-", "-", "-", "-", "no plan fits"
     money = "-" if run.dollars is None else f"{run.dollars:,.0f}"

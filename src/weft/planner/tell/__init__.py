@@ -9,10 +9,8 @@ from weft.lazy import loads
 __all__ = [
     "TERM_WORDS",
     "Comparison",
-    "RunTerms",
     "Scenario",
     "WhyNot",
-    "WholeRun",
     "compare",
     "config_text",
     "explain",
@@ -23,7 +21,6 @@ __all__ = [
     "search",
     "time_by_rung",
     "what_if",
-    "whole_run",
     "whole_runs",
     "why_not",
 ]
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
     from weft.planner.tell.nearest import nearest_yes
     from weft.planner.tell.scenario import Scenario, what_if
     from weft.planner.tell.verdict import WhyNot, why_not
-    from weft.planner.tell.whole_run import RunTerms, WholeRun, whole_run, whole_runs
+    from weft.planner.tell.whole_run import whole_runs
     from weft.planner.tell.write_config import config_text
 
 __getattr__ = loads(
@@ -55,9 +52,6 @@ __getattr__ = loads(
         "search": ".explained",
         "time_by_rung": ".basis",
         "what_if": ".scenario",
-        "RunTerms": ".whole_run",
-        "WholeRun": ".whole_run",
-        "whole_run": ".whole_run",
         "whole_runs": ".whole_run",
         "why_not": ".verdict",
     },
