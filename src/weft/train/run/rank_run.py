@@ -96,7 +96,7 @@ def run_rank(
             until_left.enter_context(run_lock(folder.path))
         config = folder.config()
         voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
-        job = EngineJob(folder, config, find_task(config), folder.plan(), place, voice.tell, start.store)
+        job = EngineJob(folder, config, find_task(config), folder.plan(), place, voice.tell, start.store, voice.record)
         fault = asked_fault(place.rank if place else 0, job.plan)
         drilled = FaultHook(fault, job.task, folder) if fault else None
         engine = cast(Callable[[EngineJob], Engine], named_object(start.engine))(job)
@@ -151,6 +151,8 @@ class _RankRun:
             limit, recorder = self._watch_resources(began), self._recorder(progress, notes)
         figures, book = self._figures(recorder), TimeBook()
         beside = self._plan_watch(recorder, book) if recorder else None
+        # Equal on all ranks: from when on a wait is a hang is asked of all of them.
+        self.engine.pulse.planned_s = self.engine.on_first(lambda: beside.step_s if beside else 0.0)
         trainer = Trainer(
             task=self.task,
             engine=self.engine,
@@ -179,7 +181,7 @@ class _RankRun:
             keeper.leave(error)
             raise
         finally:
-            self.voice.display = None
+            self.voice.display = self.voice.log = None
             if watch:
                 watch.close()
             if figures:
@@ -201,7 +203,8 @@ class _RankRun:
         if not settings.figures:
             return None
         publish = recorder.on_figures if recorder else None
-        return FigureHook(self.engine, self.place, self.folder.path, parse_seconds(settings.every), publish)
+        on_slow = recorder.on_slow if recorder else None
+        return FigureHook(self.engine, self.place, self.folder.path, parse_seconds(settings.every), publish, on_slow)
 
     def _plan_watch(self, recorder: RunRecorder, book: TimeBook) -> PlanWatch | None:
         """The observer that lays the plan beside what happens; None where nothing is known of this machine."""
@@ -257,7 +260,7 @@ class _RankRun:
             metrics={metric.name: metric.label for metric in self.task.metrics},
         )
         self.voice.display = display
-        start = {
+        start: dict[str, object] = {
             "model": self.task.model_line(),
             "plan": str(engine.plan),
             "world_size": engine.plan.world_size,
@@ -265,4 +268,6 @@ class _RankRun:
             **circumstances(self.folder, config),
             **engine.versions(),
         }
-        return RunRecorder(self.folder, self.task, display, start)
+        recorder = RunRecorder(self.folder, self.task, display, start)
+        self.voice.log = recorder.on_figures
+        return recorder
