@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -88,4 +88,7 @@ def first_basis(matrix: Matrix, rank: int, name: str, like: torch.Tensor) -> tor
 
 def orthonormal(p_AR: torch.Tensor) -> torch.Tensor:
     """Return columns that span what these do; not finite where one of these is not."""
-    return torch.linalg.qr(p_AR)[0] if p_AR.isfinite().all() else torch.full_like(p_AR, torch.nan)
+    if not p_AR.isfinite().all():
+        return torch.full_like(p_AR, torch.nan)
+    factors = cast("tuple[torch.Tensor, torch.Tensor]", torch.linalg.qr(p_AR))  # pyright: ignore[reportUnknownMemberType]  # torch gives it no type
+    return factors[0]

@@ -50,7 +50,7 @@ class LowRankSum(Pending):
         kept = self._coder.carried(BASIS)
         sizes = [one.columns * self._rank for one in self._matrices]
         if kept is not None and kept["q"].numel() == sum(sizes):
-            parts = kept["q"].split(sizes) if sizes else ()
+            parts = torch.split(kept["q"], sizes) if sizes else ()
             return [part.view(-1, self._rank) for part in parts]
         return [first_basis(one, self._rank, self._coder.name, self._owing) for one in self._matrices]
 
@@ -90,7 +90,7 @@ class LowRankSum(Pending):
             start += gap.stop - gap.start
         if products is not None:
             sizes = [one.columns * self._rank for one in self._matrices]
-            for one, thin, part in zip(self._matrices, self._thin, products.split(sizes), strict=True):
+            for one, thin, part in zip(self._matrices, self._thin, torch.split(products, sizes), strict=True):
                 torch.mm(thin, part.view(-1, self._rank).t(), out=one.of(whole))
             self._coder.carry(BASIS, {"q": _scaled(products, sizes)})
         rest = torch.zeros_like(self._owing)
@@ -109,7 +109,7 @@ class LowRankSum(Pending):
 
 def _scaled(products: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """Each basis with a largest value of 1, whatever the loss scale: the product with it is then never lost."""
-    parts = [part / largest if (largest := part.abs().amax()) > 0 else part for part in products.split(sizes)]
+    parts = [part / largest if (largest := part.abs().amax()) > 0 else part for part in torch.split(products, sizes)]
     return torch.cat(parts)
 
 
