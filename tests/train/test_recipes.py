@@ -88,7 +88,7 @@ def test_a_recipe_is_described_by_its_task_as_by_its_widths(file, folder):
         assert described.adapter.params == pytest.approx(by_widths.params, rel=1e-6)
 
 
-GATE = {"llama3_8b_lora_rtx4090"}
+GATE = {"llama3_8b_lora_a100-40"}
 
 
 @pytest.mark.parametrize(

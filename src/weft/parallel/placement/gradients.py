@@ -133,7 +133,7 @@ class DataParallel(Protocol):
         ...
 
     def let_weights_follow(self) -> None:
-        """Let modules wait for their own weights, so that `publish(follow=True)` may return before; before any forward."""
+        """Let modules wait for their own weights, for `publish(follow=True)`. Call it before the first forward."""
         ...
 
     def arrive(self) -> None:
