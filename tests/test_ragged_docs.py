@@ -19,6 +19,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.M | re.S)
 
 
+@pytest.mark.full
 def test_the_script_of_the_page_gives_the_same_on_two_ranks(tmp_path):
     script = tmp_path / "finetune.py"
     script.write_text(blocks("python")[0])

@@ -234,7 +234,7 @@ def live_after_forward(setting: str, backend: str | None, offloads: bool) -> int
     return live
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.full)])
 def test_what_recompute_keeps_leaves_the_device(backend):
     """What stays is what lies outside of the blocks, whatever the policy; compiled code saves some of it too."""
     for setting in ("none", "selective", "full"):

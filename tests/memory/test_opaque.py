@@ -137,6 +137,7 @@ def test_code_that_gives_another_shape_is_an_error():
         handle([2], torch.float32, [torch.ones(2)])
 
 
+@pytest.mark.full
 def test_a_model_does_not_get_the_operators_of_one_that_is_gone():
     """Torch keeps something of a name space whose library is gone, and an address in memory comes back."""
 

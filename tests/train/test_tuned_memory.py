@@ -48,6 +48,7 @@ def expected(plan: Plan, rank: int) -> float:
     return sum(num_bytes for name, num_bytes in one.memory.items() if name not in _BESIDE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "text",
     [

@@ -11,18 +11,23 @@ from weft.testing.paper import script_on_paper
 pytestmark = pytest.mark.paper
 
 COUNT = """
-import json
+import inspect, json
 from weft.models import build_decoder
+from weft.parallel.zero.flat.arrivals import AwaitsWeights
 from weft.testing.paper.plans import PaperModel, plan_report
 from weft.testing.paper.streams import device_here
 
 PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
+# Layers of torch are counted at Weft's line that calls them: this one waits for weights and calls the module's forward.
+text, first = inspect.getsourcelines(AwaitsWeights)
+CALLS = {f"parallel/zero/flat/arrivals.py:{first + place}" for place in range(len(text))}
 device, subject, found = device_here(), PaperModel(layers=2), {}
 number = sum(param.numel() for param in build_decoder(subject.spec).parameters())
 for plan in ("precision=bf16", "precision=fp32", "dp_shard=8 zero=1 precision=bf16"):
     report = plan_report(plan, device, subject)
     assert not report.error, report.error
-    lines = {line: size for line, size in device.counts.line_bytes.items() if line.startswith(PARTS)}
+    counted = [line for line in device.counts.line_bytes if line.startswith(PARTS) and line not in CALLS]
+    lines = {line: device.counts.line_bytes[line] for line in counted}
     kernels = sum(device.counts.kernel_lines[line] for line in lines)
     found[plan] = [sum(lines.values()) / number, kernels, device.counts.kernels["weft::adam"]]
 print(json.dumps(found))

@@ -130,6 +130,7 @@ def test_no_optimizer_of_wefts_own_lets_the_host_wait(tmp_path):
         assert report["syncs"] == {}, report
 
 
+@pytest.mark.full
 def test_the_host_is_one_step_ahead_of_a_slow_device():
     """It waits once, for the numbers of the step before, and the device goes on with this one meanwhile."""
     done = plans_on_paper(LARGE, "--layers=2", "--dim=2048", "--seq-len=4096")

@@ -185,8 +185,7 @@ class _Cutter:
             entry = Entry(self.line, layers.weight_of(module).shape[1], self.part, is_compiled=self.is_compiled)
             self.entries[place] = entry
             if not alone:
-                ends = any(one.name == "rowwise" and name.startswith(f"{parent}.") for name, one in self.styles.items())
-                hooks = Enter(entry, ends)
+                hooks = Enter(entry)
                 if self.line.cuts_tokens:
                     around.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 around.register_forward_hook(hooks.after)
