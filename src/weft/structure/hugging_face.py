@@ -60,9 +60,10 @@ def load_model_config(path: Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what it raises depends on what the file holds
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        # Some say in the first line which check it was, and in the second what is wrong.
+        first = " ".join(line.strip() for line in str(error).strip().splitlines()[:2]) or type(error).__name__
         raise ModelError(
-            f"model={path}: transformers cannot read its config.json ({first}). "
+            f"model={path}: transformers cannot read its config.json ({first.rstrip('.')}). "
             f"Check the file, or use package.module:function."
         ) from None
 

@@ -5,6 +5,7 @@ Nothing is converted in memory: a tensor of the model is described as pieces of 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,7 @@ def pretrained_source(
 
     Raises:
         CheckpointError: for files that are missing, cut off or in pickles, for tensors that the model has and the
-            folder lacks, and for other shapes.
+            folder lacks, for other shapes, and for more blocks than the config has.
     """
     stored = stored_weights(folder)
     entries, left = under_model_names(model, stored)
@@ -60,7 +61,34 @@ def pretrained_source(
             f"model.path={folder}: the files lack {_listed(missing)}, which the model of config.json has. "
             "Give the config.json that belongs to these weights."
         )
-    return JoinedTensors(stored, found), sorted([*left, *(name for name in entries if name not in originals)])
+    unexpected = sorted([*left, *(name for name in entries if name not in originals)])
+    if (deeper := _beyond_its_list(model, unexpected)) is not None:
+        name, path, number = deeper
+        raise CheckpointError(
+            f"model.path={folder}: the files have tensor {name!r}, and config.json makes only {number} modules in "
+            f"{path!r}. Give the config.json that belongs to these weights."
+        )
+    return JoinedTensors(stored, found), unexpected
+
+
+def _beyond_its_list(model: nn.Module, unexpected: list[str]) -> tuple[str, str, int] | None:
+    """A stored tensor of a block behind the model's last one, the list of the blocks, and their number.
+
+    Blocks that transformers leaves out on purpose, such as those that predict further tokens, are none.
+    """
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    config = getattr(model, "config", None)
+    if getattr(config, "num_nextn_predict_layers", None):
+        return None
+    lists = {path: len(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    for name in unexpected:
+        words = name.split(".")
+        for place, word in enumerate(words):
+            path = ".".join(words[:place])
+            is_beyond = word.isdecimal() and path in lists and int(word) >= lists[path]
+            if is_beyond and not any(re.search(pattern, name) for pattern in ignored):
+                return name, path, lists[path]
+    return None
 
 
 def load_pretrained(model: nn.Module, folder: Path) -> None:
