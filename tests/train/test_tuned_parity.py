@@ -102,8 +102,11 @@ def plainly(case: str, root: Path):
     """The same with transformers and PyTorch alone, on the task's batches."""
     task = opened(case, root)
     kind = {"": "AutoModel"}.get(task.head, f"AutoModelFor{task.head}")
-    changes = task.model_changes()
+    changes = dict(task.model_changes())
+    if transformers.AutoConfig.from_pretrained(root / CASES[case][1]).pad_token_id is None:
+        changes["pad_token_id"] = task.pad_id  # without one transformers refuses batches
     model = getattr(transformers, kind).from_pretrained(root / CASES[case][1], dtype=torch.float64, **changes)
+    model.double()  # the frequencies of rotary embeddings too, which from_pretrained leaves in float32
     source = task.initial_weights(task.shapes())
     state = model.state_dict()
     for name in source.new_names:  # the head that the folder lacks

@@ -68,7 +68,7 @@ def save_model(folder: Path, family: str, dropout: float = 0.0) -> None:
         ),
         "distilbert": lambda: transformers.DistilBertConfig(
             dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64, dropout=dropout,
-            attention_dropout=dropout,
+            attention_dropout=dropout, seq_classif_dropout=dropout,
         ),
         "llama": lambda: transformers.LlamaConfig(
             **layers, num_key_value_heads=2, max_position_embeddings=64, attention_dropout=dropout

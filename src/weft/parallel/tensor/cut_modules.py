@@ -100,10 +100,14 @@ class Entry:
 
 
 class Enter:
-    """Hooks of the module in front of which an entry stands. Objects, since copies of a module copy its hooks."""
+    """Hooks of the module in front of which an entry stands. Objects, since copies of a module copy its hooks.
 
-    def __init__(self, entry: Entry):
+    ends: whether the cut part ends inside of it. BERT's pooler gives out features that are cut until the classifier.
+    """
+
+    def __init__(self, entry: Entry, ends: bool):
         self._entry = entry
+        self._ends = ends
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Bring all tokens of the activations among the arguments; only needed where tokens are cut."""
@@ -125,7 +129,7 @@ class Enter:
         """Nothing of it is needed any more."""
         del module, args, output
         self._entry.close()
-        if self._entry.part is not None:
+        if self._ends and self._entry.part is not None:
             self._entry.part.is_open = False
 
 

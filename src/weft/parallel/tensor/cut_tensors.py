@@ -185,7 +185,8 @@ class _Cutter:
             entry = Entry(self.line, layers.weight_of(module).shape[1], self.part, is_compiled=self.is_compiled)
             self.entries[place] = entry
             if not alone:
-                hooks = Enter(entry)
+                ends = any(one.name == "rowwise" and name.startswith(f"{parent}.") for name, one in self.styles.items())
+                hooks = Enter(entry, ends)
                 if self.line.cuts_tokens:
                     around.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 around.register_forward_hook(hooks.after)

@@ -157,8 +157,12 @@ class FolderTask(Task):
         keep_base(folder, self._path)
         file = base_of(folder) / "config.json"
         fields = json.loads(file.read_text("utf-8"))
-        model: Any = self.shapes()
-        changes = {"architectures": [type(model).__name__], **self._changed(model.config), **self.model_changes()}
+        from weft.structure import hugging_face
+
+        changes = {
+            "architectures": [type(self.shapes()).__name__],
+            **self._changed(hugging_face.load_model_config(self._path)),  # what the folder says, not the changed model
+        }
         file.write_text(json.dumps({**fields, **changes}, indent=1) + "\n", "utf-8")
         tables = self.tables
         return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self._notes)).to_json()}
