@@ -1,0 +1,87 @@
+"""What a new user does: train a base, export it, tune it on chats on two ranks, go on with one, merge, and generate."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from weft import env
+from weft.monitor import read_events
+
+pytestmark = pytest.mark.full
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+WORDS = ["warp", "weft", "loom", "thread", "cloth"]
+SMALL = ["launch.device=cpu", "eval.every=0", "eval.batches=1", "sample.prompt=", "train.global_batch=4",
+         "data.holdout=0.1", "schedule.warmup_steps=1", "schedule.kind=constant"]  # fmt: skip
+PROMPTS = ("warp 3?", "weft loom", "What is thread 12?")
+NUM_TOKENS = 24
+
+
+def weft(*words: object) -> str:
+    """What a command in a process of its own printed; it must end well."""
+    line = [sys.executable, "-m", "weft", *map(str, words)]
+    ended = subprocess.run(line, env=env.child_env(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in read_events(run / "events.jsonl") if event["event"] == "step"}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory) -> Path:
+    """A folder with the base that was exported, and its adapter: three steps on two ranks, three more on one."""
+    here = tmp_path_factory.mktemp("story")
+    texts = [" ".join(WORDS[(i * k) % 5] for k in range(1, 40)) for i in range(1, 61)]
+    (here / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with (here / "chats.jsonl").open("w") as file:
+        for one in range(40):
+            said = [("system", "Count."), ("user", f"{WORDS[one % 5]} {one}?"), ("assistant", f"weft {one * one}")]
+            file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}) + "\n")
+    places = [f"run.dir={here}", f"data.cache_dir={here / 'cache'}", *SMALL]
+    model = ["model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.ffn_dim=64",
+             "model.max_seq_len=96", "tokenizer.kind=bpe", "tokenizer.vocab_size=300"]  # fmt: skip
+    weft("train", *places, *model, f"data.train={here / 'texts.jsonl'}", "run.name=base", "train.steps=20",
+         "train.seq_len=32", "optimizer.lr=1e-2", "launch.ranks=1")  # fmt: skip
+    weft("export", here / "base", here / "exported")
+    words = [*places, f"model.path={here / 'exported'}", f"data.train={here / 'chats.jsonl'}", "train.seq_len=64",
+             "optimizer.lr=2e-2", "adapter.rank=4", "adapter.kind=lora", "checkpoint.keep=9"]  # fmt: skip
+    weft("train", *words, "run.name=tuned", "train.steps=3", "launch.ranks=2", "plan=dp_shard=2 zero=3")
+    shown = weft("train", *words, "run.name=tuned", "train.steps=6", "launch.ranks=1", "plan=dp_replicate=1")
+    assert "resumed from step 3 (dp_shard=2 zero=3)" in shown
+    weft("train", *words, "run.name=whole", "train.steps=6", "launch.ranks=1", "plan=dp_replicate=1")
+    return here
+
+
+def test_a_run_that_goes_on_with_another_number_of_ranks_is_one_run(tuned):
+    parts, whole = losses(tuned / "tuned"), losses(tuned / "whole")
+    assert parts.keys() == whole.keys() == set(range(1, 7))
+    for step, loss in whole.items():
+        assert parts[step] == pytest.approx(loss, rel=1e-4), step
+    assert whole[6] < whole[1]
+
+
+def test_the_merged_folder_generates_in_transformers_what_weft_generates(tuned):
+    weft("export", tuned / "tuned", tuned / "merged", "--merge")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tuned / "merged")
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(tuned / "merged", output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    base, merged = (load_file(tuned / name / "model.safetensors") for name in ("exported", "merged"))
+    changed = {name for name, tensor in merged.items() if not tensor.equal(base[name])}
+    assert changed
+    assert all("_proj" in name for name in changed)  # and the norms, the table and the head are those of the base
+    options = ["--temperature", "0", "--max-tokens", NUM_TOKENS]
+    for prompt in PROMPTS:
+        read = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        found = model.eval().generate(**read, max_new_tokens=NUM_TOKENS, do_sample=False)
+        theirs = prompt + tokenizer.decode(found[0, read["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert weft("generate", tuned / "tuned", "--prompt", prompt, *options).strip() == theirs.strip(), prompt
