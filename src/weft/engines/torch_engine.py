@@ -11,7 +11,7 @@ from torch import nn
 
 from weft.checkpoint import Checkpoint, SavedPiece, Together, list_checkpoints
 from weft.comm import Ledger, StoreTalk, barrier
-from weft.comm.watch import StoreBoard, Watch
+from weft.comm.watch import StoreBoard, Watch, hang_event
 from weft.data.batch import move_batch
 from weft.engines.held_memory import memory_by_class
 from weft.memory import HostCopies, offload_lines, recompute_of
@@ -53,11 +53,12 @@ class TorchEngine:
         self._watch = Watch(
             self.mesh,
             job.tell,
-            warn_after_s=parse_seconds(launch.warn_after),
+            warn_after_s=None if launch.warn_after == "auto" else parse_seconds(launch.warn_after),
             limit_s=parse_seconds(launch.timeout),
             limit_name=f"launch.timeout={launch.timeout}",
             where_stacks=f"{job.folder.logs}/rank_*.log",
             owns_process=job.place is not None,
+            on_report=lambda state, found: job.on_hang(hang_event(state, found)),
         )
         self._copies = HostCopies(device)
         self._started = self._is_built = False

@@ -12,7 +12,7 @@ from typing import Any
 from weft.errors import TrainingHalted
 from weft.monitor import GarbageTurns, NonFiniteGuard, StepRecord, mfu
 from weft.monitor.alerts import Wish
-from weft.monitor.times import StepTimes, TimeBook, busy_seconds, memory_bytes
+from weft.monitor.times import StepTimes, TimeBook, busy_seconds, memory_bytes, own_seconds
 from weft.optim import lr_factor
 from weft.spec import RunConfig
 from weft.train.engine import Engine, LateResult, StepResult
@@ -282,6 +282,7 @@ class Trainer:
         """What is told of a step; waits until the device has done it."""
         meter, times = self.engine.meter, launched.times
         meter.count(times, result.count)
+        self.engine.pulse.step_took(times.total_s)
         self.book.add_step(times, launched.data_s)
         speed, samples = meter.count_per_s, self.config.train.global_batch
         busy_s, exposed = busy_seconds(times)
@@ -304,6 +305,7 @@ class Trainer:
             busy_s=busy_s,
             exposed=exposed,
             data_s=launched.data_s,
+            own=own_seconds(times, launched.data_s),
         )
 
     def _show_step(self, record: StepRecord) -> None:

@@ -10,10 +10,12 @@ __all__ = [
     "StoreBoard",
     "WARN_AFTER_S",
     "Watch",
+    "hang_event",
 ]
 
 if TYPE_CHECKING:
     from weft.comm.watch.hang_watch import WARN_AFTER_S, Watch
+    from weft.comm.watch.standing import hang_event
     from weft.comm.watch.store_board import StoreBoard
 
 __getattr__ = loads(
@@ -22,5 +24,6 @@ __getattr__ = loads(
         "StoreBoard": ".store_board",
         "WARN_AFTER_S": ".hang_watch",
         "Watch": ".hang_watch",
+        "hang_event": ".standing",
     },
 )

@@ -4,6 +4,8 @@ The thread looks about once a second at what this rank last did (`Pulse`), and s
 `warn_after_s` of standing still does a rank write where it stands to the group's store. The first rank that waits then
 reads the records of those that it waits for, and of those that they wait for, and tells who is missing; all that can
 dump their Python stacks. Nothing of this ends a wait: that is the process group's timeout.
+
+Where no time is set, a hang is told from a slow step by what steps take here and what the plan expects of them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TextIO
 
 import torch.distributed as dist
@@ -26,7 +29,10 @@ from weft.mesh import LIMIT_S, Axis, Mesh, Pulse, Wait
 from weft.private_torch import Store
 from weft.units import format_seconds
 
+#: Where steps are not known yet, and for work that may take long.
 WARN_AFTER_S = 60.0
+#: A wait of so many steps is a hang, though not before so many seconds.
+_STEPS_OF_A_HANG, _LEAST_S = 20.0, 10.0
 _STORE_TIMEOUT = datetime.timedelta(seconds=10)
 _PREFIX = "weft/watch/"
 #: Set while a wait is being reported: who tells, who waits, that stacks are wanted.
@@ -39,13 +45,15 @@ class Watch(threading.Thread):
     Args:
         mesh: of this rank.
         tell: shows a line to people.
-        warn_after_s: seconds of standing still.
+        warn_after_s: seconds of standing still; None: 20 steps as they usually are, at least 10 s, and a minute where
+            that is not known.
         limit_s: the group's timeout in seconds.
         limit_name: the setting that changes it.
         stacks: where Python stacks go; None: stderr.
         where_stacks: that place in words.
         owns_process: nobody else uses faulthandler's timer, so that stacks come even from a rank whose interpreter is
             stuck.
+        on_report: on the rank that tells people, takes "fired" or "ended", and what it found.
     """
 
     def __init__(
@@ -53,16 +61,19 @@ class Watch(threading.Thread):
         mesh: Mesh,
         tell: Callable[[str], None],
         *,
-        warn_after_s: float = WARN_AFTER_S,
+        warn_after_s: float | None = WARN_AFTER_S,
         limit_s: float = LIMIT_S,
         limit_name: str = "timeout",
         stacks: TextIO | None = None,
         where_stacks: str = "the ranks' stderr",
         owns_process: bool = False,
+        on_report: Callable[[str, HangReport], None] | None = None,
     ):
         super().__init__(name="weft-watch", daemon=True)
         self._rank, self._zero = mesh.rank, mesh.plan.zero
-        self._tell = tell
+        self._tell, self._on_report = tell, on_report
+        self._follows_steps = warn_after_s is None
+        warn_after_s = min(WARN_AFTER_S, limit_s / 2) if warn_after_s is None else warn_after_s
         self._warn_after_s, self._limit_s, self._limit_name = warn_after_s, limit_s, limit_name
         self._stacks = stacks or sys.__stderr__
         self._where_stacks = where_stacks
@@ -135,8 +146,13 @@ class Watch(threading.Thread):
                 self._go_on(told, is_teller, seconds)
             return
         self._still_s += passed_s
-        if self._still_s >= self._warn_after_s - self._grace_s:
+        if self._still_s >= self._deadline_s() - self._grace_s:
             self._stand_still()
+
+    def _deadline_s(self) -> float:
+        """From when on standing still is a hang."""
+        usual = max((pulse.usual_s() for pulse in self._pulses), default=0.0) if self._follows_steps else 0.0
+        return min(max(_LEAST_S, _STEPS_OF_A_HANG * usual), self._limit_s / 2) if usual else self._warn_after_s
 
     def _forget(self, now: float) -> None:
         self._since, self._still_s = now, 0.0
@@ -160,7 +176,7 @@ class Watch(threading.Thread):
     def _shall_tell(self, store: Store) -> bool:
         """One rank tells: the first, which has the terminal, if it can; else the first of those that wait."""
         assert self._said is not None
-        over_s = self._still_s - self._warn_after_s
+        over_s = self._still_s - self._deadline_s()
         if not self._is_teller:
             may = store.check([_WAITER]) if self._rank == 0 else bool(self._said.waits_for) and over_s >= self._grace_s
             me = str(self._rank)
@@ -174,13 +190,27 @@ class Watch(threading.Thread):
             if not store.check([_WAITER]):
                 return  # it went on in the meantime
             waiter = self._ask(int(store.get(_WAITER))) or waiter
-        self._told = self._report(waiter, self._ask, self._process_of)
+        found = self._report(waiter, self._ask, self._process_of)
+        if found.is_calm and self._still_s < self._warn_after_s:
+            return  # a save takes its time
+        self._told = found
         store.set(_ALARM, "1")
-        self._tell(self._told.text)
+        self._tell(found.text)
+        self._hand_on("fired", found)
+
+    def _hand_on(self, state: str, found: HangReport) -> None:
+        if self._on_report is not None:
+            self._on_report(state, found)
 
     def _report(self, waiter: Standing, ask: Callable[[int], Standing | None], of: Callable[[int], str]) -> HangReport:
         end = time.strftime("%H:%M:%S", time.localtime(waiter.since + self._limit_s))
         rest = f"The wait ends at {end} ({self._limit_name}); Python stacks are in {self._where_stacks}."
+        usual, planned = (
+            max(found) for found in zip(*((one.usual_s(), one.planned_s) for one in self._pulses), strict=True)
+        )
+        if usual:
+            beside = f" (planned: {format_seconds(planned)})" if planned else ""
+            rest = f"A step usually takes {format_seconds(usual)}{beside}. {rest}"
         return report(waiter, ask, of, now=time.time(), rest=rest, zero=self._zero)
 
     def _tell_alone(self, error: Exception) -> None:
@@ -194,15 +224,17 @@ class Watch(threading.Thread):
             lambda rank: f"The state of rank {rank} is unknown: the ranks' store does not answer.",
         )
         self._tell(self._told.text)
+        self._hand_on("fired", self._told)
         self._dump()
 
     def _go_on(self, told: HangReport | None, is_teller: bool, seconds: float) -> None:
         """Something moved: take back what was said."""
         if told is not None and not told.is_calm:
             names = ", ".join(f"rank {rank}" for rank in told.culprits[:8]) or "the ranks"
-            self._tell(
-                f"{names} {'continue' if len(told.culprits) != 1 else 'continues'} after {format_seconds(seconds)}."
-            )
+            verb = "continue" if len(told.culprits) != 1 else "continues"
+            text = f"{names} {verb} after {format_seconds(seconds)}."
+            self._tell(text)
+            self._hand_on("ended", replace(told, text=text, standing=()))
         store = self._open()
         store.delete_key(f"{_PREFIX}{self._rank}")
         if is_teller:

@@ -15,6 +15,8 @@ from weft.units import format_seconds
 
 #: A sentence names at most so many ranks.
 _MOST_NAMED = 8
+#: Ranks whose places one report gathers.
+_MOST_ASKED = 1024
 _NOT_USER = ("/torch/", "/weft/", "<frozen", "/lib/python")
 
 
@@ -52,11 +54,23 @@ Ask = Callable[[int], Standing | None]
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """text: for people. culprits: ranks that the others wait for. is_calm: all of them do work that takes its time."""
+    """text: for people. culprits: ranks that the others wait for. is_calm: all of them do work that takes its time.
+
+    standing: of the ranks that took part, (which ones, where they stand in words), alike ones together.
+    """
 
     text: str
     culprits: tuple[int, ...]
     is_calm: bool
+    standing: tuple[tuple[tuple[int, ...], str], ...] = ()
+
+
+def hang_event(state: str, found: HangReport) -> dict[str, object]:
+    """Return a report as an event. state: "fired", or "ended" once all go on."""
+    event: dict[str, object] = {"event": "hang", "state": state, "ranks": found.culprits[:_MOST_ASKED]}
+    if found.standing:
+        event["standing"] = [[list(ranks), where] for ranks, where in found.standing]
+    return {**event, "text": found.text}
 
 
 def find_culprits(start: Standing, ask: Ask) -> dict[int, Standing | None]:
@@ -95,7 +109,7 @@ def report(
     if not culprits:
         others = [record for rank in waiter.ranks if (record := ask(rank)) is not None and rank != waiter.rank]
         each = ", ".join(f"rank {one.rank} in {one.waits_for}" for one in [waiter, *others[:_MOST_NAMED]])
-        return HangReport(f"the ranks wait for each other {since}: {each}. {rest}", (), False)
+        return HangReport(f"the ranks wait for each other {since}: {each}. {rest}", (), False, _alike(waiter, ask))
     names = _names(culprits)
     if all(record is not None and record.may_take_long for record in culprits.values()):
         what = "; ".join(f"rank {rank} {record.phase}" for rank, record in culprits.items() if record is not None)
@@ -113,7 +127,29 @@ def report(
             f"Under zero=3 every rank must take part in each forward, in evaluation too: has rank {waiter.rank} called "
             f"the model alone?"
         )
-    return HangReport(" ".join([*words, rest]), tuple(culprits), False)
+    return HangReport(" ".join([*words, rest]), tuple(culprits), False, _alike(waiter, ask))
+
+
+def _alike(waiter: Standing, ask: Ask) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Where each rank of a wait stands, and each that those wait for; ranks that stand alike together."""
+    places: dict[str, list[int]] = {}
+    known: set[int] = set()
+    open_ends = [waiter.rank, *waiter.ranks]
+    while open_ends and len(known) < _MOST_ASKED:
+        rank = open_ends.pop(0)
+        if rank in known:
+            continue
+        known.add(rank)
+        record = waiter if rank == waiter.rank else ask(rank)
+        if record is None:
+            where = "has left no word"
+        elif record.waits_for:
+            where = f"waits in {record.waits_for}, at {record.frame}"
+            open_ends += [*record.late, *record.ranks]
+        else:
+            where = f"{record.phase or 'calls no collective'}, at {record.frame}"
+        places.setdefault(where, []).append(rank)
+    return tuple((tuple(sorted(ranks)), where) for where, ranks in places.items())
 
 
 def _names(ranks: Iterable[int]) -> str:

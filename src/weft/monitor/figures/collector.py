@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from weft.monitor.figures.folded import fold
+from weft.monitor.figures.pace import PaceWriter
+from weft.monitor.figures.straggler_watch import StragglerWatch, median_without
 from weft.spec.figures import series
 
 #: Steps that may wait in the queue; at 1 kHz more than a second.
@@ -24,6 +26,8 @@ _MOST_QUEUED = 2048
 _TICK_S = 0.25
 #: A rank is silent after so many intervals without a new report.
 _SILENT_AFTER = 3
+#: How often (s) at least a rank tells its pace, so that a slow one is named within half a minute.
+_PACE_S = 5.0
 
 
 class ReportBoard(Protocol):
@@ -55,13 +59,17 @@ class OwnBoard:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What training puts into the queue after a step: seconds by phase and, of waits for others, by axis."""
+    """What training puts into the queue after a step: seconds by phase and, of waits for others, by axis.
+
+    own: the rank's own work by part, where it waited for nobody.
+    """
 
     step: int
     seconds: Mapping[str, float]
     exposed: Mapping[str, float] = field(default_factory=dict)
     busy_s: float = 0.0
     data_s: float = 0.0
+    own: Mapping[str, float] = field(default_factory=dict)
 
 
 #: Reads figures of ranks or machines, by series.
@@ -75,11 +83,13 @@ class Collector(threading.Thread):
         rank: this one.
         host: name of its machine.
         board: where the reports go.
-        every_s: seconds between reports.
+        every_s: seconds between events; ranks report as often, and their pace every 5 s at least.
         of_rank: give figures of this rank; one that fails is left out from then on.
         of_host: the same of its machine.
         totals: figures that grow; what they gained per step is told.
         publish: on the first rank, takes the event of all ranks.
+        groups: of each rank, a number that is equal for ranks that do the same work; (): all do.
+        on_slow: on the first rank, takes an event of a rank that became slow, or is no longer.
         clock: seconds since 1970, for tests.
     """
 
@@ -94,14 +104,20 @@ class Collector(threading.Thread):
         of_host: Sequence[Reader] = (),
         totals: Reader | None = None,
         publish: Callable[[Mapping[str, object]], None] | None = None,
+        groups: Sequence[int] = (),
+        on_slow: Callable[[Mapping[str, object]], None] | None = None,
         clock: Callable[[], float] = time.time,
     ):
         super().__init__(name="weft-figures", daemon=True)
         self._rank, self._host, self._board, self._every_s = rank, host, board, every_s
         self._of_rank, self._of_host, self._totals = [*of_rank], [*of_host], totals
-        self._publish, self._clock = publish, clock
+        self._publish, self._clock, self._on_slow = publish, clock, on_slow
+        self._groups = groups
+        self._stragglers: StragglerWatch | None = None
+        self._pace, self._newest = PaceWriter(), dict[str, object]()
         self._queue: deque[StepFigures] = deque()
-        self._num_dropped = self._number = self._step = 0
+        self._sums: dict[str, float] = {}
+        self._num_steps = self._num_dropped = self._number = self._step = 0
         self._totals_before: tuple[int, Mapping[str, float]] = (0, {})
         self._last: dict[str, float] = {}
         self._heard: dict[int, tuple[int, float]] = {}
@@ -125,49 +141,75 @@ class Collector(threading.Thread):
 
     def run(self) -> None:
         """Tell every few seconds until `close`: the thread's own function."""
-        due = time.monotonic() + self._every_s
+        due = pace_due = time.monotonic()
         while not self._end.wait(min(_TICK_S, self._every_s)):
-            if time.monotonic() >= due:
-                due = time.monotonic() + self._every_s
+            self._drain()
+            now = time.monotonic()
+            if now >= due + self._every_s:
+                due = pace_due = now
                 self.tell()
+            elif now >= pace_due + _PACE_S:
+                pace_due = now
+                self.tell(pace_only=True)
         self.tell()
 
-    def tell(self) -> None:
-        """Make this rank's report; on the first rank, publish what all have reported."""
+    def tell(self, *, pace_only: bool = False) -> None:
+        """Make this rank's report; on the first rank, publish what all have reported.
+
+        pace_only: tell the last report once more with a newer pace, and publish only who is slow.
+        """
         try:
-            self._board.post(json.dumps(self._report()))
+            self._drain()
+            if not pace_only or not self._newest:
+                self._newest = self._report()
+            self._number += 1
+            pace = self._pace.take()
+            self._board.post(json.dumps({**self._newest, "number": self._number, **({"pace": pace} if pace else {})}))
             if self._publish is not None:
-                self._publish(self._event([_parsed(text) for text in self._board.read()]))
+                self._look([_parsed(text) for text in self._board.read()], pace_only)
         except Exception as error:  # A store that is gone, a full disk: training says so itself.
             self.trouble = f"{type(error).__name__}: {error}"
 
+    def _look(self, reports: Sequence[Mapping[str, Any]], pace_only: bool) -> None:
+        """On the first rank: make events of what all have reported."""
+        now = self._clock()
+        silent = [rank for rank, report in enumerate(reports) if self._is_silent(rank, report, now)]
+        heard = [{} if rank in silent else report for rank, report in enumerate(reports)]
+        if len(reports) > 1 and self._on_slow is not None:
+            if self._stragglers is None:
+                self._stragglers = StragglerWatch(self._groups or [0] * len(reports))
+            for event in self._stragglers.observe(heard):
+                self._on_slow(event)
+        if not pace_only and self._publish is not None:
+            self._publish(self._event(heard, silent, now))
+
+    def _drain(self) -> None:
+        """Add up what training has put into the queue."""
+        for _ in range(len(self._queue)):
+            one = self._queue.popleft()
+            self._step, self._num_steps = one.step, self._num_steps + 1
+            self._pace.add(one.step, one.own)
+            values = {"busy_s": one.busy_s, "data_wait_s": one.data_s}
+            values |= {series("phase_s", phase): spent for phase, spent in one.seconds.items() if phase != "total"}
+            values |= {series("exposed_s", axis): spent for axis, spent in one.exposed.items()}
+            for name, seconds in values.items():
+                self._sums[name] = self._sums.get(name, 0.0) + seconds
+
     def _report(self) -> dict[str, object]:
-        steps = [self._queue.popleft() for _ in range(len(self._queue))]
-        values = self._of_steps(steps)
+        values = self._of_steps()
         values["dropped_figures"] = self._num_dropped
         values |= _read_all(self._of_rank)
-        self._number += 1
         host = _read_all(self._of_host)
-        report = {"number": self._number, "step": self._step, "values": values}
-        return {**report, "host": self._host, "of_host": host} if host else report
+        report = {"step": self._step, "values": values, "host": self._host}
+        return {**report, "of_host": host} if host else report
 
-    def _of_steps(self, steps: Sequence[StepFigures]) -> dict[str, float]:
+    def _of_steps(self) -> dict[str, float]:
         """Means over the steps since the last report."""
-        if not steps:
+        if not self._num_steps:
             return dict(self._last)  # steps that take longer than an interval
-        self._step = steps[-1].step
-        sums: dict[str, float] = {"busy_s": 0.0, "data_wait_s": 0.0}
-        for one in steps:
-            sums["busy_s"] += one.busy_s
-            sums["data_wait_s"] += one.data_s
-            for phase, seconds in one.seconds.items():
-                if phase != "total":
-                    name = series("phase_s", phase)
-                    sums[name] = sums.get(name, 0.0) + seconds
-            for axis, seconds in one.exposed.items():
-                name = series("exposed_s", axis)
-                sums[name] = sums.get(name, 0.0) + seconds
-        self._last = {name: total / len(steps) for name, total in sums.items()} | self._gained(self._step)
+        means = {name: total / self._num_steps for name, total in self._sums.items()}
+        self._sums, self._num_steps = {}, 0
+        self._last = means | self._gained(self._step)
         return dict(self._last)
 
     def _gained(self, step: int) -> dict[str, float]:
@@ -181,22 +223,16 @@ class Collector(threading.Thread):
             return {}
         return {name: (total - before.get(name, 0.0)) / num_steps for name, total in now.items()}
 
-    def _event(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-        """One event of what all ranks have reported."""
-        now = self._clock()
+    def _event(self, reports: Sequence[Mapping[str, Any]], silent: list[int], now: float) -> dict[str, object]:
+        """One event of what all ranks have reported; {} is the report of a silent one."""
         by_figure: dict[str, dict[str, float]] = {}
-        silent: list[int] = []
         for rank, report in enumerate(reports):
-            if self._is_silent(rank, report, now):
-                silent.append(rank)
-                continue
             for owner, values in ((f"rank {rank}", "values"), (str(report.get("host")), "of_host")):
                 for name, value in report.get(values, {}).items():
                     by_figure.setdefault(name, {})[owner] = value
         busy = by_figure.get("busy_s", {})
-        middle = fold(busy)
-        if len(reports) > 1 and middle is not None and middle.median > 0:
-            by_figure["rank.lag"] = {owner: value / middle.median for owner, value in busy.items()}
+        if lags := self._lags(busy, len(reports)):
+            by_figure["rank.lag"] = lags
         folded = {name: found.as_json() for name, values in by_figure.items() if (found := fold(values))}
         event: dict[str, object] = {"event": "figures", "step": self._step, "ranks": len(reports)}
         event["over_s"], self._told = round(now - self._told, 3), now
@@ -207,6 +243,19 @@ class Collector(threading.Thread):
         if silent:
             event["silent"] = silent[:64]
         return event
+
+    def _lags(self, busy: Mapping[str, float], number: int) -> dict[str, float]:
+        """Each rank's busy seconds over the median of the other ranks that do the same work."""
+        found: dict[str, float] = {}
+        groups = self._groups or [0] * number
+        for group in dict.fromkeys(groups):
+            owners = [f"rank {rank}" for rank in range(number) if groups[rank] == group and f"rank {rank}" in busy]
+            ordered = sorted(busy[owner] for owner in owners)
+            for owner in owners if len(owners) > 1 else ():
+                others = median_without(ordered, busy[owner])
+                if others > 0:
+                    found[owner] = busy[owner] / others
+        return found
 
     def _is_silent(self, rank: int, report: Mapping[str, Any], now: float) -> bool:
         number, since = self._heard.get(rank, (-1, now))

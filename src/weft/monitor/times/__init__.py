@@ -14,12 +14,13 @@ __all__ = [
     "chrome_trace",
     "draw_times",
     "memory_bytes",
+    "own_seconds",
     "time_lines",
 ]
 
 if TYPE_CHECKING:
     from weft.monitor.times.meter import Meter, StepTimes, memory_bytes
-    from weft.monitor.times.time_book import TimeBook, busy_seconds, chrome_trace, draw_times, time_lines
+    from weft.monitor.times.time_book import TimeBook, busy_seconds, chrome_trace, draw_times, own_seconds, time_lines
 
 __getattr__ = loads(
     __name__,
@@ -31,6 +32,7 @@ __getattr__ = loads(
         "chrome_trace": ".time_book",
         "draw_times": ".time_book",
         "memory_bytes": ".meter",
+        "own_seconds": ".time_book",
         "time_lines": ".time_book",
     },
 )

@@ -131,6 +131,22 @@ def busy_seconds(times: StepTimes) -> tuple[float, dict[str, float]]:
     return busy, {axis: spent for axis, spent in waits.items() if spent > 0}
 
 
+def own_seconds(times: StepTimes, data_s: float = 0.0) -> dict[str, float]:
+    """Return the seconds of a step that its rank spent on work of its own, by kind: what it waited for others is out.
+
+    data_s: that the host waited for the step's data before it.
+    """
+    found = {"compute": 0.0, "data": min(data_s, times.gap_s), "optimizer": 0.0, "host": 0.0}
+    known = 0.0
+    for phase, seconds in times.phases.items():
+        known += seconds
+        kind = _KINDS.get(phase, "host")
+        if kind != "stages":
+            found[kind] += max(0.0, seconds - sum(times.exposed.get(phase, {}).values()))
+    found["host"] += max(0.0, times.total_s - known)
+    return found
+
+
 def time_lines(
     ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
 ) -> list[str]:

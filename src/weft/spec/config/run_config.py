@@ -289,9 +289,10 @@ class LaunchSection(Section):
     """auto: the GPUs if there are any, else the CPU."""
     timeout: Duration = "30m"
     """How long a rank waits for another before the run ends with an error, such as 90s, 30m or 2h."""
-    warn_after: Duration = "1m"
-    """Report a wait that has lasted this long: which rank is missing, in which collective, since when. `timeout` or
-    more: no reports."""
+    warn_after: Literal["auto"] | Duration = "auto"
+    """Report a wait that has lasted this long: which rank is missing, in which collective, since when. auto: 20 steps
+    as they usually take or were planned, at least 10 s; 1 minute before that is known, and for saves and other long
+    work. `timeout` or more: no reports."""
     route: Literal["auto", "flat", "two_level"] = "auto"
     """How bytes go between hosts of CPU ranks. auto: first within each host, then between them, where hosts hold equal
     blocks of 2, 4, 8 ... neighbouring ranks of an axis, else flat; flat: each rank to all others; two_level: as auto,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ class EngineJob:
     """What an engine is made for.
 
     place: this process among the ranks; None is a single rank. store: where the ranks have met already. tell: shows
-    people a line, of a rank that waits for another one.
+    people a line, of a rank that waits for another one. on_hang: takes an event of it, where this rank may write one.
     """
 
     folder: RunFolder
@@ -32,6 +32,7 @@ class EngineJob:
     place: RankEnv | None
     tell: Callable[[str], None]
     store: Store | None = None
+    on_hang: Callable[[Mapping[str, object]], None] = lambda event: None
 
 
 def derive_seed(*parts: int) -> int:

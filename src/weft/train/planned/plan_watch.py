@@ -47,6 +47,11 @@ class PlanWatch(Hook):
         self._looked_at, self._looked = 0, now()
         self._drifted: frozenset[str] = frozenset()
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, as planned."""
+        return float(self._expected["step_s"])
+
     @classmethod
     def of(
         cls,

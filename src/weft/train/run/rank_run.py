@@ -96,7 +96,7 @@ def run_rank(
             until_left.enter_context(run_lock(folder.path))
         config = folder.config()
         voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
-        job = EngineJob(folder, config, find_task(config), folder.plan(), place, voice.tell, start.store)
+        job = EngineJob(folder, config, find_task(config), folder.plan(), place, voice.tell, start.store, voice.record)
         fault = asked_fault(place.rank if place else 0, job.plan)
         drilled = FaultHook(fault, job.task, folder) if fault else None
         engine = cast(Callable[[EngineJob], Engine], named_object(start.engine))(job)
@@ -150,7 +150,7 @@ class _RankRun:
             watch = WishWatch(self.folder.path, time.time() - (time.monotonic() - began), self.engine)
             limit, recorder = self._watch_resources(began), self._recorder(progress, notes)
         figures, book = self._figures(recorder), TimeBook()
-        beside = self._plan_watch(recorder, book) if recorder else None
+        beside = self._plan_watch(recorder, book)
         trainer = Trainer(
             task=self.task,
             engine=self.engine,
@@ -179,7 +179,7 @@ class _RankRun:
             keeper.leave(error)
             raise
         finally:
-            self.voice.display = None
+            self.voice.display = self.voice.log = None
             if watch:
                 watch.close()
             if figures:
@@ -201,13 +201,20 @@ class _RankRun:
         if not settings.figures:
             return None
         publish = recorder.on_figures if recorder else None
-        return FigureHook(self.engine, self.place, self.folder.path, parse_seconds(settings.every), publish)
+        on_slow = recorder.on_slow if recorder else None
+        return FigureHook(self.engine, self.place, self.folder.path, parse_seconds(settings.every), publish, on_slow)
 
-    def _plan_watch(self, recorder: RunRecorder, book: TimeBook) -> PlanWatch | None:
-        """The observer that lays the plan beside what happens; None where nothing is known of this machine."""
-        engine = self.engine
-        with engine.pulse.doing("asks the planner what to expect"):
-            return PlanWatch.of(self.task, engine.plan, engine.device, book, recorder.on_figures, recorder.on_note)
+    def _plan_watch(self, recorder: RunRecorder | None, book: TimeBook) -> PlanWatch | None:
+        """The first rank's observer that lays the plan beside what happens; None where this machine is not known.
+
+        All ranks hear how long a step is to take, because each judges for itself when a wait is a hang.
+        """
+        engine, found = self.engine, None
+        if recorder:
+            with engine.pulse.doing("asks the planner what to expect"):
+                found = PlanWatch.of(self.task, engine.plan, engine.device, book, recorder.on_figures, recorder.on_note)
+        engine.pulse.planned_s = engine.on_first(lambda: found.step_s if found else 0.0)
+        return found
 
     def _parting(self, keeper: Keeper, trainer: Trainer) -> Wish | None:
         """The wish that the launcher is to act on; all ranks. What cannot be gone back from is held."""
@@ -257,7 +264,7 @@ class _RankRun:
             metrics={metric.name: metric.label for metric in self.task.metrics},
         )
         self.voice.display = display
-        start = {
+        start: dict[str, object] = {
             "model": self.task.model_line(),
             "plan": str(engine.plan),
             "world_size": engine.plan.world_size,
@@ -265,4 +272,6 @@ class _RankRun:
             **circumstances(self.folder, config),
             **engine.versions(),
         }
-        return RunRecorder(self.folder, self.task, display, start)
+        recorder = RunRecorder(self.folder, self.task, display, start)
+        self.voice.log = recorder.on_figures
+        return recorder

@@ -76,6 +76,11 @@ class RunRecorder(Hook):
         """Write an event of figures; the thread that makes it calls this."""
         self._log.write(event)
 
+    def on_slow(self, event: Mapping[str, object]) -> None:
+        """Write an event of a rank that is slow, and show it; the thread of figures calls this."""
+        self._log.write(event)
+        self._display.note(f"step {event['step']}: {event['text']}.")
+
     def on_checkpoint(self, saved: SaveEnd) -> None:
         assert saved.path is not None
         times = {"stall_s": round(saved.stall_s, 4), "durable_s": round(saved.durable_s, 4)}

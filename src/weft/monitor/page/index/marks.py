@@ -17,6 +17,7 @@ LEVELS = ("quiet", "good", "warning", "critical")
 _OF_KIND = {
     "start": "good", "end": "good", "checkpoint": "quiet", "copy": "quiet", "warning": "warning", "drift": "warning",
     "alert": "warning", "failure": "critical", "action": "warning", "held": "warning", "go_on": "good",
+    "hang": "critical", "slow_rank": "warning", "trace": "critical",
 }  # fmt: skip
 _OF_SEVERITY = {"info": "quiet", "warning": "warning", "error": "critical", "critical": "critical"}
 #: Events that are columns of numbers, or say what another one says.
@@ -44,6 +45,8 @@ class Marks:
         level = _OF_SEVERITY.get(str(event.get("severity", "")), _OF_KIND.get(kind, "quiet"))
         if kind == "end" and event.get("reason") != "finished":
             level = "warning"
+        if kind in ("hang", "slow_rank") and event.get("state") == "ended":
+            level = "good"
         self._kept.append(
             {
                 "id": self._next,

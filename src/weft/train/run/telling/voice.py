@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from weft.monitor.screen import Display, LastingStream
@@ -14,6 +15,13 @@ class Voice:
     def __init__(self, stream: TextIO):
         self._stream = LastingStream(stream)
         self.display: Display | None = None
+        #: On the first rank, takes events while it trains.
+        self.log: Callable[[Mapping[str, object]], None] | None = None
+
+    def record(self, event: Mapping[str, object]) -> None:
+        """Write an event, where this rank has a log now."""
+        if self.log is not None:
+            self.log(event)
 
     def tell(self, text: str) -> None:
         """Show a line."""

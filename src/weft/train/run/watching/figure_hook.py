@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from weft.env import RankEnv
+from weft.mesh import members_of
 from weft.monitor import StepRecord
 from weft.monitor.figures import Collector, GpuSource, HostSource, StepFigures, host_name
 from weft.spec.figures import series
@@ -25,6 +26,7 @@ class FigureHook(Hook):
         folder: of the run.
         every_s: seconds between reports.
         publish: on the first rank, takes the event of all ranks; None on the others.
+        on_slow: on the first rank, takes an event of a rank that became slow, or is no longer.
     """
 
     def __init__(
@@ -34,8 +36,9 @@ class FigureHook(Hook):
         folder: Path,
         every_s: float,
         publish: Callable[[Mapping[str, object]], None] | None,
+        on_slow: Callable[[Mapping[str, object]], None] | None = None,
     ):
-        measures = engine.measures()
+        measures, plan = engine.measures(), engine.plan
         host = HostSource(folder, with_machine=place is None or place.local_rank == 0)
         gpu = [GpuSource(measures.gpu).read] if measures.gpu else []
         self._measures, self._on_gpu = measures, measures.gpu is not None
@@ -51,6 +54,9 @@ class FigureHook(Hook):
             of_host=[host.of_machine],
             totals=measures.traffic,
             publish=publish,
+            # Stages of a pipeline do different work, and cannot be compared. Only the first rank compares.
+            groups=[members_of(plan, rank, ("pp",)).index(rank) for rank in range(plan.world_size if publish else 0)],
+            on_slow=on_slow,
         )
 
     def on_start(self, start_step: int) -> None:
@@ -63,7 +69,7 @@ class FigureHook(Hook):
             # The first step has made what there is to hold. Asked here: between two steps nothing of it changes.
             self._memory = dict(self._measures.memory())
         self.collector.put(
-            StepFigures(record.step, record.seconds, record.exposed, busy_s=record.busy_s, data_s=record.data_s)
+            StepFigures(record.step, record.seconds, record.exposed, record.busy_s, record.data_s, record.own)
         )
         return None
 
