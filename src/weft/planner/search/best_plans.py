@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost.machine import Tables
-from weft.planner.estimator import Estimates, estimate, estimate_memory
+from weft.planner.estimator import Estimates, estimate, estimate_memory, estimate_seconds
 from weft.planner.search.candidate import Answer, Candidate, candidates, layouts
 from weft.planner.search.clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question
@@ -130,9 +130,8 @@ class _Keep:
         rows = np.flatnonzero(fits)
         if len(rows):
             columns = columns[rows]
-            found = estimate(asked.job, asked.cluster, columns, self.tables)
-            every = np.arange(len(columns))
-            self.kept.append(columns[_promising(columns, found.total_bytes, found.step_s, every)])
+            seconds = estimate_seconds(asked.job, asked.cluster, columns, self.tables)
+            self.kept.append(columns[_promising(columns, found.total_bytes[rows], seconds, np.arange(len(columns)))])
 
     def _refuse(self, columns: Columns, found: Estimates, out: NDArray[np.bool_]) -> None:
         rows = np.flatnonzero(out)
