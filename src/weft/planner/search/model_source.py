@@ -36,8 +36,8 @@ class PlannedModel:
     """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given.
 
     sample_unit: what a batch consists of, in the plural, where the model's task names it. counted_adapter: the
-    config's, where the model's task counts it; None: the planner does, for Weft's own decoders. folder: of Hugging Face,
-    where the model came from one.
+    config's, where the model's task counts it; None: the planner does, for Weft's own decoders. folder: that a
+    model of Hugging Face was read from.
     """
 
     name: str
