@@ -12,7 +12,8 @@ from weft.planner.search.moves import estimated
 from weft.planner.tell.basis import band_of
 from weft.spec.plan import Plan
 
-PLAN = "pp=16 dp_shard=128 tp=8 zero=2 sp=on schedule=interleaved microbatches=16 virtual_stages=7 precision=bf16 compile=on"
+SHAPE = "pp=16 dp_shard=128 tp=8 sp=on schedule=interleaved microbatches=16 virtual_stages=7"
+PLAN = f"{SHAPE} zero=2 precision=bf16 compile=on"
 FLOPS = 400e12
 
 

@@ -33,15 +33,21 @@ def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterato
     yield from _legal(plan, _changes(plan, space, question, fine), question)
 
 
-def with_room(plan: Plan, question: Question) -> Iterator[Plan]:
-    """Yield the legal plans that differ in what gives memory back for time, in coarse steps: in all of it together."""
+def with_room(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
+    """Yield the legal plans that differ in what gives memory back for time: in all of it together.
+
+    Args:
+        plan: where the search stands.
+        question: what is asked.
+        fine: in small steps.
+    """
     space = Space.whole(question.job, question.cluster, question.fixed)
     facts = plan_space.search_facts(question.job, question.cluster)
     each: list[list[dict[str, Any]]] = []
     for name in _ROOM:
         nearby = PLAN_FIELDS[name].nearby
         values = [plan_space.as_values(name, one) for one in (*space.choices[name], plan_space.default_choice(name))]
-        each.append([*values, *({name: value} for value in (nearby(plan, facts, False) if nearby else ()))])
+        each.append([*values, *({name: value} for value in (nearby(plan, facts, fine) if nearby else ()))])
     yield from _legal(plan, (dict(ChainMap(*both)) for both in itertools.product(*each)), question)
 
 

@@ -1,10 +1,10 @@
 """From the best of the enumeration to better ones: descent and annealing over single changes in the whole space.
 
 The enumeration may have left values out, and takes only round shares; from its best plans every single change is
-tried, shares and budgets in small steps among them, as long as that helps; and together with recompute and offload those
-that would be faster if memory were no limit. With time given, annealing goes on from
-there: of a plan's neighbours one is drawn with a chance that falls with its step time, at a temperature that falls
-from 2 % to 0.05 % of the best step (heat bath; Jia et al. 2018, arXiv 1807.05358, search so for operators).
+tried, shares and budgets in small steps among them, as long as that helps; and what would be faster if memory were no
+limit is tried with other recompute and offload. With time given, annealing goes on from there: of a plan's neighbours
+one is drawn with a chance that falls with its step time, at a temperature that falls from 2 % to 0.05 % of the best
+step (heat bath; Jia et al. 2018, arXiv 1807.05358, search so for operators).
 """
 
 from __future__ import annotations
@@ -33,8 +33,22 @@ _WORTH = 0.001
 def descend(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
     """The plans that are reached from the starts by taking the best change until none helps.
 
-    A change is a single one, or one together with another recompute or offload, which give memory back for time.
+    A change is a single one, or one together with another recompute or offload, which give memory back for time. Of the
+    best plan these are tried together in small steps, and the descent goes on from there.
     """
+    starts = list(starts)
+    found = _descent(starts, question)
+    if starts:
+        best = min((*starts, *found), key=lambda one: one.step_s)
+        finer = estimated(with_room(best.plan, question, fine=True), question)
+        better = [one for one in finer if _is_better(one, best) and one.fits >= question.fits]
+        if better:
+            first = min(better, key=lambda one: one.step_s)
+            found += [first, *_descent([first], question)]
+    return found
+
+
+def _descent(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
     tried: set[Plan] = set()
     found: dict[Plan, Candidate] = {}
     active = [one for one, _ in zip(starts, range(_STARTS), strict=False)]
