@@ -13,6 +13,7 @@ import pytest
 from weft.cli.app import run
 from weft.cli.launcher.world import count_ranks
 from weft.cli.planning.plan_verb import NOTHING_FITS
+from weft.planner.tell.write_config import learning_rate
 from weft.spec.cluster import device
 from weft.spec.files.config_file import load_config
 from weft.spec.plan import Plan
@@ -161,3 +162,69 @@ def test_planning_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_a_config_suits_the_model_and_names_what_is_left(capsys, tmp_path):
+    """The learning rate falls with the size; what a person must fill in stands in the file and on the terminal."""
+    path = tmp_path / "plan.toml"
+    assert run(["plan", "llama3-8b", "8xh100", "--fix", "zero=3 precision=bf16 compile=on", "--out", str(path)]) == 0
+    config, said = load_config(path).config, capsys.readouterr().err
+    assert (config.optimizer.lr, config.tokenizer.vocab_size) == (pytest.approx(3e-4, rel=0.05), 128_256)
+    notes = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# fill in: ")]
+    assert [note.split()[2].partition("=")[0] for note in notes] == ["data.train", "optimizer.lr", "tokenizer:"]
+    assert all(note in said for note in notes)
+
+
+@pytest.mark.parametrize(("billions", "published"), [(8.03, 3e-4), (70.6, 1.5e-4), (405.9, 8e-5)])
+def test_learning_rates_are_those_of_published_models(billions, published):
+    assert learning_rate(billions * 1e9, is_adapter=False) == pytest.approx(published, rel=0.05)
+    assert learning_rate(2.7e7, is_adapter=False) == 1e-3
+
+
+def test_the_config_of_an_adapter_has_one(capsys, tmp_path):
+    path = tmp_path / "plan.toml"
+    assert run(["plan", "llama3-8b", "1xh100", "--tune", "lora=8", "--out", str(path)]) == 0
+    config = load_config(path).config
+    assert (config.adapter.rank, config.optimizer.lr) == (8, 2e-4)
+    assert "fill in: model.path is empty, and an adapter needs a model to adapt." in capsys.readouterr().err
+
+
+def test_a_folder_with_a_tokenizer_keeps_it(capsys, tmp_path):
+    table = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+             "num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 5000,
+             "max_position_embeddings": 512}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    path = tmp_path / "plan.toml"
+    assert run(["plan", str(tmp_path), "2xa100", "--out", str(path)]) == 0
+    section = load_config(path).config.tokenizer
+    assert (section.kind, section.path) == ("file", str(tmp_path))
+    assert "tokenizer:" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "field"), [(["--seq-len", "x"], "seq-len"), (["--top", "x"], "top"), (["--nope"], "nope")]
+)
+def test_errors_of_usage_are_json_too(capsys, words, field):
+    assert run([*SMALL[:3], *words, "--json"]) == 2
+    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    assert error["field"] == field
+    assert words[0] in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--fix", "precision=fp8"],
+         "precision=fp8: the planner estimates published runs in it, and Weft does not run it yet: "
+         "fp32, bf16, fp16, fp64. Use precision=bf16."),
+        (["--fix", "tp=3"], "fix=tp=3: 4 devices are no multiple of 3. Use a divisor: 1, 2, 4."),
+        (["--fix", "dp=4"], "unknown plan field 'dp'. Write dp_shard=N (states are shared out) or dp_replicate=N "
+         "(copies)."),
+        (["--global-batch", "0"], "global-batch=0: a whole number from 1 to 10**9 is needed. "
+         "Use e.g. --global-batch 128."),
+    ],
+)  # fmt: skip
+def test_traps_have_remedies(capsys, words, message):
+    assert run([*SMALL, *words]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -113,7 +114,10 @@ def run(args: Sequence[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.ctx.get_help())
             return 0
-        complain(_usage_text(error))
+        text = _usage_text(error)
+        if "--json" in args:  # programs read what people read: here no verb has begun that would print it
+            print(json.dumps({"errors": [{"field": _option_of(error), "message": text.partition("\n")[0]}]}, indent=2))
+        complain(text)
         return 2
     except _ClickException as error:
         complain(error.format_message())
@@ -132,6 +136,12 @@ def run(args: Sequence[str]) -> int:
     if code == 130:
         say("interrupted.")
     return code if isinstance(code, int) else 0
+
+
+def _option_of(error: Any) -> str:
+    """The option that an error of usage is about, without its dashes; "" where it is about none."""
+    words = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None) or ""]
+    return max(words, key=len).lstrip("-")
 
 
 def main() -> None:

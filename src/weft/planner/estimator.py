@@ -99,6 +99,26 @@ def estimate_memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Ta
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables, timed=False)))
 
 
+def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Array:
+    """Predict the seconds of a step of every row; without memory where that is less work.
+
+    Args:
+        job: model, sequence and batch.
+        cluster: gives the size of a node.
+        columns: the plans.
+        tables: constants of the device, or of a host that was measured.
+    """
+    if isinstance(tables, HostTables):
+        return estimate(job, cluster, columns, tables).step_s
+    factors = [tables.learned.get(name, 1.0) for name in TERMS]
+    return np.concatenate(
+        [
+            np.sum([terms[name] * factor for name, factor in zip(TERMS, factors, strict=True)], axis=0)
+            for terms, _ in device_parts(job, cluster, columns, tables, weighed=False)
+        ]
+    )
+
+
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
     """Seconds of one layer and of the ends by part: what the terms of `estimate` are made of."""
     if isinstance(tables, HostTables):

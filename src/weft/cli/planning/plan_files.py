@@ -52,7 +52,11 @@ def write_config(best: Candidate, path: Path) -> None:
 
     if path.suffix != ".toml":
         raise ConfigError(f"out={path}: a config is a TOML file. Use {path.with_suffix('.toml')}.")
-    _write(path, config_text(best).encode())
+    text = config_text(best)
+    _write(path, text.encode())
+    for line in text.splitlines():
+        if line.startswith("# fill in: "):
+            say(line.removeprefix("# "))
 
 
 def _picture(drawing: Drawing, path: Path) -> bytes:

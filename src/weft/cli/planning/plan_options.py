@@ -37,6 +37,16 @@ Tune = Annotated[
         show_default=False,
     ),
 ]
+Run = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        metavar="tokens=1T",
+        help="Plan a whole run in days and dollars: tokens=, loss= or budget=5000usd; also mtbf= (of a device), "
+        "restart=, save=, stall=, grid= (g CO2 a kWh). CLUSTER may be a list with commas.",
+        show_default=False,
+    ),
+]
 Fix = Annotated[
     str, typer.Option("--fix", metavar="WORDS", help="Fix these fields of the plan: 'tp=8 zero=1'.", show_default=False)
 ]

@@ -30,6 +30,7 @@ def plan(
     seq_len: options.SeqLen = None,
     global_batch: options.GlobalBatch = None,
     tune: options.Tune = None,
+    run: options.Run = None,
     fix: options.Fix = "",
     built_only: options.BuiltOnly = True,
     top: options.Top = 10,
@@ -61,8 +62,7 @@ def plan(
         sizes = {"seq_len": seq_len, "global_batch": global_batch}
         search = {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
         described = _described(model, save_model)
-        if tune == "all":
-            _tell_what_fits(described, cluster, {**sizes, **search}, as_json=json)
+        if _is_a_list(described, cluster, (tune, run, price), {**sizes, **search}, as_json=json):
             return
         found = _find(_asked(described, cluster, tune, {**sizes, **search}), why_not, compare, what_if or [])
         _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
@@ -119,6 +119,24 @@ def _asked(model: Any, cluster: str, tune: str | None, settings: dict[str, Any])
     if tune is None:
         return Question.of(model, cluster, **settings)
     return tuned_question(model, cluster, tune, **settings)
+
+
+def _is_a_list(
+    model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
+    as_json: bool,
+) -> bool:  # fmt: skip
+    """Answer for each of several clusters where that is asked; whether it was."""
+    tune, run, price = asked
+    if tune is not None and run is not None:
+        raise ConfigError(f"tune={tune}: --run plans the training of all weights. Use one of them.")
+    if run is not None:
+        from weft.cli.planning.run_view import tell_runs
+
+        if not tell_runs(model, clusters, run, price, settings, as_json=as_json):
+            raise typer.Exit(NOTHING_FITS)
+    if tune == "all":
+        _tell_what_fits(model, clusters, settings, as_json=as_json)
+    return run is not None or tune == "all"
 
 
 def _tell_what_fits(model: Any, clusters: str, settings: dict[str, Any], *, as_json: bool) -> None:

@@ -175,19 +175,28 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages, dev
 
     device_bytes: memory of a GPU, 0 of a CPU.
     """
-    layer = layer_bytes(job, columns)
-    p = columns.pp
-    ends = (
-        (stages.first, 0, True, False),
-        (stages.middle, 1, False, False),
-        (stages.last, p - 1, False, True),
-    )
-    candidates = [rank_bytes(job, columns, tables, layer, each, device_bytes) for each in ends]
-    candidates.append(rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True), device_bytes))
-    totals = [sum(each.values()) for each in candidates]
-    piped = p > 1
-    usable = [piped, p > 2, piped, ~piped]
-    totals = np.stack([np.where(use, total, -1.0) for use, total in zip(usable, totals, strict=True)])
+    piped = columns.pp > 1
+    if piped.all() or not piped.any():
+        return _fullest(job, columns, tables, stages, device_bytes)
+    found = {name: np.empty(len(columns)) for name in CLASSES}
+    for rows in (np.flatnonzero(piped), np.flatnonzero(~piped)):
+        some = Stages(
+            *(np.broadcast_to(each, piped.shape)[rows] for each in (stages.first, stages.middle, stages.last))
+        )
+        for name, values in _fullest(job, columns[rows], tables, some, device_bytes).items():
+            found[name][rows] = values
+    return found
+
+
+def _fullest(job: Job, columns: Columns, tables: Tables, stages: Stages, device_bytes: int) -> dict[str, Array]:
+    """The same, of rows that all have a pipeline or all have none."""
+    layer, p = layer_bytes(job, columns), columns.pp
+    if not len(columns) or p[0] == 1:
+        return rank_bytes(job, columns, tables, layer, (stages.middle, 0, True, True), device_bytes)
+    places = [(stages.first, 0, True, False), (stages.middle, 1, False, False), (stages.last, p - 1, False, True)]
+    candidates = [rank_bytes(job, columns, tables, layer, each, device_bytes) for each in places]
+    totals = np.stack([np.sum(list(each.values()), axis=0) for each in candidates])
+    totals[1, p == 2] = -1.0  # two stages have no middle
     worst = totals.argmax(axis=0)
     return {name: np.choose(worst, [each[name] for each in candidates]) for name in CLASSES}
 

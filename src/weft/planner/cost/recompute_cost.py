@@ -33,12 +33,13 @@ class RecomputeOption(NamedTuple):
 
 class Heavy(NamedTuple):
     """A product or attention of a layer: bytes of its output, and its seconds over those of all products (share) or of
-    attention. worth: time saved for its bytes, to be compared."""
+    attention. worth: time saved for its bytes, to be compared: what tensor parallelism cuts in its sums and not in its
+    output, such as the product behind attention, is worth less the more ranks there are."""
 
     kept: Array
     share: Array
     is_attention: bool
-    worth: float
+    worth: Array | float
 
 
 def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
@@ -108,12 +109,23 @@ def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]
     """The options of a mean layer, from keeping all to keeping its input alone."""
     bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
     found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
-    heavy = sorted(_heavy(job, columns), key=lambda each: each.worth)
-    seconds = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
-    for dropped in range(len(heavy)):
-        kept = bytes_of["full"] + sum(each.kept for each in heavy[dropped:])
-        found.append(RecomputeOption(kept, sum(seconds[:dropped], costs.memory_f + _summed_again(job, columns, costs))))
+    kept, seconds = _by_worth(_heavy(job, columns), costs)
+    for dropped in range(len(kept)):
+        again = sum(seconds[:dropped], costs.memory_f + _summed_again(job, columns, costs))
+        found.append(RecomputeOption(bytes_of["full"] + sum(kept[dropped:]), again))
     return [*found, RecomputeOption(bytes_of["full"], replay_s(job, columns, costs)["full"])]
+
+
+def _by_worth(heavy: list[Heavy], costs: LayerCosts) -> tuple[list[Array], list[Array]]:
+    """Bytes and seconds of a layer's heavy operations, in each row those first that save the least time for them."""
+    if not heavy:
+        return [], []
+    each_s = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
+    rows = len(each_s[0])
+    worth = np.stack([np.broadcast_to(each.worth, rows) for each in heavy])
+    order = np.argsort(worth, axis=0, kind="stable")
+    kept = np.stack([np.broadcast_to(each.kept, rows) for each in heavy])
+    return list(np.take_along_axis(kept, order, axis=0)), list(np.take_along_axis(np.stack(each_s), order, axis=0))
 
 
 def _with_policy(columns: Columns, name: str) -> Columns:
@@ -138,7 +150,7 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
     each = width * tokens
     return [
         Heavy(each * (q + 2 * kv), work["in"] / total, False, h),
-        Heavy(each * h, work["out"] / total, False, float(shape.heads * shape.head_dim)),
+        Heavy(each * h, work["out"] / total, False, q),
         Heavy(each * ups * ffn, work["up"] / total, False, h),
         Heavy(each * q, np.ones_like(t), True, float(job.seq_len)),
     ]

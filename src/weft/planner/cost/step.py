@@ -56,7 +56,7 @@ _CHUNK = 1 << 15
 
 
 def device_parts(
-    job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, *, timed: bool = True
+    job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, *, timed: bool = True, weighed: bool = True
 ) -> Iterator[Parts]:
     """Yield the seconds by term (TERMS) and bytes by class (CLASSES, and "host") of every row, some rows at a time.
 
@@ -66,19 +66,21 @@ def device_parts(
         columns: the plans.
         tables: constants of the device.
         timed: with seconds; without them it is a small part of the work.
+        weighed: with bytes.
     """
     fabric = Fabric.of(tables, cluster.devices_per_node)
     for start in range(0, max(1, len(columns)), _CHUNK):
         some = columns[slice(start, start + _CHUNK)]
         if timed:
-            yield _chunk(job, cluster, some, tables, fabric)
+            terms, stages = _chunk(job, cluster, some, tables, fabric)
+            yield terms, _memory(job, cluster, some, tables, stages) if weighed else {}
         else:
             yield {}, _memory(job, cluster, some, tables, split_layers(job.shape.layers, some))
 
 
 def _chunk(
     job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric
-) -> tuple[dict[str, Array], dict[str, Array]]:
+) -> tuple[dict[str, Array], Stages]:
     costs = layer_costs(job, columns, tables, fabric)
     terms: dict[str, Array] = {name: np.zeros(len(columns)) for name in TERMS}
     idle_f, idle_b, layer = _layer_terms(job, columns, costs)
@@ -102,7 +104,7 @@ def _chunk(
             terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
     _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
     _step_terms(job, columns, cluster, tables, fabric, (costs, idle_f, idle_b), stages, terms)
-    return terms, _memory(job, cluster, columns, tables, stages)
+    return terms, stages
 
 
 def _memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:

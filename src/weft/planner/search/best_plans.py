@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost.machine import Tables
-from weft.planner.estimator import Estimates, estimate, estimate_memory
+from weft.planner.estimator import Estimates, estimate, estimate_memory, estimate_seconds
 from weft.planner.search.candidate import Answer, Candidate, candidates, layouts
 from weft.planner.search.clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question
@@ -27,6 +27,8 @@ _CHUNK = 2**17
 _KEPT, _KEPT_OF_CELL = 256, 4
 #: A space of so many times the limit is too large even to count what its rules leave.
 _COUNTED = 8
+#: Plans from which the descent starts: of the best cells, and of the best ways to run one.
+_CELLS, _KINDS = 6, 4
 #: Layouts whose pipelines are run on a clock.
 _CLOCKED = 12
 
@@ -64,11 +66,20 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
     cells: dict[tuple[int, int, int], Candidate] = {}
     for one in ranked:
         cells.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
-    starts = list({one.plan: one for one in [*cells.values(), *layouts(ranked)]}.values())
+    first = [*list(cells.values())[:_CELLS], *_kinds(ranked)[:_KINDS]]
+    starts = list({one.plan: one for one in [*first, *cells.values(), *layouts(ranked)]}.values())
     found = descend(starts, question)
     found += anneal([*found, *starts], question, question.refine_s)
     merged = {one.plan: one for one in [*ranked, *found]}
     return _with_clock(sorted(merged.values(), key=lambda one: one.step_s), question)
+
+
+def _kinds(ranked: list[Candidate]) -> list[Candidate]:
+    """The best plan of each way to run one: from some of them, two changes lead to what is faster, and one does not."""
+    found: dict[tuple[object, ...], Candidate] = {}
+    for one in ranked:
+        found.setdefault((one.plan.compile, one.plan.schedule, one.plan.zero, one.plan.recompute), one)
+    return list(found.values())
 
 
 def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
@@ -130,9 +141,8 @@ class _Keep:
         rows = np.flatnonzero(fits)
         if len(rows):
             columns = columns[rows]
-            found = estimate(asked.job, asked.cluster, columns, self.tables)
-            every = np.arange(len(columns))
-            self.kept.append(columns[_promising(columns, found.total_bytes, found.step_s, every)])
+            seconds = estimate_seconds(asked.job, asked.cluster, columns, self.tables)
+            self.kept.append(columns[_promising(columns, found.total_bytes[rows], seconds, np.arange(len(columns)))])
 
     def _refuse(self, columns: Columns, found: Estimates, out: NDArray[np.bool_]) -> None:
         rows = np.flatnonzero(out)

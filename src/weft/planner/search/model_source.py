@@ -36,7 +36,8 @@ class PlannedModel:
     """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given.
 
     sample_unit: what a batch consists of, in the plural, where the model's task names it. counted_adapter: the
-    config's, where the model's task counts it; None: the planner does, for Weft's own decoders.
+    config's, where the model's task counts it; None: the planner does, for Weft's own decoders. folder: that a
+    model of Hugging Face was read from.
     """
 
     name: str
@@ -45,6 +46,7 @@ class PlannedModel:
     config: RunConfig | None = None
     sample_unit: str = "samples"
     counted_adapter: AdapterSize | None = None
+    folder: Path | None = None
 
     @property
     def traced(self) -> TracedModel | None:
@@ -148,7 +150,8 @@ def _read_hugging_face(path: Path) -> PlannedModel:
     table = cast(dict[str, Any], read)
     if table.get("format") == FORMAT:
         return read_model(TracedModel.from_table(str(path), table))
-    return _from_hugging_face(path.parent.name if path.suffix == ".json" else path.name or str(path.resolve()), table)
+    name = path.parent.name if path.suffix == ".json" else path.name or str(path.resolve())
+    return replace(_from_hugging_face(name, table), folder=file.parent)
 
 
 def _from_hugging_face(name: str, table: Mapping[str, Any]) -> PlannedModel:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +16,8 @@ from weft.spec import common_divisors, shares
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
 from weft.spec.rules import check
 
+#: Fields that give memory back for time.
+_ROOM = ("recompute", "offload")
 _ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 
 
@@ -26,9 +30,31 @@ def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterato
         fine: in small steps.
     """
     space = Space.whole(question.job, question.cluster, question.fixed)
+    yield from _legal(plan, _changes(plan, space, question, fine), question)
+
+
+def with_room(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
+    """Yield the legal plans that differ in what gives memory back for time: in all of it together.
+
+    Args:
+        plan: where the search stands.
+        question: what is asked.
+        fine: in small steps.
+    """
+    space = Space.whole(question.job, question.cluster, question.fixed)
+    facts = plan_space.search_facts(question.job, question.cluster)
+    each: list[list[dict[str, Any]]] = []
+    for name in _ROOM:
+        nearby = PLAN_FIELDS[name].nearby
+        values = [plan_space.as_values(name, one) for one in (*space.choices[name], plan_space.default_choice(name))]
+        each.append([*values, *({name: value} for value in (nearby(plan, facts, fine) if nearby else ()))])
+    yield from _legal(plan, (dict(ChainMap(*both)) for both in itertools.product(*each)), question)
+
+
+def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) -> Iterator[Plan]:
     words = _words(plan)
     seen = {plan, _fitted(words, question.job)}
-    for change in _changes(plan, space, question, fine):
+    for change in changes:
         try:
             found = _fitted(words | change, question.job)
         except PlanError:
@@ -64,15 +90,15 @@ def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterat
             yield plan_space.as_values(name, chosen)
         for value in known.nearby(plan, facts, fine) if known.nearby else ():
             yield {name: value}
-    yield from _batches(plan, question)
+    yield from _batches(plan, question, 4 if fine else 2)
     yield from _meshes(plan, question)
 
 
-def _batches(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
+def _batches(plan: Plan, question: Question, most: int) -> Iterator[dict[str, Any]]:
     """Other numbers of passes: the next ones up and down."""
     legal = shares.even_passes(question.job.global_batch, plan.dp_size)
     now = plan.microbatches_per_step
-    for passes in [*[each for each in legal if each < now][-2:], *[each for each in legal if each > now][:2]]:
+    for passes in [*[each for each in legal if each < now][-most:], *[each for each in legal if each > now][:most]]:
         yield _passes(plan, passes)
 
 

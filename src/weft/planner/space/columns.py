@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -183,7 +184,7 @@ class Columns:
             PlanError: where the runtime has no word for it (fp8).
         """
         values: dict[str, Any] = {
-            name: known.kind.decode(*(getattr(self, column.name)[row] for column in known.columns))
+            name: _decoded(name, *(getattr(self, column.name)[row].item() for column in known.columns))
             for name, known in PLAN_FIELDS.items()
             if known.columns
         }
@@ -195,6 +196,12 @@ class Columns:
         usual, found = (tuple(axis for axis in order if sizes[axis] > 1) for order in (AXES, values["order"]))
         values["order"] = () if found == usual else found
         return Plan(**values)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _decoded(name: str, *numbers: float) -> Any:
+    """The value of a field from its columns; a ranking has thousands of plans of few values."""
+    return PLAN_FIELDS[name].kind.decode(*numbers)
 
 
 def encoded(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:

@@ -21,6 +21,7 @@ __all__ = [
     "search",
     "time_by_rung",
     "what_if",
+    "whole_runs",
     "why_not",
 ]
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from weft.planner.tell.nearest import nearest_yes
     from weft.planner.tell.scenario import Scenario, what_if
     from weft.planner.tell.verdict import WhyNot, why_not
+    from weft.planner.tell.whole_run import whole_runs
     from weft.planner.tell.write_config import config_text
 
 __getattr__ = loads(
@@ -50,6 +52,7 @@ __getattr__ = loads(
         "search": ".explained",
         "time_by_rung": ".basis",
         "what_if": ".scenario",
+        "whole_runs": ".whole_run",
         "why_not": ".verdict",
     },
 )

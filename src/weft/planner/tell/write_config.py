@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from weft.errors import ConfigError, ModelError
 from weft.planner.search import Candidate
 from weft.spec import DecoderSpec, decoder_spec
@@ -10,6 +12,13 @@ from weft.spec.model import model_names
 #: Fields of the model's section that say its shape.
 _SHAPE_FIELDS = ("family", "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len",
                  "tied", "rope_theta", "norm_eps")  # fmt: skip
+
+#: How a line of the file begins that names something to fill in, or to look at.
+FILL_IN = "# fill in: "
+#: The fewest entries of a tokenizer that is trained.
+_LEAST_VOCAB = 300
+#: Parameters from which adapters are trained more slowly.
+_LARGE = 3e10
 
 
 def config_text(one: Candidate) -> str:
@@ -31,8 +40,10 @@ def config_text(one: Candidate) -> str:
     tables["train"]["global_batch"] = question.job.global_batch
     if question.model.traced is None:
         tables["train"]["seq_len"] = question.job.seq_len
+    notes: list[str] = []
     if question.model.config is None:
         tables["run"] |= {"name": question.model.name}
+        notes = _suit(tables, one)
     config = RunConfig.model_validate(tables)
     problems = config_problems(config, world_size=question.cluster.num_devices)
     if problems:
@@ -42,7 +53,47 @@ def config_text(one: Candidate) -> str:
         f"{format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} {question.unit}/s, "
         f"{format_bytes(one.total_bytes)} of {format_bytes(one.usable_bytes)} on each rank.\n"
     )
-    return expected + format_config(config)
+    return expected + "".join(f"{FILL_IN}{note}\n" for note in notes) + format_config(config)
+
+
+def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
+    """Change the defaults, which suit a small model on built-in text; what a person must still look at."""
+    model, adapter = one.question.model, one.question.job.adapter
+    tables["optimizer"]["lr"] = rate = learning_rate(model.shape.num_params, is_adapter=adapter is not None)
+    why = "usual for adapters of models of this size" if adapter else "for training from random weights, by size"
+    notes = [
+        "data.train is Weft's built-in text, which is there to try things. Name your own files.",
+        f"optimizer.lr={rate:g} is {why}. To fine-tune all weights, use about a tenth.",
+    ]
+    if adapter is not None:
+        tables["adapter"]["rank"] = adapter.rank
+        notes[1] = f"optimizer.lr={rate:g} is {why}."
+        notes.append('model.path is empty, and an adapter needs a model to adapt. Name its folder: path = "folder".')
+    if model.folder is not None and (model.folder / "tokenizer.json").is_file():
+        tables["tokenizer"] |= {"kind": "file", "path": str(model.folder.resolve())}
+    elif model.shape.vocab >= _LEAST_VOCAB:
+        tables["tokenizer"]["vocab_size"] = model.shape.vocab
+        notes.append(
+            f"tokenizer: one of {model.shape.vocab:,} entries is trained on your data. If the model has its own, use "
+            'kind = "file" and path = "folder".'
+        )
+    return notes
+
+
+def learning_rate(num_params: float, *, is_adapter: bool) -> float:
+    """Return a peak learning rate of AdamW that suits a model's size, two digits of it.
+
+    From random weights: 3e-4 at 8 B parameters, falling with the cube root of the size. That gives what Llama 3 used
+    (arXiv 2407.21783, table 3: 3e-4 at 8 B, 1.5e-4 at 70 B, 8e-5 at 405 B); Weft's default, 1e-3, is the most. For
+    adapters: what QLoRA used (arXiv 2305.14314): 2e-4, and 1e-4 from 33 B on.
+
+    Args:
+        num_params: of the whole model.
+        is_adapter: only an adapter is trained.
+    """
+    if is_adapter:
+        return 2e-4 if num_params < _LARGE else 1e-4
+    return float(f"{min(1e-3, 3e-4 * (8e9 / num_params) ** (1 / 3)):.1e}")
 
 
 def _model_table(one: Candidate) -> dict[str, object]:

@@ -137,7 +137,7 @@ class Plan:
         tried=passes_tried, divides_work=False,
     )
     precision: str = described(
-        OneOf(PRECISIONS, codes=PLANNED_PRECISIONS), "fp32",
+        OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"), "fp32",
         "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64).",
         searched=precisions, tried=("fp64",), divides_work=False,
     )

@@ -153,14 +153,19 @@ class OneOf(Kind):
     """One of a few words.
 
     open: the word that leaves the choice of another one to the machine. codes: what the planner's numbers stand for,
-    where these are not the words; it names the way that an open word stands for before it encodes a plan.
+    where these are not the words; it names the way that an open word stands for before it encodes a plan. instead: the
+    word to use for one of `codes` that no plan has.
     """
 
     known: Sequence[str]
     open: str = ""
     codes: tuple[str, ...] = ()
+    instead: str = ""
 
     def check(self, name: str, value: object) -> str:
+        if self.instead and value in self.codes and value not in self.known:
+            rule = f"the planner estimates published runs in it, and Weft does not run it yet: {', '.join(self.known)}"
+            raise refused(name, f"{name}={value}: {rule}. Use {name}={self.instead}.")
         return choice(name, value, self.known)
 
     def words(self) -> str:

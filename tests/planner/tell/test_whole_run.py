@@ -1,0 +1,86 @@
+"""A whole run: goodput against drawn failures, days and dollars that add up, and words that are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from weft.cli.app import run
+from weft.errors import ConfigError
+from weft.planner.tell import whole_runs
+from weft.planner.tell.whole_run import goodput, read_run
+
+FIXED = "dp_shard=8 zero=3 precision=bf16 compile=on recompute=full"
+
+
+@pytest.mark.parametrize(("failure_s", "save_s", "stall_s", "restart_s"), [(9000, 600, 20, 600), (2000, 900, 60, 300)])
+def test_goodput_is_that_of_drawn_failures(failure_s: float, save_s: float, stall_s: float, restart_s: float) -> None:
+    """A run is played through, failures drawn at random, also during saves and restarts."""
+    draw, clock, segments = random.Random(0), 0.0, 4000
+
+    def until_failure() -> float:
+        return draw.expovariate(1 / failure_s)
+
+    for _ in range(segments):
+        need = save_s + stall_s
+        while (left := until_failure()) < need:
+            clock += left
+            need = restart_s + save_s + stall_s
+        clock += need
+    assert goodput(failure_s, save_s, stall_s, restart_s) == pytest.approx(segments * save_s / clock, rel=0.03)
+
+
+def test_a_budget_buys_what_its_tokens_cost() -> None:
+    """Tokens of a budget cost the budget; the loss of these tokens asks for the same tokens."""
+    ((_, bought),) = whole_runs("llama3-8b", "8xh100", "budget=5000usd,grid=400", fixed=FIXED)
+    assert bought is not None
+    ((_, paid),) = whole_runs("llama3-8b", "8xh100", f"tokens={round(bought.tokens)}", fixed=FIXED)
+    ((_, aimed),) = whole_runs("llama3-8b", "8xh100", f"loss={bought.loss}", fixed=FIXED)
+    assert paid is not None
+    assert aimed is not None
+    assert paid.dollars == pytest.approx(5000)
+    assert aimed.tokens == pytest.approx(bought.tokens, rel=1e-6)
+    per_step = bought.candidate.question.job.global_batch * 8192
+    assert bought.seconds == pytest.approx(bought.tokens / per_step * bought.candidate.step_s / bought.goodput)
+    assert bought.co2_kg == pytest.approx(0.4 * (bought.kwh or 0.0))
+
+
+def test_clusters_are_listed_by_what_a_token_costs() -> None:
+    """What holds the model comes first, the cheapest before the others."""
+    fixed = "zero=3 precision=bf16 recompute=full"
+    found = whole_runs("llama3-8b", "1xrtx4090,8xa100,8xh100", "budget=1000usd", fixed=fixed)
+    assert [str(reply.question.cluster) for reply, _ in found] == ["8xh100", "8xa100", "1xrtx4090"]
+    assert found[-1][1] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mtfb=3h", "run=mtfb: not a word of a run. Did you mean 'mtbf'?"),
+        ("tokens=0", "tokens=0: a number above 0 is needed. Write e.g. tokens=1T."),
+        ("budget=inf", "budget=inf: a number above 0 is needed. Write e.g. budget=5000usd."),
+        ("mtbf=9h", "run=mtbf=9h: nothing says where it ends. Write one of them, e.g. --run tokens=1T."),
+        ("tokens=1T,loss=2", "run=tokens=1T,loss=2: tokens, loss and budget each say where it ends. "
+         "Write one of them, e.g. --run tokens=1T."),
+    ],
+)  # fmt: skip
+def test_words_that_say_nothing(text: str, message: str) -> None:
+    """One sentence with the value, the rule and the remedy."""
+    with pytest.raises(ConfigError) as caught:
+        read_run(text)
+    assert str(caught.value) == message
+
+
+def test_the_command_tells_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """As text and as JSON; a loss out of reach is refused."""
+    words = ["plan", "llama3-8b", "8xh100", "--fix", FIXED, "--run"]
+    assert run([*words, "tokens=1T"]) == 0
+    text = capsys.readouterr().out
+    assert "goodput 100.0%: a failure every" in text
+    assert "loss    about" in text
+    assert run([*words, "tokens=1T", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["run"]["tokens"] == 1e12
+    assert run([*words, "loss=1.2"]) == 2
+    assert "loss=1.2: llama3-8b never gets below 1.990" in capsys.readouterr().err
