@@ -263,6 +263,20 @@ class Task:
     #: What `show` leaves in the run folder, by name.
     leaves: ClassVar[tuple[str, ...]] = ()
 
+    def sample_lines(self, place: int) -> Sequence[str]:
+        """Show a training sample as the model sees it.
+
+        By default: where it is among `samples("train")`, and what it is made of. After `open`; torch need not be there.
+
+        place: in the order of training, from 0 and over all epochs: the first of step s has (s - 1) * global_batch.
+        """
+        from weft.train.task.indexed import IndexedBatches
+        from weft.train.task.sample_view import described
+
+        row = IndexedBatches(self.samples("train") or (), Share(1), self.collate, seed=self.config.seed)
+        epoch, index = row.locate(place)
+        return [f"epoch {epoch}, number {index} of {row.samples_per_epoch}", *described(row.sample(place))]
+
     def try_line(self, folder: RunFolder) -> str:
         """Return the command that tries the trained model; "": there is none."""
         return ""

@@ -239,6 +239,18 @@ class FolderTask(Task):
     def samples_per_epoch(self) -> int:
         return len(self.tables.train)
 
+    def sample_lines(self, place: int) -> Sequence[str]:
+        """Show the text that the model reads, beside what else a row holds."""
+        from weft.data import visible
+        from weft.train.task.indexed import IndexedBatches
+
+        row = IndexedBatches(self.samples("train") or (), Share(1), self.collate, seed=self.config.seed)
+        found = row.sample(place)
+        if not isinstance(found, Mapping) or "input_ids" not in found:
+            return super().sample_lines(place)
+        text = self.tokenizer().decode(found["input_ids"].tolist())
+        return [*super().sample_lines(place), *visible(text).split("\n")]
+
     def padded_inputs(self, samples: Sequence[Mapping[str, np.ndarray]], pad_id: int) -> dict[str, torch.Tensor]:
         """Return ids, mask and kinds of tokens, filled up to the longest.
 
