@@ -41,7 +41,7 @@ class Hook:
     def on_phase(self, name: str) -> None:
         """Hear that the loop turns to something besides training, and when it trains again.
 
-        name: "compiling", "first step", "evaluating" or "saving"; "" when it trains again.
+        name: "compiling", "first step", "evaluating", "tracing" or "saving"; "" when it trains again.
         """
 
     def on_step(self, record: StepRecord) -> str | None:

@@ -9,7 +9,9 @@ import typer
 
 
 def explain(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/quickstart.", show_default=False)],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="A run folder, such as runs/quickstart.", show_default=False)
+    ],
     step: Annotated[
         int | None, typer.Option(help="A step that went wrong, from 1; by default the last one.", show_default=False)
     ] = None,

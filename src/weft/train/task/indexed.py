@@ -55,6 +55,19 @@ class IndexedBatches:
         return self._samples[index] if in_epoch is None else in_epoch(epoch, index)
 
 
+def sample_in_order(samples: MapDataset | None, seed: int, place: int) -> tuple[str, Any]:
+    """Return where a sample of the order of training is among a task's own, in words, and the sample.
+
+    Args:
+        samples: of the task.
+        seed: of the run.
+        place: in the order of training.
+    """
+    row = IndexedBatches(samples or (), Share(1), list, seed=seed)
+    epoch, index = row.locate(place)
+    return f"epoch {epoch}, number {index} of {row.samples_per_epoch}", row.sample(place)
+
+
 class _EvalBatches:
     """The first samples of an evaluation set, in whole global batches, in order."""
 

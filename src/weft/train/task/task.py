@@ -270,12 +270,11 @@ class Task:
 
         place: in the order of training, from 0 and over all epochs: the first of step s has (s - 1) * global_batch.
         """
-        from weft.train.task.indexed import IndexedBatches
+        from weft.train.task.indexed import sample_in_order
         from weft.train.task.sample_view import described
 
-        row = IndexedBatches(self.samples("train") or (), Share(1), self.collate, seed=self.config.seed)
-        epoch, index = row.locate(place)
-        return [f"epoch {epoch}, number {index} of {row.samples_per_epoch}", *described(row.sample(place))]
+        where, sample = sample_in_order(self.samples("train"), self.config.seed, place)
+        return [where, *described(sample)]
 
     def try_line(self, folder: RunFolder) -> str:
         """Return the command that tries the trained model; "": there is none."""

@@ -18,7 +18,7 @@ _UNREADABLE = (OSError, LookupError, ValueError, TypeError)
 
 
 def seen_digests(task: Task, event: Mapping[str, Any]) -> list[str]:
-    """Name the content of the samples of a trace, so that who reads it knows whether they are the same.
+    """Return digests of the samples of a trace, by which a later reader knows whether they are the same.
 
     An empty name: the task cannot show the sample.
     """
@@ -107,7 +107,9 @@ def _trace_of(folder: RunFolder, step: int | None) -> dict[str, Any]:
     known = sorted(traces)
     named = ", ".join(map(str, known[-_MOST_STEPS:]))
     if not known:
-        text = "none of its steps went wrong, so there is no trace. Steps with a loss or gradient that is not finite and "
+        text = (
+            "none of its steps went wrong, so there is no trace. Steps with a loss or gradient that is not finite and "
+        )
         text += "jumps of the loss have one."
     elif len(known) > _MOST_STEPS:
         text = f"this step has no trace. {len(known)} steps have one, the last {_MOST_STEPS}: {named}."

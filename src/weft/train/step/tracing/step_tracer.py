@@ -31,7 +31,7 @@ from weft.train.step.tracing.module_watch import (
     spoilt_gradients,
     spoilt_parameters,
 )
-from weft.train.step.tracing.verdict import LossPart, RankFinding, TracedSamples, judge, unusual, worst
+from weft.train.step.tracing.trace_event import LossPart, RankFinding, TracedSamples, judge, unusual, worst
 from weft.train.step.whole_batch import WholeBatchLoss
 from weft.train.task import Task
 
@@ -216,7 +216,9 @@ class StepTracer:
             "order": bad,
             "module": calls[bad].module if bad >= 0 else "",
             "got_finite": bad < 0 or math.isfinite(calls[bad].input_size),
-            "input_finite": math.isfinite(float(_size(cut_rows(batch, [last.runs[place]])[0] if last.runs[place] else batch))),
+            "input_finite": math.isfinite(
+                float(_size(cut_rows(batch, [last.runs[place]])[0] if last.runs[place] else batch))
+            ),
             "unusual": unusual(sizes[place], others) if others else None,
             "sizes": None if others else sizes[place],
             "error": last.error,

@@ -168,12 +168,11 @@ class PreferTask(DecoderTask):
         """Show the text of the answers, with their prompt in double brackets."""
         from weft.data import marked
         from weft.data.order import view_answer
-        from weft.train.task.indexed import IndexedBatches
+        from weft.train.task import sample_in_order  # here, since it loads torch
 
-        row = IndexedBatches(self._of_train, Share(1), self.collate, seed=self.config.seed)
-        epoch, index = row.locate(place)
-        lines = [f"epoch {epoch}, number {index} of {len(self._of_train)}"]
-        for ids, labels in row.sample(place)["rows"]:
+        where, sample = sample_in_order(self._of_train, self.config.seed, place)
+        lines = [where]
+        for ids, labels in sample["rows"]:
             weights = [0.0, *(labels >= 0).astype(float).tolist()]
             # The last label is a token of its own: no input shows it.
             whole = [*ids.tolist(), *labels[-1:][labels[-1:] >= 0].tolist()]

@@ -12,6 +12,8 @@ from weft.train.engine import TraceKind
 
 #: Where the highest loss is not above the median of the other samples by this factor, no sample stands out.
 _STANDS_OUT = 1.5
+#: A module is named for a spike where its output is so many times larger or smaller than for other samples.
+_UNUSUAL = 2.0
 _MOST_NAMED = 8
 
 
@@ -27,7 +29,9 @@ class LossPart:
     def joined(cls, parts: Sequence[LossPart]) -> LossPart:
         """Return what ranks that compute the same samples found together."""
         return cls(
-            math.fsum(part.loss_sum for part in parts) if all(math.isfinite(part.loss_sum) for part in parts) else math.nan,
+            math.fsum(part.loss_sum for part in parts)
+            if all(math.isfinite(part.loss_sum) for part in parts)
+            else math.nan,
             math.fsum(part.count for part in parts),
             all(part.is_finite for part in parts),
         )
@@ -101,13 +105,13 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
     ranks = [rank for rank, one in enumerate(findings) if one.data == samples.data]
     first = ranks[0]
     if failed:
-        return _said("unknown", first, "", f"the step could not be computed once more ({failed})")
+        return _said("unknown", first, "", f"the second forward that looks for the cause failed ({failed})")
     if kind == "spike":
         return _spike(samples, findings, ranks)
     bad = [rank for rank in ranks if findings[rank].order >= 0]
     unread = [rank for rank in ranks if not findings[rank].input_finite]
     if unread:
-        return _said("input", unread[0], "", "the batch holds values that are not finite before the model reads it")
+        return _said("input", unread[0], "", "the batch already holds values that are not finite")
     if bad:
         rank = min(bad, key=lambda one: (findings[one].stage, findings[one].order, one))
         return _of_module(findings[rank], rank, samples, findings)
@@ -115,11 +119,9 @@ def judge(kind: TraceKind, samples: TracedSamples, findings: Sequence[RankFindin
     if kind == "gradient":
         return _gradient(findings, last)
     if not math.isfinite(samples.mean):
-        text = "the output of every module is finite, and the loss that is computed from it is not"
+        text = "all modules give finite outputs, but the loss computed from them is not finite"
         return _said("loss", last, "", text)
-    return _said(
-        "unknown", first, "", "the same samples gave finite numbers when they were computed once more, without dropout"
-    )
+    return _said("unknown", first, "", "a second forward of the same samples, in evaluation mode, gave finite numbers")
 
 
 def _of_module(
@@ -127,37 +129,38 @@ def _of_module(
 ) -> dict[str, Any]:
     """The first module whose output is not finite."""
     holders = [place for place, one in enumerate(findings) if _own(one.weights, found.module)]
-    every = ", of every sample" if samples.all_bad else ""
+    every = ", for every sample" if samples.all_bad else ""
     if holders:
         rank = rank if rank in holders else holders[0]
         names = _own(findings[rank].weights, found.module)
-        text = f"{', '.join(names[:_MOST_NAMED])} holds values that are not finite on {_ranks(holders)}, and so has "
-        text += f"the output of {found.module} become{every}"
+        text = f"{', '.join(names[:_MOST_NAMED])} holds values that are not finite on {_ranks(holders)}, so the output "
+        text += f"of {found.module} is not finite either{every}"
         return _said("weights", rank, found.module, text, parameters=names[:_MOST_NAMED])
     if not found.got_finite:
         parent = found.module.rpartition(".")[0]
-        text = f"what {found.module} gets is the first that is not finite{every}: {parent or 'the model'} computes it "
-        return _said("module", rank, parent, text + "outside of its modules")
-    text = f"the output of {found.module} is the first that is not finite{every}; what it gets is finite, and so are "
-    return _said("module", rank, found.module, text + "its weights")
+        text = f"the input of {found.module} is the first value that is not finite{every}: {parent or 'the model'} "
+        return _said("module", rank, parent, text + "computes it outside of its modules")
+    text = f"the output of {found.module} is the first that is not finite{every}; its input and its weights are finite"
+    return _said("module", rank, found.module, text)
 
 
 def _gradient(findings: Sequence[RankFinding], last: int) -> dict[str, Any]:
     """The gradient of backward's first module that is not finite: the last of the model's order."""
     held = [rank for rank, one in enumerate(findings) if one.gradients]
-    text = "the loss and the output of every module are finite, and the gradient is not"
+    text = "the loss and the outputs of all modules are finite, but the gradient is not"
     if not held:
-        return _said("gradient", last, "", f"{text}; the samples are those with the highest loss")
+        return _said("gradient", last, "", f"{text}; the samples named have the highest loss")
     rank = max(held, key=lambda one: (findings[one].stage, -one))
     name = findings[rank].gradients[-1]
-    text += f": backward comes to {name} first, and its gradient is not finite; the samples are those with the "
-    return _said("gradient", rank, name.rpartition(".")[0], f"{text}highest loss", parameters=[name])
+    text += f": that of {name} is the first in backward's order; the samples named have the highest loss"
+    return _said("gradient", rank, name.rpartition(".")[0], text, parameters=[name])
 
 
 def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Sequence[int]) -> dict[str, Any]:
     """The module whose output is most out of its usual beside other samples."""
-    others = [loss for loss in samples.losses if math.isfinite(loss)]
-    usual = statistics.median(others) if len(others) > 1 else None
+    # Without the highest, which these samples are of.
+    others = sorted(loss for loss in samples.losses if math.isfinite(loss))[:-1]
+    usual = statistics.median(others) if others else None
     rank, found = ranks[0], None
     for one in ranks:
         seen = findings[one].unusual or _beside_others(findings[one], findings)
@@ -165,18 +168,22 @@ def _spike(samples: TracedSamples, findings: Sequence[RankFinding], ranks: Seque
             rank, found = one, seen
     figures: dict[str, float] = {"loss": samples.mean} if math.isfinite(samples.mean) else {}
     if usual is None:
-        text = "there were no other samples in this step to compare with"
+        text = "the step has no other samples to compare with"
         return _said("unknown", rank, "", text, figures=figures)
     figures["usual_loss"] = usual
     if samples.mean < _STANDS_OUT * usual:
-        text = f"no sample stands out: the highest loss is {samples.mean:.4g}, the median {usual:.4g}. The weights have "
-        return _said("weights", rank, "", text + "become worse, and not the data", figures=figures)
-    text = f"the loss of these samples is {samples.mean:.4g}, and {usual:.4g} is the median of all"
+        text = f"no sample stands out (highest loss {samples.mean:.4g}, median of the others {usual:.4g}): look at the "
+        text += "last updates of the weights, not at the data"
+        return _said("weights", rank, "", text, figures=figures)
+    text = f"the loss of the samples named is {samples.mean:.4g}; the median of the others is {usual:.4g}"
     if found is None:
+        return _said("samples", rank, "", text, figures=figures)
+    if _factor(found) < _UNUSUAL:
+        text += "; no module's output is unusual, so look at their labels and at the loss function"
         return _said("samples", rank, "", text, figures=figures)
     module, size, normal = found
     figures |= {"size": size, "usual_size": normal}
-    text += f"; the output of {module} is furthest from usual: {size:.4g}, where {normal:.4g} is the median of others"
+    text += f"; the output of {module} is the most unusual: its size is {size:.4g}, the others' median {normal:.4g}"
     return _said("samples", rank, module, text, figures=figures)
 
 
@@ -225,4 +232,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _said(cause: str, rank: int, module: str, text: str, **more: Any) -> dict[str, Any]:
-    return {"cause": cause, "rank": rank, "module": module, **{key: one for key, one in more.items() if one}, "text": text}
+    return {
+        "cause": cause,
+        "rank": rank,
+        "module": module,
+        **{key: one for key, one in more.items() if one},
+        "text": text,
+    }
