@@ -168,8 +168,9 @@ class Trainer:
         """Find out where a step went wrong. All ranks come here: they judge by the same numbers."""
         with self._phase("tracing", "evaluation", "traces a step that went wrong"):
             event = self.engine.trace(kind, number)
-        for hook in self.hooks if event is not None else ():
-            hook.on_trace(event)
+        if event is not None:
+            for hook in self.hooks:
+                hook.on_trace(event)
 
     def _heed(self) -> str | None:
         """Some rank asked for something, and all ranks know it: a reason to stop, or None."""

@@ -96,7 +96,7 @@ def size_of(value: Any) -> torch.Tensor | None:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor that is spread over ranks."""
     here: Any = getattr(tensor, "to_local", None)
-    return here() if callable(here) else tensor
+    return tensor if here is None else here()
 
 
 def own_name(name: str) -> str:
