@@ -14,6 +14,7 @@ from tests.train.trace_cases import traced
 from weft.cli.app import run
 from weft.errors import TrainingHalted
 from weft.monitor import read_events
+from weft.train.run.telling.summary import evaluation_text
 from weft.train.step.tracing.trace_event import LossPart, RankFinding, TracedSamples, judge, unusual, worst
 
 WEIGHT = "blocks.1.mlp.down.weight"
@@ -93,7 +94,7 @@ def test_two_ranks_name_what_one_does(ranks2, plan):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "plan", ["cp=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2 accumulation=2", "tp=2 sp=on", "compile=on dp_replicate=2",
-             "recompute=full dp_shard=2 zero=3", "precision=bf16-mixed dp_shard=2 zero=3"],
+             "recompute=full dp_shard=2 zero=3", "precision=bf16 dp_shard=2 zero=3"],
 )  # fmt: skip
 def test_other_plans_name_the_same(ranks2, plan):
     event, _, place = ranks2.run(traced, plan, "loss")[0]
@@ -149,6 +150,10 @@ def test_the_worst_part_is_the_first_that_is_not_finite_else_the_highest():
     assert worst([LossPart(0.0, 0.0)] * 3) == 0
     assert LossPart.joined([LossPart(1.0, 1.0), LossPart(math.inf, 1.0)]).is_bad
     assert unusual({"a": 1.0}, [{"b": 1.0}]) is None
+
+
+def test_an_evaluation_that_is_not_finite_can_be_told_at_the_end():
+    assert evaluation_text({"step": 14, "loss": "nan"}, []) == "step 14: loss nan"
 
 
 # --- a run, and what is shown of it ---

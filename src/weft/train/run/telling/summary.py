@@ -111,8 +111,8 @@ def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequen
         lines.append(f"stopped at step {progress.step} of {config.train.steps}: {ending.reason}")
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
-        fall = f"{_evaluation(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
-        lines.append(f"eval    {fall}{_evaluation(last, task.metrics)}")
+        fall = f"{evaluation_text(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
+        lines.append(f"eval    {fall}{evaluation_text(last, task.metrics)}")
         lines += [f"        {one.words}: {one.help}" for one in task.metrics if one.help and last.get(one.name)]
     lines += [
         *ending.times,
@@ -147,6 +147,8 @@ def _saves(folder: RunFolder) -> list[str]:
     return [f"saves   {number}: training waited {stall:.3f} s, on disk after {durable:.3f} s{median}"]
 
 
-def _evaluation(event: dict[str, Any], metrics: Sequence[Metric]) -> str:
-    text = f"step {event['step']}: loss {event['loss']:.3f}"
-    return text + "".join(f", {event[one.name]:.3f} {one.words}" for one in metrics if event.get(one.name))
+def evaluation_text(event: dict[str, Any], metrics: Sequence[Metric]) -> str:
+    """Say what an evaluation found."""
+    # What is not finite stands in the log as a word.
+    text = f"step {event['step']}: loss {float(event['loss']):.3f}"
+    return text + "".join(f", {float(event[one.name]):.3f} {one.words}" for one in metrics if event.get(one.name))
