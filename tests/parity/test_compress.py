@@ -51,7 +51,6 @@ MORE = (
     "dp_replicate=2 cp=2",
     "dp_replicate=2 cp=2 zero=3",
     "dp_shard=2 cp=2 zero=1",
-    "dp_replicate=2 tp=2 zero=3",
     "dp_shard=2 pp=2 zero=2 microbatches=2",
 )
 OF_EXPERTS = ("dp_shard=2 ep=2 zero=1", "dp_shard=2 ep=2 zero=3")
