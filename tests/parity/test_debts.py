@@ -184,6 +184,31 @@ def test_another_plan_takes_over_what_is_owed(saved, loaded, line, ranks2, ranks
     assert bool(after) == ("int4" in text or "powersgd" in text)
 
 
+def pay_once(plan_text: str, load: str) -> list[dict[str, torch.Tensor]]:
+    """What each of two steps from a checkpoint applied, neither clipped."""
+    plan = Plan.parse(plan_text + " precision=fp64")
+    mesh = build_mesh(plan)
+    model, step, _, _ = start(plan, mesh, load, max_grad_norm=1e9)
+    found = []
+    for index in (1, 2):
+        step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
+        found.append({name: grad.clone() * num_tokens(index) for name, grad in data_parallel(model).gradients()})
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2 compress=none", "dp_shard=2 zero=3 compress=none"])
+def test_what_was_owed_is_paid_in_the_first_step_alone(plan, ranks2, tmp_path):
+    """By a plan that itself rounds nothing: the second step has its own gradients and nothing else."""
+    ranks2.run(steps_by_hand, STAGES[0] + INT4, [str(tmp_path)])
+    saved = f"{tmp_path}/step_00000001"
+    first, second = ranks2.run(pay_once, plan, saved)[0]
+    owed, one, two = total_owed(saved), exact(1), exact(2)
+    for name, grad in first.items():
+        slack = {"rtol": 0, "atol": 1e-9 * float(grad.abs().max() + 1)}
+        torch.testing.assert_close(grad, one[name] + owed[name], **slack)
+        torch.testing.assert_close(second[name], two[name], **slack)
+
+
 def own_loop(plan_text: str) -> str:
     model = parallelize(CASE.model(), build_mesh(Plan.parse(plan_text)))
     (part,) = local_microbatches(CASE.batch(0), Plan.parse(plan_text), 0)
