@@ -90,6 +90,10 @@ def _low_rank(rank: int) -> WireSpec:
     )
 
 
+#: What weights may travel as under zero=3: `comm/wire/row_codes.py` has the codec, whose bytes are those of the wire.
+GATHERS = ("none", "int8")
+
+
 class _Names(Sequence[str]):
     """Names of all wires, those that are registered later too."""
 

@@ -29,7 +29,7 @@ from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares, share_of
 from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
 from weft.spec.plan.plan_values import Compression, OneOf, PassCount, PolicyOrBudget, Switch, Whole, refused
 from weft.spec.shares import CP_MODES, CP_WAYS
-from weft.spec.wires import COMPRESSES, WIRES
+from weft.spec.wires import COMPRESSES, GATHERS, WIRES
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
@@ -155,6 +155,13 @@ class Plan:
         "(`train.compress_after`). What these two leave out goes with the next step (zero=0 to 2). It changes results; "
         "`auto` never chooses it.", tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_compress.py
+    )
+    gather: str = described(
+        OneOf(GATHERS), "none",
+        "What weights travel as where zero=3 gathers them, for links that are slow. int8: a byte for each value, "
+        "rounded to the nearest, a scale for each 256 of a row; vectors travel as they are, and masters are never "
+        "rounded. It changes results; `auto` never chooses it.", needs=("dp_shard", "cp"), tried=("none",),
+        divides_work=False,  # it rounds: tests/parity/test_gather.py
     )
     recompute: str = described(
         PolicyOrBudget(RECOMPUTES), "none",
