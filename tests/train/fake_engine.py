@@ -77,6 +77,9 @@ class FakeEngine:
         norm = float(np.linalg.norm(gradient))
         return StepResult(loss / count, norm, count, wants_stop=self.wants_stop or self.asks)
 
+    def trace(self, kind, number):
+        return None
+
     def evaluate(self) -> Evaluation:
         return Evaluation(float((self.weights[0] - 3.0) ** 2), 1, {"slope": float(self.weights[0])})
 

@@ -42,6 +42,7 @@ VERBS = {
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt.verbs", "app"),
     "resume-diff": Verb("Show what has changed since a run started.", "weft.cli.ckpt.since", "resume_diff"),
+    "explain": Verb("Say where a step went wrong, and show its samples.", "weft.cli.watching.explain_verb", "explain"),
     "resume": Verb("Let a held run go on.", "weft.cli.watching.resume_verb", "resume"),
     "ask": Verb("Ask a run that trains to save, hold, stop or go back.", "weft.cli.watching.resume_verb", "ask_run"),
     "alerts": Verb("Try alerts on a run's events; list figures and alerts.", "weft.cli.watching.alerts_verb", "app"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -29,10 +30,11 @@ from weft.spec import Layout
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.figures import series
 from weft.train import Microbatches, StepMetrics, TrainStep
-from weft.train.engine import EngineJob, Evaluation, LateResult, Measures, StepResult, derive_seed
+from weft.train.engine import EngineJob, Evaluation, LateResult, Measures, StepResult, TraceKind, derive_seed
 from weft.train.planned import report_times
 from weft.train.state import adapter_state, expected_bytes, gather, on_first, pieces, resume
 from weft.train.step import RankForwards, evaluate
+from weft.train.step.tracing import StepTracer, TracedStep
 from weft.train.task import Batches, Share, Task, with_adapter
 from weft.units import format_count, parse_seconds
 
@@ -61,6 +63,8 @@ class TorchEngine:
             on_report=lambda state, found: job.on_hang(hang_event(state, found)),
         )
         self._copies = HostCopies(device)
+        #: The last two: the numbers of a step may be read when the next one is under way.
+        self._traceable: deque[TracedStep] = deque(maxlen=2)
         self._started = self._is_built = False
 
     def build(self) -> None:
@@ -159,12 +163,23 @@ class TorchEngine:
         with self._first_is_long():
             key = derive_seed(self._config.seed, number)
             done = self._step(Microbatches(self._task.before_step(batches)), self._seeds(number), key)
+        self._traceable.append(TracedStep(number + 1, batches, self._step.microbatch_losses))
         return LateResult(lambda: self._result(done)) if self._step.is_unread else self._result(done)
 
     def _result(self, done: StepMetrics) -> StepResult:
         """What the loop is told of a step. All ranks ask at the same place."""
         self._step.settle(done)
         return StepResult(done.loss, done.grad_norm, done.num_tokens, done.loss_scale, done.skipped, done.wants_stop)
+
+    def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
+        """Compute again what a step went wrong with, and return where: an event; None where it is long past."""
+        is_late = self._step.is_unread
+        self._step.settle()
+        step = next((one for one in self._traceable if one.number == number), None)
+        if step is None:
+            return None
+        tracer = StepTracer(self.model, self.mesh, self._task, self._config.train.global_batch)
+        return tracer.trace(kind, step, gradients_there=not is_late)
 
     @property
     def evaluates(self) -> bool:

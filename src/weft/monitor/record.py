@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 #: What an event of a step leaves out.
-_NOT_TOLD = frozenset({"unit", "busy_s", "exposed", "data_s", "own"})
+_NOT_TOLD = frozenset({"unit", "busy_s", "exposed", "data_s", "own", "usual_loss"})
 #: What an evaluation found beside the loss: (value, its unit or name).
 Metrics = Sequence[tuple[float, str]]
 
@@ -19,7 +19,7 @@ class StepRecord:
     in this step, over all ranks; unit: what they are, such as "tokens". seconds: host time by phase, and "total".
     memory_bytes: this rank's peak. busy_s: this rank computed and waited for nobody; exposed: it waited for others, by
     axis; data_s: it waited for data; own: its own work by part; these four stay out of the event, where figures of all
-    ranks have their own.
+    ranks have their own. usual_loss: where the loss jumps far above it.
     samples_per_s: where they are not what is counted. skipped: why the weights were not changed, or None. mfu: None
     where the device's peak is not known. loss_scale: of fp16, else None.
     """
@@ -41,6 +41,7 @@ class StepRecord:
     exposed: Mapping[str, float] = field(default_factory=dict)
     data_s: float = 0.0
     own: Mapping[str, float] = field(default_factory=dict)
+    usual_loss: float | None = None
 
     def to_event(self) -> dict[str, object]:
         """Return one line of events.jsonl, of kind "step"; what does not apply to this run is left out.

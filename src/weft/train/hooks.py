@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.checkpoint.targets import Location
@@ -40,7 +41,7 @@ class Hook:
     def on_phase(self, name: str) -> None:
         """Hear that the loop turns to something besides training, and when it trains again.
 
-        name: "compiling", "first step", "evaluating" or "saving"; "" when it trains again.
+        name: "compiling", "first step", "evaluating", "tracing" or "saving"; "" when it trains again.
         """
 
     def on_step(self, record: StepRecord) -> str | None:
@@ -51,6 +52,9 @@ class Hook:
 
     def on_warning(self, step: int, text: str) -> None:
         """Hear what a person should know, in one line: a step that was not saved, a jump of the loss."""
+
+    def on_trace(self, event: Mapping[str, object]) -> None:
+        """Hear where a step went wrong: an event of kind "trace"."""
 
     def on_action(self, step: int, wish: Wish) -> None:
         """Hear that the ranks do what the run was asked for, after `step` steps."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.errors import TrainingHalted
-from weft.monitor import GarbageTurns, NonFiniteGuard, StepRecord, mfu
+from weft.monitor import GarbageTurns, NonFiniteGuard, SpikeWatch, StepRecord, mfu
 from weft.monitor.alerts import Wish
 from weft.monitor.times import StepTimes, TimeBook, busy_seconds, memory_bytes, own_seconds
 from weft.optim import lr_factor
 from weft.spec import RunConfig
-from weft.train.engine import Engine, LateResult, StepResult
+from weft.train.engine import Engine, LateResult, StepResult, TraceKind
 from weft.train.hooks import Hook, SaveEnd
 from weft.train.progress import Progress
 from weft.train.run import stretches
@@ -25,6 +25,8 @@ from weft.train.task import Task
 ASKED_TO_STOP = "asked to stop"
 #: Wishes after which the next start goes on from an older checkpoint.
 GOES_BACK = ("roll_back", "skip_data")
+#: Of bad steps in a row so many are traced: the others go wrong for the same reason.
+_TRACED_IN_A_ROW = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Trainer:
     book: TimeBook = field(default_factory=TimeBook)
     garbage: GarbageTurns = field(init=False)
     parting: Wish | None = field(default=None, init=False)
+    _spikes: SpikeWatch = field(default_factory=SpikeWatch, init=False)
     _flops: float | None = None
     _peak_flops: float | None = None
     _saved_step: int = 0
@@ -149,7 +152,10 @@ class Trainer:
     def _see(self, launched: _Launched, guard: NonFiniteGuard) -> str | None:
         """Show a step and judge it; a reason to stop, or None."""
         result = launched.result.read() if isinstance(launched.result, LateResult) else launched.result
-        self._show_step(self._record(launched, result))
+        usual = self._spikes.observe(result.loss)
+        self._show_step(self._record(launched, result, usual))
+        if guard.num_bad < _TRACED_IN_A_ROW and (kind := _wrong(result, usual)) is not None:
+            self._trace(kind, launched.number)
         try:
             guard.observe(launched.number, result.loss, result.grad_norm, loss_scale=result.loss_scale)
         except TrainingHalted as halt:
@@ -157,6 +163,14 @@ class Trainer:
         if not guard.num_bad:
             self.confirm(launched.number - 1)
         return self._heed() if result.wants_stop else None
+
+    def _trace(self, kind: TraceKind, number: int) -> None:
+        """Find out where a step went wrong. All ranks come here: they judge by the same numbers."""
+        with self._phase("tracing", "evaluation", "traces a step that went wrong"):
+            event = self.engine.trace(kind, number)
+        if event is not None:
+            for hook in self.hooks:
+                hook.on_trace(event)
 
     def _heed(self) -> str | None:
         """Some rank asked for something, and all ranks know it: a reason to stop, or None."""
@@ -278,7 +292,7 @@ class Trainer:
         data_s, self._data_s = self._data_s, 0.0
         return _Launched(step + 1, self.config.optimizer.lr * factor, result, meter.end_step(), data_s)
 
-    def _record(self, launched: _Launched, result: StepResult) -> StepRecord:
+    def _record(self, launched: _Launched, result: StepResult, usual_loss: float | None) -> StepRecord:
         """What is told of a step; waits until the device has done it."""
         meter, times = self.engine.meter, launched.times
         meter.count(times, result.count)
@@ -306,6 +320,7 @@ class Trainer:
             exposed=exposed,
             data_s=launched.data_s,
             own=own_seconds(times, launched.data_s),
+            usual_loss=usual_loss,
         )
 
     def _show_step(self, record: StepRecord) -> None:
@@ -347,3 +362,12 @@ class Trainer:
         if rule.patience is not None and self.progress.evaluations_without_gain >= rule.patience:
             return f"no better evaluation loss in {rule.patience} evaluations"
         return None
+
+
+def _wrong(result: StepResult, usual_loss: float | None) -> TraceKind | None:
+    """Which number of a step is to be traced; None of a good step, and of a loss scale that is being searched for."""
+    if not math.isfinite(result.loss):
+        return "loss" if result.count else None
+    if not math.isfinite(result.grad_norm):
+        return None if result.loss_scale is not None and result.loss_scale > 1 else "gradient"
+    return None if usual_loss is None else "spike"

@@ -68,7 +68,7 @@ _SPEED = (
     Figure(
         name="rank.lag",
         unit="ratio",
-        help="A rank's busy seconds over the median of its peers in the same pipeline stage; above 1 they wait for it.",
+        help="A rank's busy seconds over the median of the others of its pipeline stage; above 1 they wait for it.",
         owner="rank",
         worse="high",
     ),

@@ -14,6 +14,7 @@ __all__ = [
     "LateResult",
     "Measures",
     "StepResult",
+    "TraceKind",
     "derive_seed",
 ]
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from weft.train.engine.engine import GROUPS, Engine
     from weft.train.engine.job import EngineJob, derive_seed
     from weft.train.engine.measures import Measures
-    from weft.train.engine.results import Evaluation, LateResult, StepResult
+    from weft.train.engine.results import Evaluation, LateResult, StepResult, TraceKind
 
 __getattr__ = loads(
     __name__,
@@ -33,6 +34,7 @@ __getattr__ = loads(
         "LateResult": ".results",
         "Measures": ".measures",
         "StepResult": ".results",
+        "TraceKind": ".results",
         "derive_seed": ".job",
     },
 )

@@ -14,7 +14,7 @@ from weft.mesh import Pulse
 from weft.monitor.times import Meter, TimeBook
 from weft.spec.plan import Plan
 from weft.train.engine.measures import Measures
-from weft.train.engine.results import Evaluation, LateResult, StepResult
+from weft.train.engine.results import Evaluation, LateResult, StepResult, TraceKind
 from weft.train.task import Batches
 
 #: Arrays of a checkpoint have names that begin with one of these and a slash.
@@ -61,6 +61,15 @@ class Engine(Protocol):
             batches: the microbatches, in their order.
             number: steps done before, from which all chance is derived.
             lr_factor: of each peak learning rate.
+        """
+        ...
+
+    def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
+        """Return an event that says where a step went wrong: module, rank and samples; None where nothing is known.
+
+        Args:
+            kind: which of its numbers is not as it should be.
+            number: of the step, from 1: the last one, or where results are late the one before it.
         """
         ...
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+#: Which of a step's numbers is not as it should be: not finite, or far above what is usual.
+TraceKind = Literal["loss", "gradient", "spike"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.monitor import EventLog, SpikeWatch, StepRecord, read_events
+from weft.monitor import EventLog, StepRecord, read_events
 from weft.monitor.alerts import Wish, action_line
 from weft.monitor.screen import Artist, Display, plot_loss
 from weft.train.engine import Evaluation
 from weft.train.folder import RunFolder
 from weft.train.hooks import Hook, SaveEnd
+from weft.train.run.telling import seen_digests
 from weft.train.task import Task
 
 
@@ -23,7 +24,6 @@ class RunRecorder(Hook):
         self._log = EventLog(folder.events)
         self._start = start
         self._artist = Artist(folder.events, folder.loss_plot, folder.path.name)
-        self._spikes = SpikeWatch()
         self._saved: int | None = None
 
     def on_start(self, start_step: int) -> None:
@@ -39,7 +39,7 @@ class RunRecorder(Hook):
     def on_step(self, record: StepRecord) -> str | None:
         self._log.write(record.to_event())
         self._display.step(record)
-        if (usual := self._spikes.observe(record.loss)) is not None:
+        if (usual := record.usual_loss) is not None:
             back = f", or go back with resume.step={self._saved}" if self._saved else ""
             self.on_warning(
                 record.step,
@@ -61,6 +61,11 @@ class RunRecorder(Hook):
     def on_warning(self, step: int, text: str) -> None:
         self._log.write({"event": "warning", "step": step, "text": text})
         self._display.note(text)
+
+    def on_trace(self, event: Mapping[str, object]) -> None:
+        self._log.write({**event, "seen": seen_digests(self._task, event)})
+        self._display.note(f"step {event['step']}: {event['text']}.")
+        self._display.note(f"weft explain {self._folder.path} --step {event['step']} shows the samples.")
 
     def on_action(self, step: int, wish: Wish) -> None:
         if wish.action != "tell":

@@ -259,6 +259,15 @@ def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
     return first.shape[0] // parts, first.numel() // parts
 
 
+def cut_rows(batch: Any, runs: Sequence[range]) -> list[Any]:
+    """Return a batch's parts by samples, which are its rows. runs: the samples of each part, from 0.
+
+    Raises:
+        ModelError: where rows are not samples.
+    """
+    return _Splitting(runs, samples_in(batch), "batch").split(batch, "batch")
+
+
 class _Splitting:
     """How one batch of `num_samples` is cut. runs: the samples of each part. field: what asks for it, for errors."""
 

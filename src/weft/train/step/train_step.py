@@ -105,6 +105,8 @@ class TrainStep:
         self._unread: LateMetrics | None = None
         self._next_scale: torch.Tensor | None = None  # where the host does not know it yet
         self._unchecked = False  # a gradient that was not finite, and nobody has asked the ranks why
+        #: Of the last step's microbatches by their place, as far as this rank computes them: loss sum and number.
+        self.microbatch_losses: dict[int, tuple[torch.Tensor, torch.Tensor | int]] = {}
 
     @explains_memory
     @names_the_module
@@ -231,10 +233,15 @@ class TrainStep:
 
     def _counted_loss(self, samples: list[SampleNumbers]) -> CountedLoss:
         """The loss of a microbatch by its number; zero, with gradients of zero, for one that stands in for none."""
+        # One for each step: who traces the last one may still read its own.
+        found = self.microbatch_losses = {}
 
         def loss(output: Any, microbatch: Any, index: int) -> tuple[torch.Tensor, torch.Tensor | int]:
             loss_sum, number = self._loss(output, microbatch)
-            return (loss_sum * 0.0, 0) if samples[index].is_empty else (loss_sum, number)
+            if samples[index].is_empty:
+                return loss_sum * 0.0, 0
+            found[index] = (loss_sum.detach(), number)
+            return loss_sum, number
 
         return loss
 

@@ -15,11 +15,13 @@ __all__ = [
     "Share",
     "Task",
     "Which",
+    "sample_in_order",
     "with_adapter",
 ]
 
 if TYPE_CHECKING:
     from weft.train.task.forwards import Forwards, Which
+    from weft.train.task.indexed import sample_in_order
     from weft.train.task.run_adapter import with_adapter
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
@@ -35,6 +37,7 @@ __getattr__ = loads(
         "Share": ".share",
         "Task": ".task",
         "Which": ".forwards",
+        "sample_in_order": ".indexed",
         "with_adapter": ".run_adapter",
     },
 )

@@ -34,7 +34,7 @@ class IndexedBatches:
 
     def batches(self, step: int) -> list[Any]:
         first = step * self._share.global_batch
-        return _own_microbatches(lambda number: self._at(first + number), self._share, self._collate)
+        return _own_microbatches(lambda number: self.sample(first + number), self._share, self._collate)
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
         return Prefetch(self, start_step, end_step)
@@ -43,11 +43,29 @@ class IndexedBatches:
         epoch, index = divmod(num_samples, len(self._samples))
         return {"epoch": epoch, "index": index}
 
-    def _at(self, place: int) -> Any:
+    def locate(self, place: int) -> tuple[int, int]:
+        """Return (epoch, index) of the sample at a place of the endless row."""
         epoch, rest = divmod(place, len(self._samples))
-        index = permutation(len(self._samples), "task", self._seed, epoch)(rest)
+        return epoch, permutation(len(self._samples), "task", self._seed, epoch)(rest)
+
+    def sample(self, place: int) -> Any:
+        """Return the sample at a place of the endless row."""
+        epoch, index = self.locate(place)
         in_epoch = getattr(self._samples, "in_epoch", None)
         return self._samples[index] if in_epoch is None else in_epoch(epoch, index)
+
+
+def sample_in_order(samples: MapDataset | None, seed: int, place: int) -> tuple[str, Any]:
+    """Return where a sample of the order of training is among a task's own, in words, and the sample.
+
+    Args:
+        samples: of the task.
+        seed: of the run.
+        place: in the order of training.
+    """
+    row = IndexedBatches(samples or (), Share(1), list, seed=seed)
+    epoch, index = row.locate(place)
+    return f"epoch {epoch}, number {index} of {row.samples_per_epoch}", row.sample(place)
 
 
 class _EvalBatches:

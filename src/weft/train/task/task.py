@@ -263,6 +263,19 @@ class Task:
     #: What `show` leaves in the run folder, by name.
     leaves: ClassVar[tuple[str, ...]] = ()
 
+    def sample_lines(self, place: int) -> Sequence[str]:
+        """Show a training sample as the model sees it.
+
+        By default: where it is among `samples("train")`, and what it is made of. After `open`; torch need not be there.
+
+        place: in the order of training, from 0 and over all epochs: the first of step s has (s - 1) * global_batch.
+        """
+        from weft.train.task.indexed import sample_in_order
+        from weft.train.task.sample_view import described
+
+        where, sample = sample_in_order(self.samples("train"), self.config.seed, place)
+        return [where, *described(sample)]
+
     def try_line(self, folder: RunFolder) -> str:
         """Return the command that tries the trained model; "": there is none."""
         return ""

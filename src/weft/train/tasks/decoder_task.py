@@ -234,6 +234,16 @@ class DecoderTask(Task):
             f"{train.steps} steps, {format_count(tokens * train.steps)} tokens"
         )
 
+    def sample_lines(self, place: int) -> Sequence[str]:
+        """Show the text of a sequence, with what is not trained in double brackets."""
+        from weft.data import marked, view_sample
+
+        sample = self._stream(self.data.train, shuffle=True).sample(place)
+        view = view_sample(sample, self.data.tokenizer)
+        source = self.data.train[sample.source].name
+        counts = f"{view.num_trained} tokens trained, {view.num_masked} masked, {view.num_padding} padding"
+        return [f"{source}, epoch {sample.epoch}: {counts}", *marked(view).split("\n")]
+
     def show(self, folder: RunFolder, step: int) -> str:
         from weft.train.tasks.decoder_sample import write_sample
 

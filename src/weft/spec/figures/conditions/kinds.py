@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: Events that a condition may wait for.
-EVENTS = ("failure", "held", "go_on", "end", "start", "warning", "checkpoint", "hang", "slow_rank")
+EVENTS = ("failure", "held", "go_on", "end", "start", "warning", "checkpoint", "hang", "slow_rank", "trace")
 Operator = Literal[">", ">=", "<", "<="]
 Unit = Literal["s", "steps", "evaluations"]
 

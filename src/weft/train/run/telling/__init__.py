@@ -11,13 +11,16 @@ __all__ = [
     "Voice",
     "already_done",
     "closing_lines",
+    "explained_lines",
     "opening_lines",
     "rate_change",
     "rate_state",
+    "seen_digests",
     "with_setting",
 ]
 
 if TYPE_CHECKING:
+    from weft.train.run.telling.explained_step import explained_lines, seen_digests
     from weft.train.run.telling.rates import rate_change, rate_state
     from weft.train.run.telling.summary import Ending, already_done, closing_lines, opening_lines, with_setting
     from weft.train.run.telling.voice import Voice
@@ -29,9 +32,11 @@ __getattr__ = loads(
         "Voice": ".voice",
         "already_done": ".summary",
         "closing_lines": ".summary",
+        "explained_lines": ".explained_step",
         "opening_lines": ".summary",
         "rate_change": ".rates",
         "rate_state": ".rates",
+        "seen_digests": ".explained_step",
         "with_setting": ".summary",
     },
 )

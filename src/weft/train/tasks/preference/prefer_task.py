@@ -164,6 +164,21 @@ class PreferTask(DecoderTask):
         self._rows_at_once = max(1, share.rows)
         return Task.batches(self, share)
 
+    def sample_lines(self, place: int) -> Sequence[str]:
+        """Show the text of the answers, with their prompt in double brackets."""
+        from weft.data import marked
+        from weft.data.order import view_answer
+        from weft.train.task import sample_in_order  # here, since it loads torch
+
+        where, sample = sample_in_order(self._of_train, self.config.seed, place)
+        lines = [where]
+        for ids, labels in sample["rows"]:
+            weights = [0.0, *(labels >= 0).astype(float).tolist()]
+            # The last label is a token of its own: no input shows it.
+            whole = [*ids.tolist(), *labels[-1:][labels[-1:] >= 0].tolist()]
+            lines += marked(view_answer(whole, weights[: len(whole)], self.data.tokenizer)).split("\n")
+        return lines
+
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
         return Task.eval_batches(self, share)
 

@@ -239,6 +239,16 @@ class FolderTask(Task):
     def samples_per_epoch(self) -> int:
         return len(self.tables.train)
 
+    def sample_lines(self, place: int) -> Sequence[str]:
+        """Show the text that the model reads, beside what else a row holds."""
+        from weft.data import visible
+        from weft.train.task import sample_in_order  # here, since it loads torch
+
+        lines, (_, row) = super().sample_lines(place), sample_in_order(self.samples("train"), self.config.seed, place)
+        if not isinstance(row, Mapping) or "input_ids" not in row:
+            return lines
+        return [*lines, *visible(self.tokenizer().decode(row["input_ids"].tolist())).split("\n")]
+
     def padded_inputs(self, samples: Sequence[Mapping[str, np.ndarray]], pad_id: int) -> dict[str, torch.Tensor]:
         """Return ids, mask and kinds of tokens, filled up to the longest.
 

@@ -140,6 +140,13 @@ class ImageClassTask(Task):
     def name(self) -> str:
         return self.model
 
+    def sample_lines(self, place: int) -> Sequence[str]:
+        """Say which picture it is, and of which class, beside what is made of it."""
+        where, *made = super().sample_lines(place)
+        pictures = self._pictures("train")
+        index = int(where.split()[3])
+        return [where, f"{pictures.file(index)}, class {pictures.classes[pictures.labels[index]]!r}", *made]
+
     def data_lines(self) -> Sequence[str]:
         train, held = self._pictures("train"), self._pictures("eval")
         lines = [

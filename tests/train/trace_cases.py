@@ -1,0 +1,105 @@
+"""A small decoder whose steps go wrong in a way that is known: what a trace of them must name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.optim import build_optimizer
+from weft.parallel import parallelize
+from weft.spec import DecoderSpec, RunConfig
+from weft.spec.plan import Plan
+from weft.train import Microbatches, Task, TrainStep
+from weft.train.step.tracing import StepTracer, TracedStep
+from weft.train.task import Share, sample_in_order
+from weft.train.tasks import model_forward, token_cross_entropy
+
+SPEC = DecoderSpec(vocab_size=64, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=32, max_seq_len=8)
+NUM, BATCH, BAD = 64, 8, 37
+
+
+@dataclass
+class SpoiltTask(Task):
+    """Random tokens. how: "loss": the loss of sample BAD is not finite; "spike": its labels count a thousand times."""
+
+    how: str = ""
+
+    def build(self) -> nn.Module:
+        return build_decoder(SPEC, seed=1)
+
+    def samples(self, split: str) -> Any:
+        if split != "train":
+            return None
+        tokens = torch.randint(64, (NUM, 9), generator=torch.Generator().manual_seed(0))
+        return [
+            {"input_ids": row[:-1], "labels": row[1:], "positions": torch.arange(8), "number": torch.tensor(number)}
+            for number, row in enumerate(tokens)
+        ]
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return model_forward(model, batch)
+
+    def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss_sum, count = token_cross_entropy(output, batch)
+        factor = {"loss": float("nan"), "spike": 1000.0}.get(self.how, 1.0)
+        return loss_sum * torch.where((batch["number"] == BAD).any(), factor, 1.0), count
+
+    loss.takes_head_loss = True
+
+
+def place_of_bad(task: Task) -> int:
+    """Where the bad sample stands in the order of training, in the first epoch."""
+    samples: Any = task.samples("train")
+    found = (sample_in_order(samples, task.config.seed, place)[0] for place in range(NUM))
+    return list(found).index(f"epoch 0, number {BAD} of {NUM}")
+
+
+def spoil_weight(model: nn.Module, name: str) -> bool:
+    """Make the last value of a parameter NaN, on the rank that holds it; whether this one does."""
+    from weft.train.step.tracing.module_watch import local_part
+
+    param = dict(model.named_parameters()).get(name)
+    if param is None or not local_part(param).numel():
+        return False
+    with torch.no_grad():
+        local_part(param).reshape(-1)[-1] = float("nan")
+    return True
+
+
+def traced(
+    plan: str, how: str, kind: Any = "loss", *, on_rank: int | None = None, weight: str = "", late: bool = False
+) -> tuple[Any, Any, list[int]]:
+    """One step of the plan that goes wrong, on every rank: its trace, what the step gave, the place of the bad sample.
+
+    on_rank: whose part of a weight is spoilt.
+    """
+    task = SpoiltTask(how)
+    task.config = RunConfig.model_validate({"train": {"global_batch": BATCH}, "optimizer": {"name": "adamw"}})
+    mesh = build_mesh(Plan.parse(plan))
+    place = place_of_bad(task)
+    number = place // BATCH if how else 0
+    batches = task.batches(Share(BATCH, mesh.plan.microbatches_per_step, mesh.data.rank, mesh.data.size))
+    model = task.initial_model(mesh.plan)
+    parallelize(model, mesh, seed=1)
+    step = TrainStep(
+        model, build_optimizer(model.named_parameters(), task.config.optimizer, 0), task.loss, mesh,
+        forward=task.forward, nominal_tokens=64, reads_late=late,
+    )  # fmt: skip
+    if late:
+        step(Microbatches(batches.batches(number + 1)))  # the first step is never late
+    if weight and on_rank in (None, mesh.rank):
+        spoil_weight(model, weight)
+    own = batches.batches(number)
+    done = step(Microbatches(own))
+    kept = TracedStep(number + 1, own, step.microbatch_losses)
+    if late:
+        assert step.is_unread
+        step(Microbatches(batches.batches(number + 2)))
+    step.settle()
+    event = StepTracer(model, mesh, task, BATCH).trace(kind, kept, gradients_there=not late)
+    return event, (done.loss, done.grad_norm), place
