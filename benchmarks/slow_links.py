@@ -34,7 +34,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from weft.cli.ckpt import table
 from weft.mesh import build_mesh
-from weft.parallel import parallelize
+from weft.parallel import data_parallel, parallelize
 from weft.spec.plan import Plan
 from weft.train.step import TrainStep
 
@@ -52,6 +52,7 @@ MODES = {
     "weft_hsdp": "route=auto dp_replicate={hosts} dp_shard={local} zero=1",
     "weft_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 compress=int8",
     "weft_int4": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 compress=int4",
+    "weft_powersgd4": "route=auto dp_replicate={ranks} compress=powersgd:4",
     "weft_int8_zero3": "route=auto dp_replicate={hosts} dp_shard={local} zero=3 compress=int8",
 }
 
@@ -98,6 +99,7 @@ def weft_step(route: str, plan: str) -> Callable[[torch.Tensor], object]:
     """A step of Weft."""
     mesh = build_mesh(Plan.parse(plan), route=route)
     own = parallelize(model(), mesh)
+    data_parallel(own).coders.exact_steps = 2
     optimizer = torch.optim.SGD(own.parameters(), lr=1e-3)
     step = TrainStep(own, optimizer, lambda out, batch: (out.square().sum(), out.numel()), mesh)
     return lambda x: step(x)

@@ -87,6 +87,7 @@ def test_examples_are_short():
     assert max(len(path.read_text().splitlines()) for path in EXAMPLES) < 100
 
 
+@pytest.mark.full  # the README's script below is this one, shorter
 def test_adoption_gives_the_same_numbers_on_two_ranks(tmp_path):
     example = str(ADOPTION)
     alone = run(example, home=tmp_path)
@@ -99,7 +100,12 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "start" / "adopt.md"]
 
 
 @pytest.mark.parametrize(
-    "text", [pytest.param(text, id=f"{page.stem}-{n}") for page in PAGES for n, text in enumerate(scripts_of(page))]
+    "text",
+    [
+        pytest.param(text, id=f"{page.stem}-{n}", marks=() if page.stem == "README" else pytest.mark.full)
+        for page in PAGES
+        for n, text in enumerate(scripts_of(page))
+    ],
 )
 def test_blocks_of_a_page_run_as_a_reader_pastes_them_and_on_two_ranks_alike(text, tmp_path):
     script = tmp_path / "script.py"

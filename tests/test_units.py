@@ -37,6 +37,8 @@ def test_bad_bytes(text):
 def test_parse_count():
     assert units.parse_count("4M") == 4_000_000
     assert units.parse_count("1_000") == 1000
+    assert units.parse_count("1.5e12") == 1_500_000_000_000
+    assert units.parse_count(" 2E+3 ") == 2000
     assert units.parse_count(7) == 7
     for text in ("4GiB", -7, False, "9" * 400):
         with pytest.raises(ValueError, match="is not a count"):

@@ -19,6 +19,7 @@ _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _SECOND_UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 # At most 18 digits: a longer number is a slip of the hand, and the product stays far from the limits of a float.
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]{0,17}(?:\.[0-9]{1,18})?|\.[0-9]{1,18})\s*([A-Za-z]*)\s*$", re.ASCII)
+_SCIENTIFIC = re.compile(r"\s*[0-9]{1,18}(?:\.[0-9]{1,18})?[eE]\+?[0-9]{1,2}\s*", re.ASCII)
 # Several numbers, each with its unit: 3h30m.
 _PART = re.compile(r"[0-9]{1,9}(?:d|h|min|ms|m|s)", re.ASCII)
 _SEVERAL = re.compile(rf"{_PART.pattern}(?:{_PART.pattern})+", re.ASCII)
@@ -47,9 +48,11 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_count(text: str | int) -> int:
-    """'4M' -> 4000000; '1_000' -> 1000; 7 -> 7. ValueError on anything else."""
+    """'4M' -> 4000000; '1_000' -> 1000; '1.5e12' -> 1500000000000; 7 -> 7. ValueError on anything else."""
     if isinstance(text, int):
         return _whole(text, "a count")
+    if _SCIENTIFIC.fullmatch(text):
+        return round(Fraction(text.strip()))
     number, unit = _split(text, _COUNT_UNITS, "a count", "4M")
     return round(number * int(unit))
 

@@ -48,7 +48,10 @@ def late_rank(transport: str, late: int) -> tuple[list[str], str]:
     return watched(mesh, late, lambda: in_users_code(2.0))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param(one, marks=() if not place else pytest.mark.full) for place, one in enumerate(TRANSPORTS)],
+)
 def test_who_lets_the_others_wait_is_told_with_its_line_and_stacks(ranks2, transport):
     (told, stacks), (silent, theirs) = ranks2.run(late_rank, transport, 1)
     assert silent == []

@@ -81,6 +81,22 @@ def overlapping(size: int, backwards: bool) -> tuple[list[torch.Tensor], list]:
     return [one.wait() for one in pending], rows
 
 
+def two_stages(backwards: bool) -> list[torch.Tensor]:
+    """Sums over four ranks, whose second stages begin in one order though waits come in another on some ranks."""
+    mesh = build_mesh(Plan(dp_replicate=4))
+    flats = [grads(0, mesh.rank, numel) for numel in (640, 64, 1280)]
+    pending = [start_all_reduce(flat, mesh.data, wire=Coder(find_wire("block8"))) for flat in flats]
+    for one in reversed(pending) if backwards and mesh.rank % 2 else pending:
+        one.wait()
+    return flats
+
+
+def test_second_stages_begin_in_one_order(ranks4):
+    straight, mixed = (ranks4.run(two_stages, backwards) for backwards in (False, True))
+    for one, other in zip(straight, mixed, strict=True):
+        assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
 def test_waits_may_come_in_any_order(ranks4):
     straight, crossed = (ranks4.run(overlapping, 4, backwards) for backwards in (False, True))
     for rank in range(4):

@@ -17,6 +17,7 @@ from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.zero.flat.flat_model import FlatModel
 from weft.spec.plan import Plan
+from weft.testing.parity import several_buckets
 from weft.train import Microbatches, TrainStep
 
 
@@ -274,3 +275,40 @@ def overlap(plan: str) -> list[int]:
 def test_buckets_leave_during_the_last_backward_only(plan, ranks2):
     for found in ranks2.run(overlap, plan + " precision=fp64"):
         assert found == [6, 6]
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer that Weft knows nothing of."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.grad
+
+
+def clipped(plan_text: str) -> dict[str, torch.Tensor]:
+    """One clipped step of an optimizer that takes parameter by parameter, in several buckets."""
+    plan = Plan.parse(plan_text)
+    mesh = build_mesh(plan)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(24, 24) for _ in range(6))).double()
+    with several_buckets(model):
+        parallelize(model, mesh)
+    assert len(data_parallel(model).reducer.buckets) > 2
+    rows = torch.randn(8, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    step = TrainStep(
+        model, Own(model.parameters()), lambda out, batch: (out.square().sum(), out.numel()), mesh, max_grad_norm=1e-3
+    )
+    step(rows.view(mesh.data.size, -1, 24)[mesh.data.rank])
+    return {name: weight.clone() for name, weight in data_parallel(model).weights()}
+
+
+def test_all_buckets_are_clipped_for_an_optimizer_of_ones_own(ranks2):
+    alone = clipped("precision=fp64")
+    for plan in ("dp_replicate=2", "dp_shard=2 zero=2"):
+        for found in ranks2.run(clipped, f"{plan} precision=fp64"):
+            torch.testing.assert_close(found, alone, rtol=0, atol=1e-12)

@@ -53,7 +53,10 @@ def references():
 
 
 @pytest.mark.parametrize("settings", [ADAMW, SGD], ids=["adamw", "sgd"])
-@pytest.mark.parametrize("plans, ranks", [(TWO, "ranks2"), (FOUR, "ranks4")], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    "plans, ranks",
+    [pytest.param(TWO, "ranks2", id="2 ranks"), pytest.param(FOUR, "ranks4", id="4 ranks", marks=pytest.mark.full)],
+)
 def test_cut_models_equal_one_process(plans, ranks, settings, references, request):
     reference = references[settings]
     plans = [f"{plan} precision=fp64" for plan in plans]

@@ -46,7 +46,9 @@ def test_blocks_of_one_class_share_their_graphs(cell, plain, references, ranks2)
         assert 1 <= found.graphs <= 2 * kinds + cell.plan.sp + head
 
 
-@pytest.mark.parametrize("plan", ["dp_shard=2 zero=2", "tp=2 sp=on recompute=full"])
+@pytest.mark.parametrize(
+    "plan", ["dp_shard=2 zero=2", pytest.param("tp=2 sp=on recompute=full", marks=pytest.mark.full)]
+)
 def test_twice_the_depth_is_the_same_graph(plan, ranks2):
     counts = [
         ranks2.run(train_compiled, compiled_plan(plan), DroppingCase("plain", num_steps=1, depth=depth))[0].graphs

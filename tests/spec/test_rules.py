@@ -40,6 +40,9 @@ CASES = [
     ("compress-needs-data", "tp=2 compress=int8", Facts(),
      "compress=int8: dp_replicate and dp_shard are 1, so no gradient travels between data ranks. "
      "Leave compress out, or use dp_replicate=2 or more.", "tp=2"),
+    ("gather-needs-zero3", "dp_shard=2 zero=2 gather=int8", Facts(),
+     "gather=int8: zero=2 gathers no weights before it uses them. Leave gather out, or use zero=3.",
+     "dp_shard=2 zero=2"),
     ("compress-debts-zero", "dp_replicate=2 dp_shard=2 zero=3 compress=int4", Facts(),
      "compress=int4: what it rounds off is owed to the next step, which zero=3 does not keep yet. "
      "Use zero=2, or compress=int8, which owes nothing.", "dp_replicate=2 dp_shard=2 zero=3 compress=int8"),

@@ -236,7 +236,7 @@ def test_early_stop_ends_the_run_when_evaluation_no_longer_falls(start):
     assert result.reason == "no better evaluation loss in 2 evaluations"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatch, signum):
     whole, _, _ = start("run.name=whole")
     from weft.train.loop import Trainer
@@ -297,8 +297,8 @@ def test_a_refused_new_run_leaves_no_folder(tmp_path):
     "settings",
     [
         ("plan=precision=bf16",),
-        ("plan=precision=fp64", "optimizer.name=sgd"),
-        ("optimizer.name=sgd", "optimizer.momentum=0"),
+        pytest.param(("plan=precision=fp64", "optimizer.name=sgd"), marks=pytest.mark.full),
+        pytest.param(("optimizer.name=sgd", "optimizer.momentum=0"), marks=pytest.mark.full),
         ("optimizer.name=muon", 'optimizer.groups=[{match="embed.*", lr=0}]'),
         ("model.num_experts=4", "model.top_k=2", "model.balance=bias"),
         ("model.name=gpt2", "model.num_kv_heads=2", "model.vocab_size=260"),
@@ -373,7 +373,14 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
         generate_text(tmp_path, "def ")
 
 
-@pytest.mark.parametrize("plan", ["precision=bf16", "precision=fp16", "precision=fp64", "accumulation=2"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "precision=bf16",
+        "precision=fp16",
+        *(pytest.param(one, marks=pytest.mark.full) for one in ("precision=fp64", "accumulation=2")),
+    ],
+)
 def test_every_precision_trains(start, plan):
     folder, result, _ = start(f"plan={plan}", "train.steps=6", "eval.every=3")
     assert result.step == 6

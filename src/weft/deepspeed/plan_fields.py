@@ -148,19 +148,20 @@ def read_zero(reading: Reading, dp: int | None) -> None:
 
 
 def _read_quantized(reading: Reading, stage: int | None, dp: int | None) -> None:
-    """Gradients as int8, which DeepSpeed has at stage 3."""
-    key = f"{_ZERO}.zero_quantized_gradients"
-    wanted = reading.switch(key)
-    if wanted is None:
-        return
-    if not wanted:
-        reading.nothing(key, "switched off")
-    elif stage != 3:
-        reading.nothing(key, "it needs stage 3")
-    elif dp == 1:
-        reading.nothing(key, "one data-parallel rank sends no gradients")
-    else:
-        reading.plan_word(key, compress="int8")
+    """Gradients and weights as int8, which DeepSpeed has at stage 3."""
+    for what, field in (("gradients", "compress"), ("weights", "gather")):
+        key = f"{_ZERO}.zero_quantized_{what}"
+        wanted = reading.switch(key)
+        if wanted is None:
+            continue
+        if not wanted:
+            reading.nothing(key, "switched off")
+        elif stage != 3:
+            reading.nothing(key, "it needs stage 3")
+        elif dp == 1:
+            reading.nothing(key, f"one data-parallel rank sends no {what}")
+        else:
+            reading.plan_word(key, **{field: "int8"})
 
 
 def _shard_group(reading: Reading, stage: int | None, dp: int | None) -> int | None:

@@ -21,7 +21,7 @@ from weft.models.adapters import adapted
 from weft.monitor.figures import OwnBoard
 from weft.monitor.times import Meter, TimeBook
 from weft.optim import build_optimizer, freeze
-from weft.parallel import Precision, parallelize
+from weft.parallel import Precision, data_parallel, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.local_tensors import StateSource
 from weft.parallel.placement import originals
@@ -99,6 +99,7 @@ class TorchEngine:
             meter=self.meter,
             weights_follow=mesh.device.type == "cuda",  # a CPU copies what arrives itself, and gains nothing
         )
+        data_parallel(self._model).coders.exact_steps = config.train.compress_after
         self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
         with self.pulse.doing("computes what the task needs before the first step"):
             task.begin(RankForwards(self.model, mesh, task, second))

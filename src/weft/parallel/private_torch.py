@@ -123,6 +123,11 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
                 param._unsharded_param.grad = None
 
 
+def gathered_shapes(module: FSDPModule) -> list[list[torch.Size]]:
+    """The shapes of what a rank gives to each gather of a unit, in their order there; the last rows may be padding."""
+    return [[param.padded_sharded_param_size for param in group.fsdp_params] for group in _groups(module)]
+
+
 def wrap_waits(
     module: FSDPModule,
     gathered: Callable[[Callable[[], None]], None],

@@ -11,6 +11,7 @@ __all__ = [
     "ClusterSpec",
     "DecoderSpec",
     "DeviceSpec",
+    "GATHERS",
     "Layout",
     "ModelSpec",
     "RunConfig",
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from weft.spec.layout import Layout, Style
     from weft.spec.model import DecoderSpec, ModelSpec, decoder_spec, resolve_decoder
     from weft.spec.traced import TracedModel
-    from weft.spec.wires import COMPRESSES, WIRES, WireSpec, wire_spec
+    from weft.spec.wires import COMPRESSES, GATHERS, WIRES, WireSpec, wire_spec
 
 __getattr__ = loads(
     __name__,
@@ -40,6 +41,7 @@ __getattr__ = loads(
         "ClusterSpec": ".cluster",
         "DecoderSpec": ".model",
         "DeviceSpec": ".cluster",
+        "GATHERS": ".wires",
         "Layout": ".layout",
         "ModelSpec": ".model",
         "RunConfig": ".config",

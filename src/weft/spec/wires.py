@@ -6,6 +6,7 @@ and where it rounds, of `compress`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -20,7 +21,8 @@ class WireSpec:
     name: in the plan. codec: its class as "module:Class", loaded when ranks use it. exact: nothing is rounded.
     element_bytes: of one value on the wire; 0: as many as it has in memory. block, block_bytes: so many values share
     so many bytes more (a scale). state_bytes: what each rank keeps from step to step, for each value it sends.
-    outer_only: a value of `compress` alone.
+    outer_only: a value of `compress` alone. rank: of the matrices that travel in place of larger ones; 0: it encodes
+    value by value. exact_steps: so many first steps of a run are summed without it.
     """
 
     name: str
@@ -31,6 +33,8 @@ class WireSpec:
     block_bytes: float = 0.0
     state_bytes: float = 0.0
     outer_only: bool = False
+    rank: int = 0
+    exact_steps: int = 0
 
     def num_bytes(self, numel: Any, own_bytes: Any = 4.0) -> Any:
         """Return the bytes of `numel` values that have `own_bytes` each in memory. Numbers, or arrays of numpy."""
@@ -57,8 +61,37 @@ def register(wire: WireSpec) -> WireSpec:
 
 
 def wire_spec(name: str) -> WireSpec:
-    """Return the wire of that name."""
+    """Return the wire of that name; of `powersgd:4` the one of that rank."""
+    if name not in _KNOWN and (rank := rank_of(name)) is not None:
+        register(_low_rank(rank))
     return _KNOWN[name]
+
+
+#: Low rank, whose name ends with the rank: more than so much would send more than int8 of usual matrices.
+LOW_RANK, LARGEST_RANK = "powersgd", 64
+
+
+def rank_of(name: str) -> int | None:
+    """Return the rank that `powersgd:4` names, 4; None where it is none."""
+    found = re.fullmatch(rf"{LOW_RANK}:([1-9][0-9]?)", name, re.ASCII)
+    return int(found[1]) if found and int(found[1]) <= LARGEST_RANK else None
+
+
+def _low_rank(rank: int) -> WireSpec:
+    # Of an n x n matrix 2 r n values travel; the planner takes n = 1024, and the sums that follow as large again.
+    return WireSpec(
+        f"{LOW_RANK}:{rank}",
+        "weft.comm.wire.low_rank:LowRank",
+        element_bytes=4.0 * 2 * rank / 1024,
+        state_bytes=4.0,
+        outer_only=True,
+        rank=rank,
+        exact_steps=100,
+    )
+
+
+#: What weights may travel as under zero=3: `comm/wire/row_codes.py` has the codec, whose bytes are those of the wire.
+GATHERS = ("none", "int8")
 
 
 class _Names(Sequence[str]):
@@ -85,7 +118,16 @@ class _Names(Sequence[str]):
 
 
 class _RoundingNames(_Names):
-    """ "none", and names of the wires that round."""
+    """ "none", and names of the wires that round; low rank at any rank is one of them."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._all() or (isinstance(name, str) and rank_of(name) is not None)
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """Return the place of a name, which it has from then on."""
+        if isinstance(value, str) and rank_of(value) is not None:
+            wire_spec(value)
+        return self._all().index(value, start, len(self._all()) if stop is None else stop)
 
     def _all(self) -> tuple[str, ...]:
         return ("none", *(name for name, wire in _KNOWN.items() if not wire.exact))
@@ -109,3 +151,4 @@ register(
         outer_only=True,
     )
 )
+register(_low_rank(4))

@@ -13,11 +13,11 @@ from weft.planner.cost.machine import Tables
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
-from weft.planner.space.wire_columns import copy_bytes, state_bytes, wire_bytes
+from weft.planner.space.wire_columns import copy_bytes, state_bytes, weight_bytes, wire_bytes
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import ModelSpec, decoder_spec
 from weft.spec.plan import Plan
-from weft.spec.wires import COMPRESSES, WIRES, wire_spec
+from weft.spec.wires import COMPRESSES, GATHERS, WIRES, wire_spec
 
 CLUSTER = ClusterSpec.parse("16x8xh100")
 JOB = Job(shape=Shape.of_decoder(decoder_spec("llama3-8b")), seq_len=4096, global_batch=256)
@@ -44,6 +44,18 @@ def test_compress_is_counted_on_the_outermost_data_axis_alone():
     kept_code = np.full(3, tuple(COMPRESSES).index("block8"), np.uint8)
     kept = state_bytes(columns.with_arrays(compress=kept_code))
     assert kept.tolist() == [8.0, 2.0, 2.0], "of its own part alone, over replicas"
+
+
+def test_gathered_weights_are_counted_under_zero_3():
+    columns = Columns.make(2, dp_shard=4, zero=3, gather=[0, GATHERS.index("int8")])
+    assert weight_bytes(columns, np.array([1024.0] * 2), 2.0).tolist() == [2048.0, 1032.0]
+    plan = Columns.make(1, dp_shard=16, zero=3)
+    coded = plan.with_arrays(gather=np.full(1, GATHERS.index("int8"), np.uint8))
+    tables = Tables.of(ClusterSpec.parse("2x8xh100").device)
+    one, two = (estimate(JOB, ClusterSpec.parse("2x8xh100"), each, tables) for each in (plan, coded))
+    assert two.terms["dp_exposed"] < one.terms["dp_exposed"]
+    assert two.step_s < one.step_s
+    assert one.memory["buffers"] < two.memory["buffers"] < 1.5 * one.memory["buffers"], "codes lie beside the weights"
 
 
 def test_a_slow_link_between_replicas_is_priced():

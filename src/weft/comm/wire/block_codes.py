@@ -53,7 +53,7 @@ class Int8(Wire):
                 rest = -len(x) % self.spec.block
                 blocks = (pad(x, (0, rest)) if rest else x).view(-1, self.spec.block)
                 scales = scales_of(blocks, 127)
-                steps = blocks / _usable(scales, x.dtype)[:, None]
+                steps = blocks / usable(scales, x.dtype)[:, None]
                 steps += self._draws(row, first, x.device).to(x.dtype)[: steps.numel()].view_as(steps)
                 steps = steps.floor_().clamp_(-127, 127).to(torch.int8).view(-1)[: len(x)]
                 place = 2 * (first // self.spec.block)
@@ -92,7 +92,7 @@ class Int4(Wire):
         for x, out in zip(x_RN, steps_RN, strict=True):
             blocks = pad(x, (0, -numel % self.spec.block)).view(num_blocks, -1)
             scales = scales_of(blocks, 7)
-            steps = (blocks / _usable(scales, x.dtype)[:, None]).round_().clamp_(-7, 7).add_(8)
+            steps = (blocks / usable(scales, x.dtype)[:, None]).round_().clamp_(-7, 7).add_(8)
             out.copy_(steps.view(-1))
             scale_bytes.append(scales.view(torch.uint8))
         # Two neighbours share a byte.
@@ -117,8 +117,8 @@ def scales_of(blocks_BK: torch.Tensor, largest: int) -> torch.Tensor:
     return torch.where(scales.isfinite(), scales, torch.nan)
 
 
-def _usable(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What values are divided by: 1 where all are zero, and where the scale says that nothing of it counts."""
+def usable(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what values are divided by: 1 where all are zero, and where the scale says that nothing of it counts."""
     return torch.where(scales > 0, scales, 1.0).to(dtype)
 
 

@@ -12,6 +12,7 @@ import torch
 from weft.comm.links import Operation, Parts, StreamWait, unobserved, waited
 from weft.comm.pending import Pending
 from weft.comm.wire.coder import Coder
+from weft.comm.wire.low_rank_sum import LowRankSum
 from weft.errors import CommError
 from weft.mesh import Axis
 
@@ -149,6 +150,9 @@ def sum_coded(
             f"or leave wire= out."
         )
     numel = what.numel()
+    if coder.wire.spec.rank:
+        joined = what.joined() if isinstance(what, Parts) else what.detach().reshape(-1)
+        return LowRankSum(name, joined, axis, out, coder)
     exchanges = whole and axis.size == 2
     padded = numel if exchanges else -(-numel // axis.size) * axis.size
     if isinstance(what, Parts):

@@ -7,10 +7,11 @@ A step may not be taken: what `encode` leaves is kept when the step was (`commit
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from weft.comm.wire.low_rank import Matrix
 from weft.comm.wire.wire import State, Wire
 
 
@@ -27,6 +28,8 @@ class Coder:
         self.name = name
         self.turn = self.calls = 0
         self.unit = 1.0
+        #: Of a wire that sums matrices: where they lie in the tensor.
+        self.matrices: Sequence[Matrix] = ()
         self._kept: dict[str, State] = {}
         self._next: dict[str, State] = {}
 
@@ -55,9 +58,25 @@ class Coder:
         """Encode what is there and what is owed; what is rounded off is owed from here, if the step is taken."""
         owing_RN = x_RN if kept is None else x_RN + kept["residual"] * self.unit
         codes, _ = self.wire.encode(owing_RN, None)
-        rest_RN = owing_RN - self.wire.decode(codes, x_RN.shape[1], x_RN.dtype)
-        self._next[key] = {"residual": rest_RN.div_(self.unit)}
+        self.owe(key, owing_RN - self.wire.decode(codes, x_RN.shape[1], x_RN.dtype))
         return codes
+
+    def owing(self, key: str, x_RN: torch.Tensor) -> torch.Tensor:
+        """Return what is there and what is owed, a new tensor."""
+        kept = self._next.get(key, self._kept.get(key))
+        return x_RN.clone() if kept is None else x_RN + kept["residual"] * self.unit
+
+    def owe(self, key: str, rest_RN: torch.Tensor) -> None:
+        """Keep this, which is changed in place, as owed, if the step is taken."""
+        self._next[key] = {"residual": rest_RN.div_(self.unit)}
+
+    def carried(self, key: str) -> State | None:
+        """Return what the last step that was taken carried under a name."""
+        return self._kept.get(key)
+
+    def carry(self, key: str, state: State) -> None:
+        """Let the next step have it, if this one is taken."""
+        self._next[key] = state
 
     @property
     def begins(self) -> bool:
@@ -74,7 +93,8 @@ class Coder:
         """
         if self.wire.feeds_back and clip != 1.0:
             for state in self._next.values():
-                state["residual"].mul_(clip)
+                if "residual" in state:
+                    state["residual"].mul_(clip)
         for key, state in self._next.items():
             if taken is None:
                 self._kept[key] = state
@@ -120,6 +140,8 @@ class Coders:
         #: Steps that were published: what rounds by chance draws from it.
         self.turn = 0
         self.unit = 1.0
+        #: So many first steps are summed without the wire of the outermost axis, where it asks for some.
+        self.exact_steps = self.outer_wire.spec.exact_steps
         #: What others rounded off and still owe, by tensor: added to the sums of the first step that is taken.
         self.owed: dict[str, torch.Tensor] = {}
         #: Whether the step under way is taken, 0-d bool, where only the device knows; in no step that `needs_host`.
@@ -142,9 +164,14 @@ class Coders:
         return self._coders[name]
 
     @property
-    def by_chance(self) -> bool:
+    def counts_turns(self) -> bool:
         """Whether what travels depends on `turn`."""
-        return self.wire.by_chance or self.outer_wire.by_chance
+        return self.wire.by_chance or self.outer_wire.by_chance or self.outer_wire.spec.exact_steps > 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether this is one of the first steps, which go without the wire of the outermost axis."""
+        return self.turn < self.exact_steps and self.outer_wire.spec.exact_steps > 0
 
     @property
     def needs_host(self) -> bool:
@@ -192,8 +219,12 @@ class Coders:
 
     def states(self) -> dict[str, torch.Tensor]:
         """Return what this rank keeps for its own plan, as `tensor/role/name`; not debts, which any plan takes."""
-        own = {name: coder for name, coder in self._coders.items() if not coder.wire.feeds_back}
-        return {f"{name}/{key}": tensor for name, coder in own.items() for key, tensor in coder.states()}
+        return {
+            f"{name}/{key}": tensor
+            for name, coder in self._coders.items()
+            for key, tensor in coder.states()
+            if not (coder.wire.feeds_back and key.endswith("/residual"))
+        }
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take what `states` gave on this rank."""

@@ -100,7 +100,8 @@ def _traffic(
         reduces += np.where(learnt > 0, reduced + pieces * across, 0.0)
         # Under ZeRO 1 and 2 what was updated is gathered, under ZeRO 3 what is used.
         brought = np.where(columns.zero == 3, params, learnt)
-        gathered = pieces * fabric.ring_s("all_gather", brought / pieces * gather_bytes, group, stride)
+        weights = wire_columns.weight_bytes(columns, brought / pieces, gather_bytes)
+        gathered = pieces * fabric.ring_s("all_gather", weights, group, stride)
         gathers += np.where((brought > 0) & (columns.zero > 0), gathered, 0.0)
     return gathers, reduces
 

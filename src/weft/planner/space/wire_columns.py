@@ -1,4 +1,4 @@
-"""What gradients cost as the wires that a plan's `reduce` and `compress` name: on the way, and in memory."""
+"""What gradients and weights cost as the wires that `reduce`, `compress` and `gather` name: on the way, in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.space.columns import Columns
-from weft.spec import COMPRESSES, WIRES, WireSpec, wire_spec
+from weft.spec import COMPRESSES, GATHERS, WIRES, WireSpec, wire_spec
 
 Array = NDArray[np.float64]
 #: The ways of gradients: to the ranks that divide them, and over dp_replicate.
@@ -31,6 +31,21 @@ def wire_bytes(columns: Columns, numel: Array, own_bytes: float, way: Way = "sha
 
     plain, encoded = _of_rows(columns, of), _of_outer(columns, of)
     return np.where(_is_outer(columns, way), encoded, plain)
+
+
+def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float) -> Array:
+    """Return bytes on the wire of so many weights that are gathered, by the plans' `gather`.
+
+    Args:
+        columns: the plans.
+        numel: how many.
+        own_bytes: of each where nothing is encoded.
+    """
+    found = numel * own_bytes
+    for code in np.unique(columns.gather):
+        if code:
+            found = np.where(columns.gather == code, wire_spec(GATHERS[int(code)]).num_bytes(numel), found)
+    return found
 
 
 def copy_bytes(columns: Columns, own_bytes: float) -> Array:

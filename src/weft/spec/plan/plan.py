@@ -27,9 +27,9 @@ from weft.spec.plan.plan_choices import (
 from weft.spec.plan.plan_field import described, descriptions
 from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares, share_of
 from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
-from weft.spec.plan.plan_values import OneOf, PassCount, PolicyOrBudget, Switch, Whole, refused
+from weft.spec.plan.plan_values import Compression, OneOf, PassCount, PolicyOrBudget, Switch, Whole, refused
 from weft.spec.shares import CP_MODES, CP_WAYS
-from weft.spec.wires import COMPRESSES, WIRES
+from weft.spec.wires import COMPRESSES, GATHERS, WIRES
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
@@ -148,12 +148,20 @@ class Plan:
         divides_work=False,  # bf16 rounds: tests/parity/test_reduce.py
     )
     compress: str = described(
-        OneOf(COMPRESSES), "none",
+        Compression(COMPRESSES), "none",
         "What gradients travel as over the outermost data axis alone, for links that are slow: over dp_replicate, or "
         "where that is 1 over dp_shard. int8: a byte for each value, rounded up or down by chance, a scale for each "
-        "256. int4: half a byte, a scale for each 64; what is rounded off goes with the next step (zero=0 to 2). It "
-        "changes results; `auto` never chooses it.", tried=("none",),
+        "256. int4: half a byte, a scale for each 64. powersgd:4: each matrix as two of rank 4, after the first steps "
+        "(`train.compress_after`). What these two leave out goes with the next step (zero=0 to 2). It changes results; "
+        "`auto` never chooses it.", tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_compress.py
+    )
+    gather: str = described(
+        OneOf(GATHERS), "none",
+        "What weights travel as where zero=3 gathers them, for links that are slow. int8: a byte for each value, "
+        "rounded to the nearest, a scale for each 256 of a row; vectors travel as they are, and masters are never "
+        "rounded. It changes results; `auto` never chooses it.", needs=("dp_shard", "cp"), tried=("none",),
+        divides_work=False,  # it rounds: tests/parity/test_gather.py
     )
     recompute: str = described(
         PolicyOrBudget(RECOMPUTES), "none",

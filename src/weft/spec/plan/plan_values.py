@@ -14,6 +14,7 @@ from typing import Any
 
 from weft import units
 from weft.errors import PlanError, Problem, did_you_mean, shown
+from weft.spec.wires import LARGEST_RANK, LOW_RANK, rank_of
 
 LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
@@ -182,6 +183,27 @@ class OneOf(Kind):
 
     def decode(self, *numbers: Any) -> str:
         return (self.codes or self.known)[int(numbers[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class Compression(OneOf):
+    """A wire that rounds, by name; low rank with its rank."""
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str) and value.partition(":")[0] == LOW_RANK and rank_of(value) is None:
+            raise refused(
+                name,
+                f"{name}={shown(value)}: its rank is a whole number from 1 to {LARGEST_RANK}. Use {name}={LOW_RANK}:4.",
+            )
+        return choice(name, value, self.known)
+
+    def words(self) -> str:
+        fixed = listed([word for word in self.known if rank_of(word) is None])
+        return f"{fixed}, `{LOW_RANK}:R` with a rank R from 1 to {LARGEST_RANK}"
+
+    def schema(self) -> Schema:
+        fixed = [word for word in self.known if rank_of(word) is None]
+        return {"anyOf": [{"enum": fixed}, {"type": "string", "pattern": f"^{LOW_RANK}:[1-9][0-9]?$"}]}
 
 
 @dataclass(frozen=True, slots=True)

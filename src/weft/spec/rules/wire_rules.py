@@ -1,4 +1,4 @@
-"""Rules of what gradients travel as over the outermost data axis."""
+"""Rules of what gradients travel as over the outermost data axis, and of what weights travel as."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ def _has_data(plan: Plan, facts: Facts) -> bool:
 
 
 WIRE_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="gather-needs-zero3",
+        field="gather",
+        reason="gather says what weights travel as where zero=3 gathers them; other stages keep whole weights.",
+        predicate=lambda plan, facts: plan.gather != "none" and plan.zero != 3,
+        finding=lambda plan, facts: f"zero={plan.zero} gathers no weights before it uses them",
+        remedy=lambda plan, facts: "Leave gather out, or use zero=3",
+        fix=lambda plan, facts: plan.replace(gather="none"),
+    ),
     Rule(
         name="compress-needs-data",
         field="compress",

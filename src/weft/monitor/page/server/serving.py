@@ -110,9 +110,13 @@ def _socket(serving: Serving) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, serving.port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(128)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(128)
+        except (OSError, OverflowError):
+            listening.close()
+            raise
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise LaunchError(

@@ -6,7 +6,7 @@ import torch
 
 from weft.comm import Pending, all_reduce, start_all_reduce
 from weft.comm.links import Parts
-from weft.comm.wire import Coder, Coders
+from weft.comm.wire import Coder, Coders, Matrix, matrices_of
 from weft.parallel.zero.flat.buckets import Bucket
 
 #: The ways of a bucket's gradients: to the ranks that divide it, over those with equal parts, and in a user's own loop.
@@ -30,7 +30,7 @@ class BucketSums:
 
     def shard_coder(self, bucket: Bucket) -> Coder:
         """Return the wire of the way to the ranks that divide a bucket."""
-        return self._outer_coder(bucket, "shard") if self.divides(bucket) else self._coder(bucket, "shard")
+        return self._sending(bucket, "shard") if self.divides(bucket) else self._coder(bucket, "shard")
 
     def divides(self, bucket: Bucket) -> bool:
         """Whether what goes over the outermost axis are the parts of the ranks that divide a bucket."""
@@ -61,7 +61,7 @@ class BucketSums:
         if over.beside.size > 1:
             start_all_reduce(sums, over.beside, parts=parts, wire=coder).wait()
             parts = None
-        return start_all_reduce(sums, over.outer, parts=parts, wire=self._outer_coder(bucket, "replicas"))
+        return start_all_reduce(sums, over.outer, parts=parts, wire=self._sending(bucket, "replicas"))
 
     def over_all(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
         """Begin to add up a whole bucket, in place, in a user's own loop."""
@@ -76,3 +76,29 @@ class BucketSums:
 
     def _outer_coder(self, bucket: Bucket, way: str) -> Coder:
         return self.coders.outer(f"{bucket.slots[0].name} {way}")
+
+    def _sending(self, bucket: Bucket, way: str) -> Coder:
+        """The same, which knows where matrices lie."""
+        coder = self._outer_coder(bucket, way)
+        if rank := coder.wire.spec.rank:
+            # Row by row: a part of a bucket holds whole rows of a matrix and pieces of two, which travel as they are.
+            span = slice(0, bucket.size) if self.divides(bucket) or bucket.num_shards == 1 else bucket.own
+            coder.matrices = () if self.coders.is_exact else matrices_in(bucket, span, rank)
+        return coder
+
+
+def matrices_in(bucket: Bucket, span: slice, rank: int) -> list[Matrix]:
+    """Return the matrices of a bucket's parameters, or those of their rows that lie in a span, counted from its start.
+
+    Args:
+        bucket: of the parameters.
+        span: first element and end in the bucket.
+        rank: at which a matrix must be worth its while.
+    """
+    found: list[Matrix] = []
+    for slot in bucket.slots:
+        start, end = slot.inside(span)
+        sizes = sorted(zip(slot.stride, slot.shape, strict=True), reverse=True)
+        shape = [size for _, size in sizes]
+        found += matrices_of(shape, start - slot.start, end - slot.start, slot.start - span.start, rank)
+    return sorted(found)

@@ -70,7 +70,7 @@ class SlotDebts:
         return [] if saved == number else [f"what {saved} replicas owe of rounded gradients is shared by {number} now"]
 
     def _load(self, bucket: Bucket, coder: Coder, found: dict[str, torch.Tensor]) -> None:
-        shaped: dict[str, torch.Tensor] = {}
+        shaped = {name: tensor for name, tensor in coder.states() if not name.endswith("/residual")}
         for key, flat in found.items():
             rows, numel = map(int, key.removesuffix("/residual").rpartition("-")[2].split("x"))
             whole = torch.zeros(rows * numel, dtype=flat.dtype, device=flat.device)
@@ -82,10 +82,10 @@ class SlotDebts:
         """Of what a bucket's coder keeps: whose it is, its name there, and the first element and end in the bucket."""
         outer, span = bucket.over.outer, self._span(bucket)
         numel, size = span.stop - span.start, outer.size
-        if self._sums.divides(bucket):
+        if self._sums.divides(bucket) and not self._sums.coders.outer_wire.spec.rank:
             yield str(outer.rank), f"summands-{size}x{bucket.length}/residual", span.start, span.stop
             return
-        if size == 2:
+        if size == 2 or self._sums.coders.outer_wire.spec.rank:
             yield str(outer.rank), f"summands-1x{numel}/residual", span.start, span.stop
             return
         each = -(-numel // size)

@@ -12,11 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import all_gather, reduce_scatter
 from weft.comm.links import StreamWait
-from weft.comm.wire import Coder, Coders
+from weft.comm.wire import Coder, Coders, RowCodes, RowStretch
 from weft.errors import CommError
 from weft.mesh import Axis
-from weft.parallel.private_torch import GatherBase, ReduceBase, wrap_waits
+from weft.parallel.private_torch import GatherBase, ReduceBase, gathered_shapes, wrap_waits
 from weft.parallel.zero.sharded.gather_order import Act, Order
+from weft.spec import WireSpec, wire_spec
 from weft.spec.plan import Plan
 
 
@@ -29,12 +30,25 @@ class _Buffers:
 
 
 class UnitGather(_Buffers, GatherBase):
-    """all_gather of one unit's parameters."""
+    """all_gather of one unit's parameters.
 
-    def __init__(self, unit: int, axis: Axis, order: Order):
+    Args:
+        unit: its number.
+        axis: that it is divided over.
+        order: of what all ranks do there.
+        wire: what travels in place of weights; None: they travel as they are.
+        shapes: ask for those of what this rank gives, by gather and weight.
+    """
+
+    def __init__(
+        self, unit: int, axis: Axis, order: Order, wire: WireSpec | None, shapes: Callable[[], list[list[torch.Size]]]
+    ):
         self._unit = unit
         self._axis = axis
         self._order = order
+        self._wire = wire
+        self._shapes = shapes
+        self._codes: dict[tuple[int, torch.dtype], RowCodes] = {}
         self._there: tuple[torch.cuda.Event, torch.device] | None = None
 
     def __call__(
@@ -47,12 +61,36 @@ class UnitGather(_Buffers, GatherBase):
         """Fill `output_tensor`; complete when it returns (on CUDA: in the order of the current stream)."""
         self._order.meet(Act.GATHER, self._unit, input_tensor.numel())
         try:
-            all_gather(input_tensor, self._axis, out=output_tensor)
+            if self._wire is None:
+                all_gather(input_tensor, self._axis, out=output_tensor)
+            else:
+                self._gather_codes(output_tensor, input_tensor, self._wire)
         except CommError as error:
             raise self._order.explain(error) from error
         if output_tensor.is_cuda:
             self._there = torch.cuda.Event(enable_timing=True), output_tensor.device
             self._there[0].record()
+
+    def _gather_codes(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, wire: WireSpec) -> None:
+        """Every rank decodes what all have encoded, its own part too: all compute with the same weights."""
+        codec = self._codec(input_tensor, wire)
+        codes = codec.encode(input_tensor)
+        everyones = torch.empty(self._axis.size * codec.num_bytes, dtype=torch.uint8, device=codes.device)
+        all_gather(codes, self._axis, out=everyones)
+        codec.decode(everyones.view(self._axis.size, -1), output_tensor.view(self._axis.size, -1))
+
+    def _codec(self, flat: torch.Tensor, wire: WireSpec) -> RowCodes:
+        key = flat.numel(), flat.dtype
+        if key not in self._codes:
+            every = [[RowStretch.of(shape) for shape in shapes] for shapes in self._shapes()]
+            fitting = [one for one in every if sum(part.rows * part.columns for part in one) == flat.numel()]
+            if len(fitting) != 1:
+                raise CommError(
+                    f"gather={wire.name}: unit {self._unit} gathers {flat.numel()} values, and its weights of "
+                    f"{[len(one) for one in every]} do not say which these are. Use gather=none."
+                )
+            self._codes[key] = RowCodes(wire, fitting[0], flat.dtype)
+        return self._codes[key]
 
     def until_there(self, wait: Callable[[], None]) -> None:
         """Wait for the last gather, and tell the ledger how long the compute stream had to.
@@ -114,7 +152,9 @@ def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
     return coders[shard], coders.outer(replicas)
 
 
-def connect_unit(module: FSDPModule, unit: int, axis: Axis, order: Order, wire: Coder, device: torch.device) -> None:
+def connect_unit(
+    module: FSDPModule, unit: int, axis: Axis, order: Order, wire: Coder, plan: Plan, device: torch.device
+) -> None:
     """Let a unit communicate through `weft.comm`.
 
     Args:
@@ -123,9 +163,11 @@ def connect_unit(module: FSDPModule, unit: int, axis: Axis, order: Order, wire: 
         axis: that it is divided over.
         order: of what all ranks do there.
         wire: what travels in place of gradients.
+        plan: of the mesh; `gather` says what travels in place of weights.
         device: of this rank.
     """
-    gather = UnitGather(unit, axis, order)
+    weights = None if plan.gather == "none" else wire_spec(plan.gather)
+    gather = UnitGather(unit, axis, order, weights, functools.partial(gathered_shapes, module))
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, wire))
     if device.type == "cuda":

@@ -1,0 +1,144 @@
+"""gather=int8: every layout of zero=3 trains as one process whose weights were rounded the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.parity.cases import LLAMA
+from tests.parity.moe_cases import MOE
+from weft.comm import Ledger
+from weft.comm.wire import RowStretch
+from weft.mesh import build_mesh
+from weft.optim import clip_factor, global_norm
+from weft.parallel import parallelize
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase, ParityResult, train_case
+from weft.testing.parity import local_microbatches
+from weft.train import TrainStep
+
+CASE = DecoderCase(LLAMA, num_steps=3, max_grad_norm=0.5)
+EXPERTS = DecoderCase(MOE, num_steps=2)
+TWO = (
+    "dp_shard=2",
+    "dp_shard=2 accumulation=2 reshard=after_step",
+    "dp_shard=2 recompute=full",
+    "dp_shard=2 recompute=selective reshard=after_backward",
+    "dp_shard=2 offload=params+optimizer",
+    "cp=2",
+)
+FOUR = ("dp_shard=4", "dp_replicate=2 dp_shard=2 accumulation=2", "dp_shard=2 cp=2")
+#: Where a weight is cut before it is divided, rows begin elsewhere: here the way is tried, without rounding.
+CUT = ("dp_shard=2 tp=2 sp=on", "dp_shard=2 pp=2 microbatches=2 reshard=after_step", "dp_shard=2 tp=2 recompute=full")
+CUT_EXPERTS = ("dp_shard=4 ep=2", "dp_shard=2 tp=2 ep=2")
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What a weight is once it has travelled; vectors as they are."""
+    if weight.ndim < 2:
+        return weight
+    found = []
+    for row in weight.reshape(len(weight), -1):
+        for block in row.split(256):
+            exact = block.abs().max() / 127
+            scale = exact.to(torch.bfloat16)
+            while scale.double() < exact:
+                scale = torch.nextafter(scale, torch.tensor(torch.inf, dtype=torch.bfloat16))
+            found.append((block / scale.double()).round() * scale.double() if scale > 0 else block)
+    return torch.cat(found).view_as(weight)
+
+
+def train_alone(case: DecoderCase) -> ParityResult:
+    """On this process: gradients are those of rounded weights, and change the exact ones."""
+    model, result = case.model(), ParityResult()
+    optimizer, params = case.optimizer_of(model), dict(model.named_parameters())
+    for step in range(case.num_steps):
+        batch = case.batch(step)
+        exact = {name: param.detach().clone() for name, param in params.items()}
+        with torch.no_grad():
+            for param in params.values():
+                param.copy_(rounded(param))
+        loss_sum, number = case.loss(case.forward(model, batch), batch)
+        optimizer.zero_grad()
+        (loss_sum / number).backward()
+        with torch.no_grad():
+            for name, param in params.items():
+                param.copy_(exact[name])
+        norm = float(global_norm([param.grad for param in params.values()]))
+        for param in params.values():
+            param.grad *= clip_factor(norm, case.max_grad_norm)
+        optimizer.step()
+        result.losses.append(float(loss_sum.detach()) / int(number))
+        result.grad_norms.append(norm)
+    result.grads = {name: param.grad for name, param in params.items()}
+    result.weights = {name: param.detach() for name, param in params.items()}
+    return result
+
+
+def train_each(plans: tuple[str, ...], case: DecoderCase) -> list[ParityResult]:
+    return [train_case(f"{plan} zero=3 gather=int8 precision=fp64", case) for plan in plans]
+
+
+@pytest.fixture(scope="module")
+def alone() -> ParityResult:
+    return train_alone(CASE)
+
+
+def check(pool, plans: tuple[str, ...], case: DecoderCase, wanted: ParityResult) -> None:
+    for rank, answers in enumerate(pool.run(train_each, plans, case)):
+        for plan, found in zip(plans, answers, strict=True):
+            assert found.largest_difference(wanted) < 1e-10, (plan, rank)
+
+
+def test_layouts_train_as_one_process_with_rounded_weights(alone, ranks2):
+    check(ranks2, TWO, CASE, alone)
+    assert alone.largest_difference(train_case("precision=fp64", CASE)) > 1e-6, "nothing was rounded"
+
+
+@pytest.mark.full
+def test_so_do_layouts_of_four_ranks(alone, ranks4):
+    check(ranks4, FOUR, CASE, alone)
+
+
+@contextmanager
+def nothing_rounded() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        exact = lambda shape: RowStretch(1, torch.Size(shape).numel(), True)  # noqa: E731
+        patch.setattr(RowStretch, "of", staticmethod(exact))
+        yield
+
+
+def train_exact(plans: tuple[str, ...], case: DecoderCase) -> list[ParityResult]:
+    with nothing_rounded():
+        return train_each(plans, case)
+
+
+def test_cut_weights_stages_and_experts_take_the_same_way(ranks4):
+    for plans, case in ((CUT, CASE), (CUT_EXPERTS, EXPERTS)):
+        wanted = train_case("precision=fp64", case)
+        for answers in ranks4.run(train_exact, plans, case):
+            for plan, found in zip(plans, answers, strict=True):
+                assert found.largest_difference(wanted) < 1e-10, plan
+
+
+def gathered_bytes(plan_text: str) -> int:
+    """Of all gathers of a steady step."""
+    ledger, plan = Ledger(), Plan.parse(plan_text)
+    mesh = build_mesh(plan, record=ledger.record)
+    model = parallelize(CASE.model(), mesh)
+    step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward)
+    step(local_microbatches(CASE.batch(0), plan, mesh.data.rank))
+    before = ledger.entry("dp_shard", "all_gather").num_bytes
+    step(local_microbatches(CASE.batch(1), plan, mesh.data.rank))
+    return ledger.entry("dp_shard", "all_gather").num_bytes - before
+
+
+@pytest.mark.parametrize("precision, most", [("bf16", 0.7), ("fp32", 0.35)])
+def test_gathers_are_as_small_as_bytes_are(precision, most, ranks2):
+    """Rows of this model are shorter than a block, and each has a scale."""
+    text = f"dp_shard=2 zero=3 precision={precision}"
+    plain, coded = (ranks2.run(gathered_bytes, one)[0] for one in (text, f"{text} gather=int8"))
+    assert 0 < coded < most * plain
