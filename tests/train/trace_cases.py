@@ -73,7 +73,7 @@ def spoil_weight(model: nn.Module, name: str) -> bool:
 
 def traced(
     plan: str, how: str, kind: Any = "loss", *, on_rank: int | None = None, weight: str = "", late: bool = False
-) -> tuple[Any, Any, list[int]]:
+) -> tuple[Any, Any, int]:
     """One step of the plan that goes wrong, on every rank: its trace, what the step gave, the place of the bad sample.
 
     on_rank: whose part of a weight is spoilt.
