@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ from weft.train import TrainStep
 
 CASE = DecoderCase(LLAMA, num_steps=3, max_grad_norm=0.5)
 EXPERTS = DecoderCase(MOE, num_steps=2)
+UNBALANCED = DecoderCase(dataclasses.replace(MOE, balance="none"), num_steps=2)
 TWO = (
     "dp_shard=2",
     "dp_shard=2 accumulation=2 reshard=after_step",
@@ -31,15 +33,19 @@ TWO = (
     "cp=2",
 )
 FOUR = ("dp_shard=4", "dp_replicate=2 dp_shard=2 accumulation=2", "dp_shard=2 cp=2")
+#: Of these tp cuts the columns, so that a row's scales begin at each part.
+COLUMNS = ("attn.o.weight", "mlp.down.weight")
 #: Where a weight is cut before it is divided, rows begin elsewhere: here the way is tried, without rounding.
 CUT = ("dp_shard=2 tp=2 sp=on", "dp_shard=2 pp=2 microbatches=2 reshard=after_step", "dp_shard=2 tp=2 recompute=full")
 CUT_EXPERTS = ("dp_shard=4 ep=2", "dp_shard=2 tp=2 ep=2")
 
 
-def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """What a weight is once it has travelled; vectors as they are."""
+def rounded(weight: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """What a weight is once it has travelled; vectors as they are. parts: so many ranks of tp have its columns."""
     if weight.ndim < 2:
         return weight
+    if parts > 1:
+        return torch.cat([rounded(part) for part in weight.chunk(parts, 1)], 1)
     found = []
     for row in weight.reshape(len(weight), -1):
         for block in row.split(256):
@@ -51,16 +57,20 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat(found).view_as(weight)
 
 
-def train_alone(case: DecoderCase) -> ParityResult:
-    """On this process: gradients are those of rounded weights, and change the exact ones."""
+def train_alone(case: DecoderCase, tp: int = 1, at_home: str = "-") -> ParityResult:
+    """On this process: gradients are those of rounded weights, and change the exact ones.
+
+    tp: as it cuts columns. at_home: in the names of weights that do not travel.
+    """
     model, result = case.model(), ParityResult()
     optimizer, params = case.optimizer_of(model), dict(model.named_parameters())
     for step in range(case.num_steps):
         batch = case.batch(step)
         exact = {name: param.detach().clone() for name, param in params.items()}
         with torch.no_grad():
-            for param in params.values():
-                param.copy_(rounded(param))
+            for name, param in params.items():
+                if at_home not in name:
+                    param.copy_(rounded(param, tp if name.endswith(COLUMNS) else 1))
         loss_sum, number = case.loss(case.forward(model, batch), batch)
         optimizer.zero_grad()
         (loss_sum / number).backward()
@@ -101,6 +111,21 @@ def test_layouts_train_as_one_process_with_rounded_weights(alone, ranks2):
 @pytest.mark.full
 def test_so_do_layouts_of_four_ranks(alone, ranks4):
     check(ranks4, FOUR, CASE, alone)
+
+
+def test_tp_rounds_each_part_of_a_row(alone, ranks4):
+    wanted = train_alone(CASE, tp=2)
+    assert wanted.largest_difference(alone) > 1e-6
+    check(ranks4, ("dp_shard=2 tp=2 sp=on", "dp_shard=2 tp=2 recompute=full"), CASE, wanted)
+    check(ranks4, ("dp_shard=2 pp=2 microbatches=2 reshard=after_step",), CASE, alone)
+
+
+def test_experts_are_rounded_where_ranks_divide_them(ranks2):
+    """Under ep=2 each of two ranks has its experts whole: nothing of them is gathered."""
+    check(ranks2, ("dp_shard=2",), UNBALANCED, everywhere := train_alone(UNBALANCED))
+    whole = train_alone(UNBALANCED, at_home=".experts.")
+    check(ranks2, ("dp_shard=2 ep=2",), UNBALANCED, whole)
+    assert whole.largest_difference(everywhere) > 1e-6
 
 
 @contextmanager

@@ -52,6 +52,14 @@ def test_gradients_travel_as_the_wire_says(layout: str) -> None:
     assert step("reduce=bf16") == step("")
 
 
+def test_weights_travel_as_gather_says() -> None:
+    exact, coded = step("dp_shard=2 zero=3"), step("dp_shard=2 zero=3 gather=int8")
+    assert {name for name in TERMS if coded[name] != exact[name]} == {"dp_exposed"}
+    once = step("dp_shard=2 zero=3 reshard=after_step")["dp_exposed"]
+    coded_once = step("dp_shard=2 zero=3 reshard=after_step gather=int8")["dp_exposed"]
+    assert exact["dp_exposed"] - coded["dp_exposed"] == pytest.approx(2 * (once - coded_once))  # of two gathers, of one
+
+
 def test_communication_is_added_never_hidden() -> None:
     whole, cut = step("dp_replicate=2"), step("tp=2")
     assert whole["tp"] == 0.0

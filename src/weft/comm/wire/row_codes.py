@@ -101,11 +101,11 @@ class RowCodes:
             number = self._blocks_in(one)
             end = 2 * one.rows * number
             scales = codes[:, :end].contiguous().view(torch.bfloat16).view(ranks, one.rows, number).to(out.dtype)
-            steps = codes[:, end : end + one.rows * one.columns].contiguous().view(torch.int8)
-            steps = steps.view(ranks, one.rows, one.columns).to(out.dtype)
+            # In place: no second copy of all ranks' values.
+            into = out.view(ranks, one.rows, one.columns)
+            into.copy_(codes[:, end : end + one.rows * one.columns].view(torch.int8).view(into.shape))
             whole = one.columns // self._block * self._block
             if whole:
-                blocks = steps[..., :whole].view(ranks, one.rows, -1, self._block)
+                blocks = into[..., :whole].view(ranks, one.rows, -1, self._block)
                 blocks.mul_(scales[..., : whole // self._block, None])
-            steps[..., whole:].mul_(scales[..., -1:])
-            out.copy_(steps.view(ranks, -1))
+            into[..., whole:].mul_(scales[..., -1:])

@@ -73,10 +73,12 @@ def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends:
     h = float(job.shape.hidden)
     total = np.zeros(len(columns))
     for params, units in ((dense, float(job.shape.layers) / columns.pp), (ends, 2.0)):
-        each = params / units * VALUE
+        each = wire_columns.weight_bytes(columns, params / units, VALUE)
         # Gathered: into one buffer, and out of it to the parameters; scattered: out of them into one.
         moved = clock.of("copy", params / units / h, h)
         gather = clock.travel("all_gather", each, group, stride) + moved
+        # Of what is gathered as codes each rank encodes its part and decodes all.
+        gather = gather + np.where(columns.gather > 0, clock.of("copy", params / units * (1 + 1 / group) / h, h), 0.0)
         sent = wire_columns.wire_bytes(columns, params / units, VALUE)
         reduce = clock.travel("reduce_scatter", sent, group, stride) + moved
         beside = wire_columns.wire_bytes(columns, params / units / group, VALUE, "replicas")
