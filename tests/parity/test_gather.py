@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.parity.cases import LLAMA
+from tests.parity.compiled import train_compiled
 from tests.parity.moe_cases import MOE
 from weft.comm import Ledger
 from weft.comm.wire import RowStretch
@@ -106,6 +107,14 @@ def check(pool, plans: tuple[str, ...], case: DecoderCase, wanted: ParityResult)
 def test_layouts_train_as_one_process_with_rounded_weights(alone, ranks2):
     check(ranks2, TWO, CASE, alone)
     assert alone.largest_difference(train_case("precision=fp64", CASE)) > 1e-6, "nothing was rounded"
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_do_too_and_share_a_graph(recompute, alone, ranks2):
+    plan = f"dp_shard=2 zero=3 gather=int8 recompute={recompute} compile=on precision=fp64"
+    for found in ranks2.run(train_compiled, plan, CASE):
+        assert found.result.largest_difference(alone) < 1e-10
+        assert (found.graphs, found.breaks) == (1, [])
 
 
 @pytest.mark.full
