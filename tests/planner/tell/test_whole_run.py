@@ -84,3 +84,10 @@ def test_the_command_tells_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)[0]["run"]["tokens"] == 1e12
     assert run([*words, "loss=1.2"]) == 2
     assert "loss=1.2: llama3-8b never gets below 1.990" in capsys.readouterr().err
+    assert run([*words, "tokens=1T,mtbf=1s"]) == 2
+    assert capsys.readouterr().err == (
+        "error: mtbf=1.00 s: 8 devices fail every 125 ms, and no step between two failures lasts. "
+        "Use a longer mtbf, or a shorter save and restart.\n"
+    )
+    assert run(["plan", "llama3-8b", ",", "--run", "tokens=1T"]) == 2
+    assert capsys.readouterr().err == "error: cluster=',': it names none. Use e.g. 8xh100, or 8xh100,8xa100.\n"

@@ -62,7 +62,7 @@ def plan(
         sizes = {"seq_len": seq_len, "global_batch": global_batch}
         search = {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
         described = _described(model, save_model)
-        if _is_a_list(described, cluster, (tune, run, price), {**sizes, **search}, as_json=json):
+        if _told_as_list(described, cluster, (tune, run, price), {**sizes, **search}, as_json=json):
             return
         found = _find(_asked(described, cluster, tune, {**sizes, **search}), why_not, compare, what_if or [])
         _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
@@ -121,7 +121,7 @@ def _asked(model: Any, cluster: str, tune: str | None, settings: dict[str, Any])
     return tuned_question(model, cluster, tune, **settings)
 
 
-def _is_a_list(
+def _told_as_list(
     model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
     as_json: bool,
 ) -> bool:  # fmt: skip

@@ -5,7 +5,7 @@ The thread looks about once a second at what this rank last did (`Pulse`), and s
 reads the records of those that it waits for, and of those that they wait for, and tells who is missing; all that can
 dump their Python stacks. Nothing of this ends a wait: that is the process group's timeout.
 
-Where no time is set, a hang is told from a slow step by what steps take here and what the plan expects of them.
+Where no time is set, the usual and the planned time of a step tell a hang from a slow step.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class OwnBoard:
 class StepFigures:
     """What training puts into the queue after a step: seconds by phase and, of waits for others, by axis.
 
-    own: the rank's own work by part, where it waited for nobody.
+    own: seconds of the rank's own work by part, without its waits for others.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""A rank's own work, step by step: what it did itself and waited for nobody, for the first rank to compare."""
+"""A rank's own work, step by step and without its waits for others, for the first rank to compare."""
 
 from __future__ import annotations
 

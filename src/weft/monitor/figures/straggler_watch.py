@@ -23,7 +23,7 @@ _WINDOW, _LEAST = 16, 6
 SLOW, OVER = 1.10, 1.05
 #: With so many ranks their differences are known: a slow one is beyond this many deviations of them.
 _MANY, _DEVIATIONS = 5, 5.0
-#: Seconds of a step below which nobody would feel it.
+#: Seconds of a step that are too few to matter.
 _WORTH_S = 0.001
 #: Steps kept of each rank until all its peers have reported them.
 _KEPT = 64

@@ -15,12 +15,14 @@ from weft.planner.tell.basis import band_of
 
 _DAY = 86_400.0
 #: Hours between failures of one device: 419 unexpected interruptions in 54 days on 16,384 H100s (Llama 3, arXiv
-#: 2407.21783, section 3.3.4).
+#: 2407.21783).
 _DEVICE_HOURS = 50_700.0
 _RESTART_S = 600.0
 #: The shortest interval that is proposed: one checkpoint lies on storage before the next is taken. And the least that
 #: training stands for one: ranks wait for each other.
 _LEAST_SAVE_S, _LEAST_STALL_S = 300.0, 1.0
+#: Below this share a run makes no headway.
+_LEAST_GOODPUT = 1e-4
 #: Bytes a second from a device to its host where nothing is known: PCIe 4 as copies reach it.
 _COPY_RATE = 20e9
 #: Loss of a dense decoder of N parameters after D tokens: E + A / N^a + B / D^b (arXiv 2404.10102, which fits the data
@@ -88,11 +90,7 @@ class WholeRun:
         known = [
             *([] if self.dollars is None else [_money(self.dollars)]),
             *([] if self.kwh is None else [f"{_energy(self.kwh)}"]),
-            *(
-                []
-                if self.kwh is None or self.terms.grid is None
-                else [f"{self.kwh * self.terms.grid / 1e6:,.3g} t CO2"]
-            ),
+            *([] if self.co2_kg is None else [f"{self.co2_kg / 1e3:,.3g} t CO2"]),
         ]
         failures = (
             f"a failure every {_hours(self.failure_s)} on {units.counted(count, 'device')} "
@@ -145,6 +143,8 @@ def whole_run(one: Candidate, terms: RunTerms) -> WholeRun:
     stall_s = _copy_s(one) if terms.stall_s is None else terms.stall_s
     save_s = terms.save_s or _best_interval(stall_s, failure_s, one.step_s)
     good = goodput(failure_s, save_s, stall_s, terms.restart_s)
+    if good < _LEAST_GOODPUT:
+        raise _no_headway(terms, question.cluster.num_devices, failure_s)
     cost = one.cost(terms.price)
     per_token = one.step_s / good / (question.job.global_batch * question.job.seq_len)
     price = None if cost.price is None else cost.price / one.step_s
@@ -170,6 +170,15 @@ def whole_run(one: Candidate, terms: RunTerms) -> WholeRun:
         kwh=None if cost.energy_kwh is None else cost.energy_kwh / one.step_s * seconds,
         loss=expected_loss(question, tokens),
         band=band_of(one),
+    )
+
+
+def _no_headway(terms: RunTerms, num_devices: int, failure_s: float) -> ConfigError:
+    failing = f"{units.counted(num_devices, 'device')} fail every {units.format_seconds(failure_s)}"
+    return _error(
+        "mtbf",
+        f"mtbf={units.format_seconds(terms.device_hours * 3600)}: {failing}, and no step between two failures lasts. "
+        "Use a longer mtbf, or a shorter save and restart.",
     )
 
 
@@ -255,6 +264,8 @@ def whole_runs(
         **options: of `Question.of`.
     """
     terms = read_run(text, price)
+    if not clusters.strip(" ,"):
+        raise _error("cluster", f"cluster={clusters!r}: it names none. Use e.g. 8xh100, or 8xh100,8xa100.")
     found: list[tuple[Answer[Candidate], WholeRun | None]] = []
     for cluster in filter(None, (each.strip() for each in clusters.split(","))):
         reply = answer(Question.of(model, cluster, **options))

@@ -206,8 +206,8 @@ class TrainSection(Section):
     """Steps between runs of Python's garbage collector, which all ranks make at the same step; 0 lets Python choose
     when, on each rank by itself."""
     compress_after: Count = 100
-    """First steps of a run that plan.compress=powersgd:R leaves exact, as gradients change fast there; more where the
-    learning rate warms up for longer."""
+    """First steps of a run that plan.compress=powersgd:R leaves exact, as gradients change fast there. Set more where
+    the learning rate warms up for longer."""
     norm_group: Count = 0
     """Batch norms take the statistics of groups of this many samples of the global batch, the same under every plan;
     0: of the samples of one microbatch on one rank, which depend on the plan."""

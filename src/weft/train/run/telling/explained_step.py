@@ -132,7 +132,7 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def _gone(folder: RunFolder, step: int, error: Exception) -> WeftError:
-    """What is told where the samples cannot be read; an error that says it already stays as it is."""
+    """Return the error for samples that cannot be read: Weft's own as it is, others in one sentence."""
     if isinstance(error, WeftError):
         return error
     return DataError(

@@ -47,8 +47,8 @@ _MOST_SAMPLES = 16
 class TracedStep:
     """What a rank keeps of a step until its numbers are known.
 
-    number: from 1. batches: its microbatches as the task gave them. losses: of each by its place, sum and number, on
-    the device; of other microbatches another rank knows them, or nobody.
+    number: from 1. batches: its microbatches as the task gave them. losses: by place, sum and number of those that
+    this rank computes the loss of, on the device.
     """
 
     number: int
