@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from weft.spec.plan import Plan
     from weft.structure.cost import describe
     from weft.train import Microbatches, TrainStep
-    from weft.train.planned import trace
     from weft.train.script import Run, init
+    from weft.train.task import trace
 
 __getattr__ = loads(
     __name__,
@@ -53,7 +53,7 @@ __getattr__ = loads(
         "WeftWarning": ".errors",
         "describe": ".structure.cost",
         "search": ".planner.tell",
-        "trace": ".train.planned",
+        "trace": ".train.task",
         "build_mesh": ".mesh",
         "Mesh": ".mesh",
         "Microbatches": ".train",

@@ -15,7 +15,7 @@ from weft.monitor import read_events
 from weft.monitor.alerts.hold_place import GO_ON, HELD
 from weft.spec import RunConfig
 from weft.train import RunFolder
-from weft.train.run.left_out import LEFT_OUT, leave_out, steps_left_out, stretches
+from weft.train.loop.left_out import LEFT_OUT, leave_out, steps_left_out, stretches
 
 DIED = Failure(1, -9)
 DATA = Failure(0, 1, kind="ValueError", message="torn", step=7, in_data=True)

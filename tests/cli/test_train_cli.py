@@ -13,8 +13,8 @@ import pytest
 import typer
 
 from weft.cli import train as verb
+from weft.cli.command_words import split_words
 from weft.cli.launcher.world import count_ranks, threads_variables, usable_cores
-from weft.cli.train import split_words
 from weft.comm.word import FirstWord
 from weft.env import RankEnv
 from weft.errors import ConfigError, LaunchError, PlanError, WeftError

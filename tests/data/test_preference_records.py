@@ -11,12 +11,12 @@ import torch
 
 from weft.data.order import SampleStream, marked, view_answer, view_sample
 from weft.data.order.loader import build_batch
-from weft.data.prepared import SplitReader
 from weft.data.prepared.prepare import prepare_data
 from weft.data.read.documents import read_document
 from weft.data.read.records import Broken, Record
 from weft.data.read.schema import Schema, detect_schema
 from weft.data.read.source import find_files
+from weft.data.shards import SplitReader
 from weft.errors import DataError
 from weft.spec.config import RunConfig
 from weft.train.tasks import token_cross_entropy

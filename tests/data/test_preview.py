@@ -8,7 +8,7 @@ import pytest
 from tests.data.stored import Stored
 from weft.data.order.preview import marked, view_sample, visible
 from weft.data.order.stream import SampleStream
-from weft.data.prepared.shards import SplitWriter
+from weft.data.shards.split_files import SplitWriter
 from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
 
 

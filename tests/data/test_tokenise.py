@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from weft.data.prepared.shards import SplitReader
 from weft.data.read.schema import Schema, detect_schema
 from weft.data.read.source import find_files
+from weft.data.shards.split_files import SplitReader
 from weft.data.tokens import tokenise as tokenise_module
 from weft.data.tokens.tokenise import ReadLimits, SourceManifest, piece_bytes, tokenise_source
 from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer

@@ -18,7 +18,7 @@ from weft.deepspeed.keys import known_keys, meant
 from weft.errors import ConfigError
 from weft.spec.files.config_file import load_config
 from weft.spec.files.config_text import format_config
-from weft.spec.files.toml_lines import dotted
+from weft.spec.written import dotted
 
 _scalars = (
     st.none()

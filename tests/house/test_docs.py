@@ -46,7 +46,7 @@ def weft_commands() -> list[str]:
 @pytest.mark.parametrize("command", weft_commands())
 def test_commands_in_the_docs_are_accepted(command, monkeypatch):
     """Files and settings that the documentation shows exist."""
-    from weft.cli.train import split_words
+    from weft.cli.command_words import split_words
     from weft.spec.files.config_file import load_config
 
     monkeypatch.chdir(ROOT)

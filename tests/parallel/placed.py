@@ -20,8 +20,8 @@ from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement.placement import Placement
 from weft.spec.plan import Plan
 from weft.testing import ParityResult
+from weft.train.microbatch.microbatches import Microbatches
 from weft.train.step import TrainStep
-from weft.train.step.microbatches import Microbatches
 
 VOCAB, WIDTH, HIDDEN, HEADS, KV_HEADS, ROWS, EXPERTS = 7, 8, 12, 4, 2, 3, 4
 ALONE = Axis("tp", 1, 0, (0,))

@@ -32,7 +32,7 @@ from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check
 from weft.spec.traced import TracedModel
 from weft.structure import repeated_blocks
-from weft.train.planned import describe_by_tracing, trace
+from weft.train.task import describe_by_tracing, trace
 
 HERE = "tests.parallel.traced_models:"
 SEQ = 512

@@ -16,8 +16,8 @@ from weft.mesh import ENDS, Axis, build_mesh
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement.placement import Placement
 from weft.spec.plan import Plan
+from weft.train.microbatch.microbatches import Microbatches
 from weft.train.step import TrainStep
-from weft.train.step.microbatches import Microbatches
 
 VOCAB, WIDTH, DEPTH = 9, 6, 4
 PLANS = ["pp=2", "pp=2 dp_replicate=2", "pp=2 dp_shard=2 zero=2 microbatches=2", "pp=2 dp_shard=2 zero=3", "pp=4"]

@@ -16,8 +16,8 @@ from weft.monitor import read_events
 from weft.monitor.times import Meter
 from weft.spec.files.config_file import load_config
 from weft.train.engine import Evaluation, LateResult, StepResult
-from weft.train.hooks import Hook
-from weft.train.loop import Trainer
+from weft.train.loop.hooks import Hook
+from weft.train.loop.trainer import Trainer
 from weft.train.step import TrainStep
 
 

@@ -20,8 +20,8 @@ from weft.parallel import parallelize
 from weft.parallel.randomness import SampleNumbers
 from weft.spec.plan import Plan
 from weft.spec.shares import microbatch_samples
+from weft.train.microbatch.microbatches import from_loader, microbatches_of, samples_of, split_batch
 from weft.train.step import TrainStep
-from weft.train.step.microbatches import from_loader, microbatches_of, samples_of, split_batch
 
 
 class Pair(NamedTuple):

@@ -14,8 +14,9 @@ from weft.errors import OutOfMemory
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.spec.plan import Plan
-from weft.train.step import Microbatches, TrainStep
-from weft.train.step.microbatches import microbatch_size
+from weft.train.microbatch import Microbatches
+from weft.train.microbatch.microbatches import microbatch_size
+from weft.train.step import TrainStep
 from weft.train.step.oom import is_out_of_memory, live_bytes
 
 IN_A_SMALL_PLACE = """
@@ -28,8 +29,9 @@ from weft.parallel import parallelize
 from weft.spec.model.decoder import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.train.step import Microbatches, TrainStep
-from weft.train.step.microbatches import microbatch_size
+from weft.train.microbatch import Microbatches
+from weft.train.step import TrainStep
+from weft.train.microbatch.microbatches import microbatch_size
 
 spec = DecoderSpec(vocab_size=512, dim=128, num_layers=6, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=512)
 mesh = build_mesh(Plan.parse("accumulation=2"))

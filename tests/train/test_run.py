@@ -239,7 +239,7 @@ def test_early_stop_ends_the_run_when_evaluation_no_longer_falls(start):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 def test_a_signal_saves_and_stops_and_the_same_command_goes_on(start, monkeypatch, signum):
     whole, _, _ = start("run.name=whole")
-    from weft.train.loop import Trainer
+    from weft.train.loop.trainer import Trainer
 
     original = Trainer._launch
 

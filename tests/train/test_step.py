@@ -21,8 +21,8 @@ from weft.optim.rounded_adamw import RoundedAdamW
 from weft.parallel import data_parallel, parallelize
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
+from weft.train.microbatch.microbatches import split_batch
 from weft.train.step import TrainStep
-from weft.train.step.microbatches import split_batch
 from weft.train.step.step_metrics import LateMetrics
 from weft.train.tasks import model_forward, token_cross_entropy
 

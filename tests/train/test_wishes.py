@@ -21,7 +21,7 @@ from weft.monitor import read_events
 from weft.monitor.alerts import Wish, ask
 from weft.spec.files.config_file import load_config
 from weft.train import Start, prepare_run, run_rank
-from weft.train.run.left_out import steps_left_out
+from weft.train.loop.left_out import steps_left_out
 
 ENGINE = "tests.train.fake_engine:FakeEngine"
 

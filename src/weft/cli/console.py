@@ -76,3 +76,16 @@ def _plain_report(stream: TextIO) -> Report:
             last[stage] = now
 
     return report
+
+
+def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+    """Return rows as lines with aligned columns. rows: of equal length. right: the columns to align to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

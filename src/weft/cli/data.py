@@ -152,7 +152,7 @@ def _answers(
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
     """How many answers there are, and some preferences of the first epoch: both answers of a pair."""
     from weft.data.order import permutation, view_answer
-    from weft.data.prepared import SplitReader
+    from weft.data.shards import SplitReader
 
     sources = prepared.train if split == "train" else prepared.eval
     rows = [(source, place) for source in sources for place in range(_preferences(source))]

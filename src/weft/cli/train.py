@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft import env
+from weft.cli.command_words import split_words
 from weft.cli.console import progress_report, say
 from weft.cli.launcher import (
     Restarts,
@@ -29,7 +28,7 @@ from weft.cli.launcher import (
     usable_cores,
     visible_gpus,
 )
-from weft.errors import ConfigError, WeftError
+from weft.errors import WeftError
 from weft.monitor.screen import busy
 
 if TYPE_CHECKING:
@@ -181,35 +180,3 @@ def _prepared_elsewhere(config: RunConfig, word: FirstWord | None) -> RunFolder:
     if isinstance(task, DecoderTask):
         task.tokens(None)
     return RunFolder(Path(said["path"]), said["texts"])
-
-
-def split_words(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The config file and the overrides among the words of a command line.
-
-    A word that holds '=' and names no file is an override. Raises ConfigError for a second or missing file.
-    """
-    overrides = [word for word in words if "=" in word and not Path(word).is_file()]
-    files = [Path(word) for word in words if word not in overrides]
-    if len(files) > 1:
-        raise ConfigError(
-            f"{files[1]}: a second config file after {files[0]}. Give one file; settings are written key=value."
-        )
-    for path in files:
-        if path.is_dir():
-            inside = path / "config.toml"
-            hint = f"Use {inside}." if inside.is_file() else "Give the file inside it."
-            raise ConfigError(f"{path}: this is a folder, not a config file. {hint}")
-        if not path.is_file():
-            raise ConfigError(f"{path}: there is no such file.{_file_hint(path)}")
-    return (files[0] if files else None), overrides
-
-
-def _file_hint(path: Path) -> str:
-    if path.suffix == "" and path.parent == Path("."):
-        return f" Write a path to a TOML file, or a setting such as {path}=..."
-    places = {path.parent, path.parent / "configs"}
-    known = sorted(str(found) for place in places for found in place.glob("*.toml") if found.name != "pyproject.toml")
-    near = difflib.get_close_matches(str(path), known, n=1, cutoff=0.6)
-    if near:
-        return f" Did you mean '{near[0]}'?"
-    return f" Config files there: {', '.join(known[:5])}." if known else " Check the path."

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from weft.errors import ConfigError, Problem, did_you_mean
-from weft.spec.files import KeyPath, dotted, shown
+from weft.spec.written import KeyPath, dotted, shown
 
 #: Deeper than any config; the readers and the printing of values stay far from Python's own limit.
 _MOST_DEPTH = 40

@@ -12,8 +12,8 @@ from weft.deepspeed.outcome import BECAME, FOLLOWS, NOT_BUILT, NOTHING, REMOVED,
 from weft.env import is_secret
 from weft.errors import Problem, did_you_mean
 from weft.spec import RunConfig
-from weft.spec.files import dotted, shown
 from weft.spec.plan import Plan
+from weft.spec.written import dotted, shown
 
 AUTO = "auto"
 #: As many ranks, passes or sequences as a plan and a config can hold.

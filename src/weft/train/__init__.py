@@ -31,11 +31,10 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.train.engine import Engine
     from weft.train.folder import RunFolder, run_folder
-    from weft.train.hooks import Hook
-    from weft.train.loop import Trainer
-    from weft.train.progress import Progress
+    from weft.train.loop import Hook, Progress, Trainer
+    from weft.train.microbatch import Microbatches
     from weft.train.run import RunResult, Start, prepare_run, run_rank
-    from weft.train.step import Microbatches, StepMetrics, TrainStep
+    from weft.train.step import StepMetrics, TrainStep
     from weft.train.task import Metric, Task
     from weft.train.tasks import generate_text
 
@@ -43,10 +42,10 @@ __getattr__ = loads(
     __name__,
     {
         "Engine": ".engine",
-        "Hook": ".hooks",
+        "Hook": ".loop",
         "Metric": ".task",
-        "Microbatches": ".step",
-        "Progress": ".progress",
+        "Microbatches": ".microbatch",
+        "Progress": ".loop",
         "RunFolder": ".folder",
         "RunResult": ".run",
         "Start": ".run",

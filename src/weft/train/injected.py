@@ -27,7 +27,7 @@ from weft.monitor import StepRecord
 from weft.spec.plan import Plan
 from weft.train.engine import Engine
 from weft.train.folder import RunFolder
-from weft.train.hooks import Hook
+from weft.train.loop import Hook
 from weft.train.task import Task
 from weft.units import parse_seconds
 

@@ -21,9 +21,9 @@ from weft.spec.config import OptimizerSection
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase
 from weft.testing.parity import local_microbatches
+from weft.train.microbatch.microbatches import Microbatches
 from weft.train.state import resume
 from weft.train.step import TrainStep, mean_loss
-from weft.train.step.microbatches import Microbatches
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 

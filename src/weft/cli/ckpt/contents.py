@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 
 from weft.checkpoint import Checkpoint
-from weft.cli.ckpt.listing import table
+from weft.cli.console import table
 from weft.units import counted, format_bytes
 
 

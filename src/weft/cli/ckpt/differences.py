@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import Checkpoint
-from weft.cli.ckpt.listing import table
+from weft.cli.console import table
 from weft.units import counted
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from weft.checkpoint import load_checkpoint, step_in_name
 from weft.checkpoint.targets import Location, target_at
+from weft.cli.console import table
 from weft.errors import CheckpointError
 from weft.units import format_bytes
 
@@ -71,16 +72,3 @@ def listing_text(found: list[ListedCheckpoint]) -> list[str]:
         (str(one.step), one.when, format_bytes(one.num_bytes), str(one.num_files), one.state, one.plan) for one in found
     ]
     return table(rows, right=(0, 2, 3))
-
-
-def table(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
-    """Return rows as lines with aligned columns. rows: of equal length. right: the columns to align to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from weft.cli.ckpt.differences import changed_values, flat
-from weft.cli.ckpt.listing import table
+from weft.cli.console import table
 from weft.errors import ConfigError, PlanError, nearest_name
 
 #: What decides only where and how a run is started, not what it computes.
@@ -65,7 +65,7 @@ def was(run: Path) -> dict[str, Any]:
 
 def is_now(run: Path, words: list[str]) -> dict[str, Any]:
     """The same for a command that would be typed now."""
-    from weft.cli.train import split_words
+    from weft.cli.command_words import split_words
     from weft.spec.files import load_config
     from weft.train import RunFolder
     from weft.train.run import circumstances

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.train import split_words
+from weft.cli.command_words import split_words
 
 app = typer.Typer(
     help="Show, check and explain configs.",

@@ -19,7 +19,7 @@ from weft.monitor.alerts import HoldPlace, with_settings
 from weft.spec import RunConfig
 from weft.spec.plan import Plan, is_auto
 from weft.train import RunFolder
-from weft.train.run import leave_out
+from weft.train.loop import leave_out
 from weft.units import format_seconds, parse_seconds
 
 _LONGEST_PAUSE_S = 300.0

@@ -166,7 +166,7 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
             rule = "only what is traced is saved, and this model is read from a config"
             raise ConfigError([Problem("", f"save-model={save}: {rule}. Leave it out.")])
         return model
-    from weft.train.planned import trace
+    from weft.train.task import trace
 
     found = trace(model)
     if save is not None:

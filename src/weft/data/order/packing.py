@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.prepared import sync
+from weft.data.shards import sync
 
 _PLAN_VERSION = 1
 

@@ -12,7 +12,7 @@ import numpy as np
 from weft.data.order.mixture import Mixture
 from weft.data.order.packing import open_spans
 from weft.data.order.sample_order import derive_key, permutation
-from weft.data.prepared import SplitCounts, SplitReader
+from weft.data.shards import SplitCounts, SplitReader
 from weft.errors import DataError
 
 IGNORED = -100

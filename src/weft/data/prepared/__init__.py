@@ -11,25 +11,18 @@ __all__ = [
     "PreparedSource",
     "RowTable",
     "RowWriter",
-    "SHARD_BYTES",
-    "SplitCounts",
-    "SplitReader",
-    "SplitWriter",
     "cache_folder",
     "content_digests",
     "check_trainable",
     "prepare_data",
     "ready_table",
-    "sync",
     "verify_data",
 ]
 
 if TYPE_CHECKING:
-    from weft.data.prepared.lock import sync
     from weft.data.prepared.prepare import cache_folder, prepare_data
     from weft.data.prepared.prepared_data import PreparedData, PreparedSource, verify_data
     from weft.data.prepared.row_table import RowTable, RowWriter, ready_table
-    from weft.data.prepared.shards import SHARD_BYTES, SplitCounts, SplitReader, SplitWriter
     from weft.data.prepared.trainable import check_trainable
     from weft.data.prepared.wanted import content_digests
 
@@ -40,16 +33,11 @@ __getattr__ = loads(
         "PreparedSource": ".prepared_data",
         "RowTable": ".row_table",
         "RowWriter": ".row_table",
-        "SHARD_BYTES": ".shards",
-        "SplitCounts": ".shards",
-        "SplitReader": ".shards",
-        "SplitWriter": ".shards",
         "cache_folder": ".prepare",
         "content_digests": ".wanted",
         "check_trainable": ".trainable",
         "prepare_data": ".prepare",
         "ready_table": ".row_table",
-        "sync": ".lock",
         "verify_data": ".prepared_data",
     },
 )

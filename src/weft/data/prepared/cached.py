@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.order import write_plan
-from weft.data.prepared.lock import locked, new_folder
 from weft.data.prepared.prepared_data import key_of
-from weft.data.prepared.shards import SplitReader, size_problems, verify_split
 from weft.data.prepared.wanted import WantedSource, content_digests
 from weft.data.read import Schema
+from weft.data.shards import SplitReader, locked, new_folder, size_problems, verify_split
 from weft.data.tokens import (
     FORMAT_VERSION,
     QUARANTINE,

@@ -11,9 +11,9 @@ from weft import env
 from weft.data.prepared.cached import CachedSource, ready_source, ready_tokenizer
 from weft.data.prepared.holdout import settle_holdout
 from weft.data.prepared.prepared_data import PreparedData, PreparedSource
-from weft.data.prepared.shards import SplitCounts, SplitReader
 from weft.data.prepared.wanted import WantedSource
 from weft.data.read import Schema
+from weft.data.shards import SplitCounts, SplitReader
 from weft.data.tokens import QUARANTINE, Report
 from weft.errors import DataError
 from weft.spec import RunConfig

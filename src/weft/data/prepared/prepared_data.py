@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from weft.data.prepared.shards import SplitCounts, verify_split
+from weft.data.shards import SplitCounts, verify_split
 from weft.data.tokens import Tokenizer
 from weft.errors import DataError
 from weft.units import counted, format_count

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.prepared.lock import locked, new_folder
 from weft.data.prepared.prepared_data import key_of
+from weft.data.shards import locked, new_folder
 from weft.errors import DataError
 
 _ABOUT = "table.json"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weft.data.prepared.prepared_data import PreparedData, PreparedSource
-from weft.data.prepared.shards import SplitReader
+from weft.data.shards import SplitReader
 from weft.data.tokens import Tokenizer
 from weft.errors import DataError
 from weft.spec.config import DataSection

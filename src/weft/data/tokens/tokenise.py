@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.prepared import SHARD_BYTES, SplitCounts, SplitWriter
 from weft.data.read import Broken, Document, FileSet, RecordReader, Schema, read_document
+from weft.data.shards import SHARD_BYTES, SplitCounts, SplitWriter
 from weft.data.tokens.encode import cut_text, encode_documents
 from weft.data.tokens.tokenizer import Tokenizer
 from weft.errors import DataError

@@ -17,13 +17,13 @@ from pydantic import ValidationError
 from weft.errors import ConfigError, PlanError, Problem, did_you_mean
 from weft.spec.config import RunConfig
 from weft.spec.files.config_text import config_schema, format_config
-from weft.spec.files.expect import missing_key, node_at, shown, takes_whole, unknown_key, wrong_value
+from weft.spec.files.expect import missing_key, node_at, takes_whole, unknown_key, wrong_value
 from weft.spec.files.loaded import LoadedConfig, by_place, leaves, show_origins
-from weft.spec.files.origins import COMMAND_LINE, DEFAULT, origin_of
 from weft.spec.files.overrides import apply_override
-from weft.spec.files.toml_lines import KeyPath, dotted, error_place, key_lines
+from weft.spec.files.toml_lines import error_place, key_lines
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import config_problems, in_config
+from weft.spec.written import COMMAND_LINE, DEFAULT, KeyPath, dotted, origin_of, shown
 
 __all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "parse_config", "run_name", "show_origins"]
 

@@ -6,20 +6,16 @@ Read from the JSON schema of `RunConfig`, so that a new field brings its own err
 from __future__ import annotations
 
 import functools
-import json
 import math
-import re
-from collections.abc import Mapping
 from typing import cast
 
 from weft.errors import did_you_mean, nearest_name
 from weft.spec.config import RunConfig
-from weft.spec.files.toml_lines import KeyPath, dotted
+from weft.spec.written import KeyPath, as_toml, dotted, shown
 
 Node = dict[str, object]
 
 #: The user, the password and the query of a URL: what people type there is not printed.
-_SECRETS = re.compile(r"(?<=://)[^/]*(?=@)|(?<=\?).+", re.DOTALL)
 
 #: What other frameworks call things, and the key that means it here.
 _OTHER_NAMES = {
@@ -160,33 +156,6 @@ def _elsewhere(name: str) -> str:
     meanings.update(_OTHER_NAMES)
     near = nearest_name(name.lower(), meanings)
     return meanings[near] if near else ""
-
-
-def shown(value: object, limit: int = 60) -> str:
-    """Return a value as TOML text, on one line and cut to `limit` characters."""
-    text = _plain_toml(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def _plain_toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        value = _SECRETS.sub("***", value) if "://" in value else value
-        return value if value.isprintable() and value else json.dumps(value)
-    if isinstance(value, int):
-        return str(value) if abs(value) < 10**40 else "(a huge number)"
-    if isinstance(value, Mapping):
-        pairs = cast(Mapping[str, object], value).items()
-        return "{" + ", ".join(f"{dotted((key,))} = {as_toml(item)}" for key, item in pairs) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(as_toml(item) for item in cast(list[object], value)) + "]"
-    return str(value)
-
-
-def as_toml(value: object) -> str:
-    """Return a value as TOML on one line, texts in quotes."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else _plain_toml(value)
 
 
 def _branches(node: Node) -> list[Node]:

@@ -9,9 +9,8 @@ from typing import cast
 from weft.errors import ConfigError, Problem
 from weft.spec.cluster import DeviceSpec
 from weft.spec.config import RunConfig
-from weft.spec.files.expect import as_toml
-from weft.spec.files.toml_lines import KeyPath, dotted
 from weft.spec.rules import config_problems
+from weft.spec.written import KeyPath, as_toml, dotted
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from typing import cast
 
 from weft.errors import Problem, did_you_mean
 from weft.spec.config import RunConfig
-from weft.spec.files.expect import is_container, keys_of, node_at, shown, takes_text
-from weft.spec.files.origins import COMMAND_LINE
-from weft.spec.files.toml_lines import KeyPath, dotted, split_key
+from weft.spec.files.expect import is_container, keys_of, node_at, takes_text
+from weft.spec.files.toml_lines import split_key
 from weft.spec.plan import split_plan
+from weft.spec.written import COMMAND_LINE, KeyPath, dotted, shown
 
 
 def apply_override(tables: dict[str, object], text: str, problems: list[Problem]) -> KeyPath | None:

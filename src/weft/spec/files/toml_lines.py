@@ -5,14 +5,11 @@ It expects text that tomllib has accepted, and never decides whether a file is r
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 
-#: A place in nested tables and arrays: ("data", "train", 0, "path").
-KeyPath = tuple[str | int, ...]
+from weft.spec.written import BARE_KEY, KeyPath
 
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _HUGE_NUMBER = re.compile(r"[0-9_]{4000,}")
 _AT_LINE = re.compile(r"\(at line (\d+), column (\d+)\)")
 
@@ -48,13 +45,6 @@ def _unfinished_line(text: str) -> int:
             count += 1
         return count + 1
     return 1
-
-
-def dotted(path: KeyPath) -> str:
-    """Return the path as it is typed in an override: data.train.0.path; a part that is no bare key is quoted."""
-    return ".".join(
-        str(part) if isinstance(part, int) or _BARE_KEY.fullmatch(part) else json.dumps(part) for part in path
-    )
 
 
 def split_key(text: str) -> tuple[str, ...]:
@@ -139,7 +129,7 @@ class _Scanner:
                 self._skip_string()
                 parts.append(_unquoted(self.text[start : self.at]))
             else:
-                match = _BARE_KEY.match(self.text, self.at)
+                match = BARE_KEY.match(self.text, self.at)
                 self.at = match.end() if match else len(self.text)
                 parts.append(self.text[start : self.at])
             self._skip_blank()

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
 from weft.spec.config import TRAINS, AdapterSection, RunConfig
-from weft.spec.files import origin_of, shown
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan, is_auto, plan_fields
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import Facts
 from weft.spec.rules.watch_rules import watch_problems
+from weft.spec.written import origin_of, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

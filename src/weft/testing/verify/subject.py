@@ -38,7 +38,7 @@ from weft.structure import call_function, dry_run, hugging_face
 from weft.testing.parity import SampleCase, local_microbatches
 from weft.testing.verify.foreign_config import has_inputs, inputs_of, read_config, samples_with_images, token_labels
 from weft.train import RunFolder, Task
-from weft.train.step import Microbatches, call_model
+from weft.train.microbatch import Microbatches, call_model
 from weft.train.task import Share, with_adapter
 from weft.train.tasks import fill_whole, find_task, model_forward, token_cross_entropy
 

@@ -10,17 +10,14 @@ __all__ = [
     "PlanWatch",
     "choose_plan",
     "chosen_line",
-    "describe_by_tracing",
     "record_choice",
     "report_times",
     "settle_plan",
     "this_cluster",
-    "trace",
 ]
 
 if TYPE_CHECKING:
     from weft.train.planned.auto_plan import choose_plan, chosen_line, record_choice, settle_plan, this_cluster
-    from weft.train.planned.description import describe_by_tracing, trace
     from weft.train.planned.plan_watch import PlanWatch
     from weft.train.planned.time_report import report_times
 
@@ -30,11 +27,9 @@ __getattr__ = loads(
         "PlanWatch": ".plan_watch",
         "choose_plan": ".auto_plan",
         "chosen_line": ".auto_plan",
-        "describe_by_tracing": ".description",
         "record_choice": ".auto_plan",
         "report_times": ".time_report",
         "settle_plan": ".auto_plan",
         "this_cluster": ".auto_plan",
-        "trace": ".description",
     },
 )

@@ -10,7 +10,7 @@ from weft.monitor import StepRecord
 from weft.monitor.times import TimeBook
 from weft.planner.measured import measured_parts, parts_of
 from weft.spec.plan import Plan
-from weft.train.hooks import Hook
+from weft.train.loop import Hook
 from weft.train.planned.drift import drifts
 from weft.train.planned.expectation import expect
 from weft.train.task import Task

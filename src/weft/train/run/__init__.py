@@ -13,17 +13,13 @@ __all__ = [
     "Start",
     "circumstances",
     "heeded_signals",
-    "leave_out",
     "prepare_run",
     "run_lock",
     "run_rank",
-    "steps_left_out",
-    "stretches",
 ]
 
 if TYPE_CHECKING:
     from weft.train.run.folder_lock import run_lock
-    from weft.train.run.left_out import leave_out, steps_left_out, stretches
     from weft.train.run.preparation import prepare_run
     from weft.train.run.rank_run import RunResult, Start, run_rank
     from weft.train.run.save_thread import Save
@@ -39,11 +35,8 @@ __getattr__ = loads(
         "Start": ".rank_run",
         "circumstances": ".surroundings",
         "heeded_signals": ".signals",
-        "leave_out": ".left_out",
         "prepare_run": ".preparation",
         "run_lock": ".folder_lock",
         "run_rank": ".rank_run",
-        "steps_left_out": ".left_out",
-        "stretches": ".left_out",
     },
 )

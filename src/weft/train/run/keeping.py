@@ -33,8 +33,7 @@ from weft.errors import CheckpointError, UnfitError
 from weft.spec import RunConfig
 from weft.train.engine import GROUPS, Engine
 from weft.train.folder import RunFolder
-from weft.train.hooks import SaveEnd
-from weft.train.progress import Progress
+from weft.train.loop import Progress, SaveEnd
 from weft.train.run.save_thread import Save
 from weft.train.run.telling import rate_change, rate_state
 from weft.train.state import Copies, DigestsBehind

@@ -11,13 +11,14 @@ from typing import Any
 from weft.errors import ConfigError, PlanError, Problem
 from weft.spec import Layout, RunConfig
 from weft.spec.config import changed_keys, value_at
-from weft.spec.files import as_toml, format_config
+from weft.spec.files import format_config
 from weft.spec.plan import Plan
 from weft.spec.rules import check
+from weft.spec.written import as_toml
 from weft.train.folder import RunFolder, free_name, run_folder
+from weft.train.loop import LEFT_OUT
 from weft.train.run.epochs import with_steps
 from weft.train.run.folder_lock import run_lock
-from weft.train.run.left_out import LEFT_OUT
 from weft.train.task import Report, Task, with_adapter
 from weft.train.tasks import find_task
 

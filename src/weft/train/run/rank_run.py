@@ -21,14 +21,11 @@ from weft.monitor.screen import busy, make_display, tell
 from weft.monitor.times import TimeBook
 from weft.train.engine import Engine, EngineJob
 from weft.train.folder import RunFolder
-from weft.train.hooks import Hook
 from weft.train.injected import FaultHook, asked_fault
-from weft.train.loop import ASKED_TO_STOP, GOES_BACK, Trainer
+from weft.train.loop import ASKED_TO_STOP, GOES_BACK, Hook, Progress, Trainer, steps_left_out
 from weft.train.planned import PlanWatch
-from weft.train.progress import Progress
 from weft.train.run.folder_lock import run_lock
 from weft.train.run.keeping import Keeper
-from weft.train.run.left_out import steps_left_out
 from weft.train.run.recorder import RunRecorder
 from weft.train.run.signals import stop_on_signal
 from weft.train.run.surroundings import circumstances

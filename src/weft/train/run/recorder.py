@@ -9,7 +9,7 @@ from weft.monitor.alerts import Wish, action_line
 from weft.monitor.screen import Artist, Display, plot_loss
 from weft.train.engine import Evaluation
 from weft.train.folder import RunFolder
-from weft.train.hooks import Hook, SaveEnd
+from weft.train.loop import Hook, SaveEnd
 from weft.train.run.telling import seen_digests
 from weft.train.task import Task
 

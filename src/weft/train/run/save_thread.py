@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from weft.checkpoint.targets import Location
 from weft.errors import CheckpointError, CommError, UnfitError
-from weft.train.hooks import SaveEnd
+from weft.train.loop import SaveEnd
 
 #: Seconds before a failed save is tried again, at first and at most.
 _PAUSE_S = (1.0, 30.0)

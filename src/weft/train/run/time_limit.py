@@ -9,7 +9,7 @@ from collections.abc import Callable
 from weft.errors import ConfigError
 from weft.monitor import StepRecord
 from weft.train.engine import Evaluation
-from weft.train.hooks import Hook, SaveEnd
+from weft.train.loop import Hook, SaveEnd
 
 #: Steps whose longest stands for those to come: an odd one long ago does not count for ever.
 _RECENT = 50

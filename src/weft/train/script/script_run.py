@@ -35,8 +35,9 @@ from weft.parallel.expert import balance_routers
 from weft.spec import DecoderSpec, Layout, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
+from weft.train.microbatch import from_loader
 from weft.train.script.script_state import ScriptState
-from weft.train.step import ForwardFn, LossFn, TrainStep, from_loader
+from weft.train.step import ForwardFn, LossFn, TrainStep
 from weft.units import parse_seconds
 
 
@@ -309,7 +310,8 @@ def _chosen(
 ) -> Plan:
     """The planner's plan for these ranks; the first of them says which."""
     from weft.planner.search import CODE, read_model
-    from weft.train.planned import choose_plan, chosen_line, this_cluster, trace
+    from weft.train.planned import choose_plan, chosen_line, this_cluster
+    from weft.train.task import trace
 
     if model is None or seq_len is None or global_batch is None:
         call = "weft.init('auto', model='llama3-8b', seq_len=4096, global_batch=64)"

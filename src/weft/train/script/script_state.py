@@ -36,6 +36,7 @@ from weft.mesh import Mesh
 from weft.models.adapters import adapted, merged_tensors, save_adapter
 from weft.parallel import data_parallel, drops_of
 from weft.parallel.placement import is_attached, originals
+from weft.train.microbatch import call_model
 from weft.train.script.ema import Ema
 from weft.train.script.export import write_pretrained
 from weft.train.script.saves_behind import SavesBehind
@@ -50,7 +51,7 @@ from weft.train.state import (
     together,
     written,
 )
-from weft.train.step import ForwardFn, LossFn, TrainStep, call_model, mean_loss
+from weft.train.step import ForwardFn, LossFn, TrainStep, mean_loss
 
 
 @dataclass(frozen=True, slots=True)

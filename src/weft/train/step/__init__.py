@@ -13,23 +13,18 @@ from weft.lazy import loads
 __all__ = [
     "ForwardFn",
     "LossFn",
-    "Microbatches",
     "RankForwards",
     "StepMetrics",
     "TrainStep",
     "WholeBatchLoss",
-    "call_model",
     "evaluate",
-    "from_loader",
     "mean_loss",
     "live_bytes",
 ]
 
 if TYPE_CHECKING:
     from weft.train.step.evaluation import evaluate, mean_loss
-    from weft.train.step.forward import call_model
     from weft.train.step.loss_check import LossFn
-    from weft.train.step.microbatches import Microbatches, from_loader
     from weft.train.step.oom import live_bytes
     from weft.train.step.rank_forwards import RankForwards
     from weft.train.step.step_metrics import StepMetrics
@@ -41,14 +36,11 @@ __getattr__ = loads(
     {
         "ForwardFn": ".train_step",
         "LossFn": ".loss_check",
-        "Microbatches": ".microbatches",
         "RankForwards": ".rank_forwards",
         "StepMetrics": ".step_metrics",
         "TrainStep": ".train_step",
         "WholeBatchLoss": ".whole_batch",
-        "call_model": ".forward",
         "evaluate": ".evaluation",
-        "from_loader": ".microbatches",
         "mean_loss": ".evaluation",
         "live_bytes": ".oom",
     },

@@ -16,8 +16,8 @@ from weft.parallel.pipeline import pipeline_of
 from weft.parallel.tensor import expect_labels
 from weft.private_torch import tree_map
 from weft.train.engine import Evaluation
+from weft.train.microbatch import Microbatches
 from weft.train.step.loss_check import LossFn
-from weft.train.step.microbatches import Microbatches
 from weft.train.step.train_step import ForwardFn
 from weft.train.step.whole_batch import GatheredFeatures, WholeBatchLoss
 from weft.train.task import Task

@@ -10,7 +10,7 @@ import torch
 
 from weft.errors import ModelError, WeftWarning
 from weft.parallel import is_hugging_face_output, sum_of_hugging_face
-from weft.train.step.forward import LABELS
+from weft.train.microbatch import LABELS
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]

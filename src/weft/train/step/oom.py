@@ -22,7 +22,7 @@ from weft.private_torch import storage_key, tree_leaves
 from weft.spec import DecoderSpec
 from weft.spec.rules import Facts
 from weft.structure import repeated_blocks
-from weft.train.step.microbatches import microbatch_size
+from weft.train.microbatch import microbatch_size
 from weft.units import format_bytes, parse_bytes
 
 _P = ParamSpec("_P")

@@ -26,9 +26,8 @@ from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
 from weft.parallel.randomness import SampleNumbers
 from weft.parallel.tensor import expect_labels
-from weft.train.step.forward import call_model
+from weft.train.microbatch import Microbatches, call_model, microbatches_of, samples_of, values_in
 from weft.train.step.loss_check import CheckedLoss, LossFn
-from weft.train.step.microbatches import Microbatches, microbatches_of, samples_of, values_in
 from weft.train.step.oom import explains_memory
 from weft.train.step.replica_watch import ReplicaWatch
 from weft.train.step.step_metrics import LateMetrics, StepMetrics, to_mean

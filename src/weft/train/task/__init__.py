@@ -15,11 +15,14 @@ __all__ = [
     "Share",
     "Task",
     "Which",
+    "describe_by_tracing",
     "sample_in_order",
+    "trace",
     "with_adapter",
 ]
 
 if TYPE_CHECKING:
+    from weft.train.task.description import describe_by_tracing, trace
     from weft.train.task.forwards import Forwards, Which
     from weft.train.task.indexed import sample_in_order
     from weft.train.task.run_adapter import with_adapter
@@ -37,7 +40,9 @@ __getattr__ = loads(
         "Share": ".share",
         "Task": ".task",
         "Which": ".forwards",
+        "describe_by_tracing": ".description",
         "sample_in_order": ".indexed",
+        "trace": ".description",
         "with_adapter": ".run_adapter",
     },
 )

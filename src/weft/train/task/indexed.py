@@ -10,7 +10,7 @@ from weft.data.batch import map_tensors
 from weft.data.order import permutation
 from weft.errors import DataError
 from weft.spec import shares
-from weft.train.step import Microbatches
+from weft.train.microbatch import Microbatches
 from weft.train.task.share import MapDataset, Share
 
 Collate = Callable[[list[Any]], Any]

@@ -159,7 +159,7 @@ class Task:
 
         By default: model(x) of (x, y), and of a dict all but "labels" by name.
         """
-        from weft.train.step import call_model
+        from weft.train.microbatch import call_model
 
         return call_model(model, batch)
 

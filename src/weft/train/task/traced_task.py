@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from weft.errors import ModelError, WeftError
 from weft.planner.search import PlannedModel, read_model
-from weft.train.planned import describe_by_tracing
+from weft.train.task.description import describe_by_tracing
 
 if TYPE_CHECKING:
     from torch import nn

@@ -146,7 +146,7 @@ class PretrainedTask(DecoderTask):
         """Describe the model from its config.json where the planner knows the family, else from a trace of it."""
         from weft.errors import ModelError
         from weft.planner.search import read_model
-        from weft.train.planned import describe_by_tracing
+        from weft.train.task import describe_by_tracing
 
         try:
             found = read_model(str(self._base / "config.json"))

@@ -14,8 +14,7 @@ from typing import Annotated
 import typer
 
 from weft import env
-from weft.cli.ckpt import table
-from weft.cli.console import say
+from weft.cli.console import say, table
 from weft.cli.launcher.drill.drill_kinds import KINDS, chosen
 from weft.cli.launcher.drill.trial import DrillRow, Trial
 from weft.cli.launcher.world import count_ranks, usable_cores, visible_gpus
@@ -49,7 +48,7 @@ def drill(
     Each fault gets a run of its own of a few steps, and the last checkpoint is compared with that of an undisturbed
     run. Exit code 0: all were survived; 1: some were not. The run of the config itself is left alone.
     """
-    from weft.cli.train import split_words
+    from weft.cli.command_words import split_words
 
     path, overrides = split_words(words)
     config = load_config(path, overrides).config

@@ -52,7 +52,7 @@ def launch(
     claim: Annotated[str, typer.Option(help="kubernetes, skypilot: the volume to mount at workdir.")] = "shared",
 ) -> None:
     """Print the text of a job for several machines; nothing is started. The job resumes by itself."""
-    from weft.cli.train import split_words
+    from weft.cli.command_words import split_words
     from weft.spec.files import load_config
 
     if kind not in MAKERS:

@@ -11,7 +11,7 @@ from typing import Any
 from weft.monitor import goodput, last_per_step, read_events
 from weft.train.engine import Engine
 from weft.train.folder import RunFolder
-from weft.train.progress import Progress
+from weft.train.loop import Progress
 from weft.train.run.telling.rates import more_steps
 from weft.train.task import Metric, Task
 from weft.units import counted

@@ -11,7 +11,7 @@ from weft.monitor import StepRecord
 from weft.monitor.figures import Collector, GpuSource, HostSource, StepFigures, host_name
 from weft.spec.figures import series
 from weft.train.engine import Engine
-from weft.train.hooks import Hook
+from weft.train.loop import Hook
 
 #: The class of a rank's memory that is its peak, and what of the peak no other class has.
 _PEAK, _REST = series("memory.bytes", "peak"), series("memory.bytes", "rest")

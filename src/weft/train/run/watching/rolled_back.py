@@ -8,7 +8,7 @@ import os
 from weft.checkpoint import list_checkpoints, set_aside, step_in_name
 from weft.monitor.alerts import Wish
 from weft.train.folder import RunFolder
-from weft.train.run.left_out import leave_out
+from weft.train.loop import leave_out
 
 #: How often a run went back to which step.
 _COUNTS = "rolled_back.json"

@@ -21,9 +21,9 @@ from weft.mesh import Mesh
 from weft.parallel.randomness import SampleNumbers
 from weft.spec import shares
 from weft.train.engine import TraceKind
+from weft.train.microbatch import Microbatches, cut_rows, samples_in, samples_of
 from weft.train.state import gather
 from weft.train.step.evaluation import each_output
-from weft.train.step.microbatches import Microbatches, cut_rows, samples_in, samples_of
 from weft.train.step.tracing.module_watch import (
     ModuleCall,
     ModuleWatch,

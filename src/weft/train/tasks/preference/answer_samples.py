@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from weft.data import PreparedSource
-from weft.data.prepared import SplitReader
+from weft.data.shards import SplitReader
 
 #: Rows are as long as a multiple of this, so that few shapes come up.
 _UNIT = 32

@@ -224,7 +224,7 @@ class PreferTask(DecoderTask):
         """max(0, mean over the global batch of how much likelier than by the reference mixed answers are), (1,)."""
         import torch
 
-        from weft.train.step import Microbatches
+        from weft.train.microbatch import Microbatches
         from weft.train.tasks.preference.reference_cache import row_log_probs
 
         forwards = self._forwards

@@ -327,7 +327,7 @@ class FolderTask(Task):
     def describe(self) -> PlannedModel:
         """Describe the model from a trace of it, on ids alone: a mask would be asked for its values."""
         from weft.planner.search import read_model
-        from weft.train.planned import describe_by_tracing
+        from weft.train.task import describe_by_tracing
 
         traced = describe_by_tracing(self.shapes())
         limits = {**dict(traced.limits), **self.limits()}

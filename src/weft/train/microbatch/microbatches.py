@@ -185,7 +185,11 @@ def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
 
 
 def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
-    """What a step passes through the model one by one. Raises ModelError where that is not what the plan says."""
+    """Return what a step passes through the model one by one.
+
+    Raises:
+        ModelError: where that is not what the plan says.
+    """
     expected = plan.microbatches_per_step
     if not isinstance(batch, Microbatches):
         return split_batch(batch, expected, plan)
@@ -198,10 +202,14 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
 
 
 def samples_of(batch: Any, num_microbatches: int, data: Axis) -> list[SampleNumbers]:
-    """Which samples of the global batch lie in each microbatch of what a step was given, before it was moved.
+    """Return which samples of the global batch lie in each microbatch of what a step was given, before it was moved.
 
-    A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to be equally large. data: the
-    ranks that read different samples.
+    A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to be equally large.
+
+    Args:
+        batch: as the step was given it.
+        num_microbatches: into how many a plain batch is cut.
+        data: the ranks that read different samples.
     """
     if isinstance(batch, Microbatches):
         if batch.samples is not None:
@@ -239,18 +247,20 @@ def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[An
 
 
 def samples_in(batch: Any) -> int:
-    """Samples of a batch: dim 0 of its first tensor that has one."""
+    """Count the samples of a batch: dim 0 of its first tensor that has one."""
     return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def values_in(batch: Any) -> int:
-    """Values in the first tensor of a batch, about as many as it has tokens."""
+    """Count the values in the first tensor of a batch, about as many as it has tokens."""
     return next((tensor.numel() for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
 def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
-    """Samples, and values in the first tensor, of the first microbatch of what a step was given; zeros where the batch
-    has no tensor with rows."""
+    """Return the samples of a step's first microbatch, and the values in its first tensor.
+
+    Both are 0 where the batch has no tensor with rows.
+    """
     is_cut = isinstance(batch, Microbatches)
     first = next((tensor for tensor in tensors_in(batch[0] if is_cut else batch) if tensor.ndim), None)
     if first is None:

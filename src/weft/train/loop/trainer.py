@@ -16,9 +16,9 @@ from weft.monitor.times import StepTimes, TimeBook, busy_seconds, memory_bytes, 
 from weft.optim import lr_factor
 from weft.spec import RunConfig
 from weft.train.engine import Engine, LateResult, StepResult, TraceKind
-from weft.train.hooks import Hook, SaveEnd
-from weft.train.progress import Progress
-from weft.train.run import stretches
+from weft.train.loop.hooks import Hook, SaveEnd
+from weft.train.loop.left_out import stretches
+from weft.train.loop.progress import Progress
 from weft.train.task import Task
 
 #: Why a run ended that a signal or a hook stopped.

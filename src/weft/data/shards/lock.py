@@ -36,7 +36,7 @@ def locked(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[No
 
 @contextlib.contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `final` when the block ends well, and is removed when it does not.
+    """Make a temporary folder that becomes `final` when the block ends well, and is removed when it does not.
 
     Call it under the lock of `final`: what an earlier, killed writer left is removed first.
     """

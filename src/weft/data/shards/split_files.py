@@ -253,7 +253,7 @@ def _mapped(path: Path, dtype: str) -> np.ndarray:
 
 
 def size_problems(folder: Path, counts: SplitCounts) -> list[str]:
-    """One sentence for each file that is missing or has another size than the manifest says."""
+    """Return a sentence for each file that is missing or has another size than the manifest says."""
     found = []
     for name, (size, _) in counts.files.items():
         path = folder / name
@@ -265,9 +265,14 @@ def size_problems(folder: Path, counts: SplitCounts) -> list[str]:
 
 
 def verify_split(folder: Path, counts: SplitCounts, report: Callable[[int, int], None] | None = None) -> list[str]:
-    """Read every file and compare its digest; one sentence for each that is damaged.
+    """Read every file and compare its digest; return a sentence for each that is damaged.
 
-    report(done, total), in bytes. Takes about a second for each GB and core; up to four files are read at a time.
+    Takes about a second for each GB and core; up to four files are read at a time.
+
+    Args:
+        folder: of the split.
+        counts: what its manifest says.
+        report: called as report(done, total), in bytes.
     """
     wrong = size_problems(folder, counts)
     if wrong:

@@ -1,0 +1,49 @@
+"""From a batch to the model: how it is cut into microbatches, and how the model is called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
+
+__all__ = [
+    "LABELS",
+    "Microbatches",
+    "call_model",
+    "cut_rows",
+    "from_loader",
+    "microbatch_size",
+    "microbatches_of",
+    "samples_in",
+    "samples_of",
+    "values_in",
+]
+
+if TYPE_CHECKING:
+    from weft.train.microbatch.forward import LABELS, call_model
+    from weft.train.microbatch.microbatches import (
+        Microbatches,
+        cut_rows,
+        from_loader,
+        microbatch_size,
+        microbatches_of,
+        samples_in,
+        samples_of,
+        values_in,
+    )
+
+__getattr__ = loads(
+    __name__,
+    {
+        "LABELS": ".forward",
+        "Microbatches": ".microbatches",
+        "call_model": ".forward",
+        "cut_rows": ".microbatches",
+        "from_loader": ".microbatches",
+        "microbatch_size": ".microbatches",
+        "microbatches_of": ".microbatches",
+        "samples_in": ".microbatches",
+        "samples_of": ".microbatches",
+        "values_in": ".microbatches",
+    },
+)
