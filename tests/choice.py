@@ -1,9 +1,9 @@
-"""Which cases of a product of settings run: each value once in `make test`, the whole product in `make test-all`."""
+"""Which cases of a test `make test` runs: the others are marked `full` and run in `make test-all`."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -24,3 +24,18 @@ def product(names: str, *values: Sequence[Any]) -> tuple[str, list[Any]]:
         pytest.param(*case, marks=() if case in cover else pytest.mark.full) for case in itertools.product(*values)
     ]
     return names, cases
+
+
+def gate_runs(values: Iterable[Any], *places: int) -> list[Any]:
+    """Return the values as parameters of a test, all but those at `places` marked `full`.
+
+    Args:
+        values: one for each case; a tuple is the values of several parameters.
+        *places: of those that the gate runs, from 0. They are what no other test of the gate shows.
+    """
+    cases = list(values)
+    kept = {range(len(cases))[place] for place in places}  # a place that is not there is an IndexError
+    return [
+        pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=() if place in kept else pytest.mark.full)
+        for place, one in enumerate(cases)
+    ]

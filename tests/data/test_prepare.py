@@ -332,6 +332,7 @@ for name, num_lines in (("small", 30_000), ("large", 300_000)):
 """
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=True)
     (_, _, before), (_, num_tokens, after) = (line.split() for line in result.stdout.splitlines())

@@ -68,6 +68,12 @@ def compiled_cells(num_ranks: int) -> list[Cell]:
     return [cells[index] for index in covering(rows, groups)]
 
 
+def compiled_in_gate(cells: list[Cell]) -> list[int]:
+    """The places of those that have each axis, recompute and model once."""
+    groups = [(name,) for name in ("tp", "sp", "cp", "ep", "pp", "zero", "subject")] + [("recompute", "sp")]
+    return covering([row_of(cell.plan, subject=cell.subject) for cell in cells], groups)
+
+
 @dataclass(frozen=True)
 class Compiled:
     """A training, and what was compiled for it: graphs, reasons of breaks, runs that the limit left uncompiled."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.parity.plans import Cell, References, broad_matrix, by_layout, chosen_cells, full_matrix
+from tests.parity.plans import ON_FOUR, Cell, References, broad_matrix, by_layout, chosen_cells, full_matrix
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     everything = metafunc.config.getoption("--all-plans")
     if "matrix_cells" in metafunc.fixturenames:
         cells = {num_ranks: full_matrix(num_ranks) for num_ranks in (2, 4)}
-        chosen = cells if everything else {num_ranks: chosen_cells(each) for num_ranks, each in cells.items()}
+        two = chosen_cells(cells[2])
+        chosen = cells if everything else {2: two, 4: chosen_cells(cells[4], groups=ON_FOUR, besides=two)}
         _one_test_a_layout(metafunc, "matrix_cells", chosen)
     if "broad_cells" in metafunc.fixturenames:
         chosen = {num_ranks: broad_matrix(num_ranks, is_whole=everything) for num_ranks in (2, 4)}

@@ -8,10 +8,11 @@ choice of cells in which all pairs occur; `pytest tests/parity --all-plans` runs
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,15 +45,24 @@ class Subject:
 
     def plans(self, num_ranks: int, **only: Sequence[object]) -> list[Plan]:
         """Every legal plan for it."""
-        size = {
-            "global_batch": getattr(self.case, "global_batch", None),
-            "seq_len": getattr(self.case, "seq_len", None),
-        }
-        return legal(num_ranks, model=self.shape, **size, **{**self.left_out(), **only})
+        size = (getattr(self.case, "global_batch", None), getattr(self.case, "seq_len", None))
+        values = {name: tuple(given) for name, given in {**self.left_out(), **only}.items()}
+        return list(_legal(num_ranks, self.shape, size, tuple(sorted(values.items()))))
 
     def left_out(self) -> dict[str, tuple[object, ...]]:
         """The one value of each axis that it cannot be laid over."""
         return {name: (False,) if name == "sp" else (1,) for name in self.without}
+
+
+@functools.cache
+def _legal(
+    num_ranks: int,
+    shape: DecoderSpec | None,
+    size: tuple[int | None, int | None],
+    only: tuple[tuple[str, tuple[object, ...]], ...],
+) -> list[Plan]:
+    """Many models have one shape, and the same plans."""
+    return legal(num_ranks, model=shape, global_batch=size[0], seq_len=size[1], **dict(only))
 
 
 class Cell(NamedTuple):
@@ -113,7 +123,11 @@ THREES = tuple(("zero", *two) for two in itertools.combinations(("recompute", "o
 GROUPS = (*pairs((*plan_fields(), "subject")), *THREES)
 #: Of many models: all pairs of axes; and, on two ranks, each model on each of them.
 LAYOUT_AXES = ("dp_replicate", "dp_shard", "zero", "reshard", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule")
+_OF_A_RANK = ("recompute", "offload", "accumulation", "subject")
 _MESH = ("dp_replicate", "dp_shard", "zero", "tp", "sp", "cp", "cp_mode", "ep", "pp")
+#: Of few models on four ranks: what two ranks cannot have, which is two axes at once and longer ones, each beside what
+#: a rank does with its part.
+ON_FOUR = (*pairs((*_MESH, "schedule")), *((axis, one) for axis in ("zero", "tp") for one in _OF_A_RANK))
 _PER_MODEL = tuple((*axes, "subject") for axes in (("zero",), ("tp", "sp"), ("cp",), ("ep",), ("pp",)))
 _PASSES = tuple(("accumulation", axis) for axis in ("zero", "tp", "cp_mode", "ep"))
 BROAD_GROUPS = {
@@ -143,10 +157,15 @@ def broad_matrix(num_ranks: int, *, is_whole: bool) -> list[Cell]:
     return cells if is_whole else chosen_cells(cells, groups=BROAD_GROUPS[num_ranks])
 
 
-def chosen_cells(cells: Sequence[Cell], seed: int = 0, groups: Sequence[Sequence[str]] = GROUPS) -> list[Cell]:
-    """The gate's share."""
-    rows = [row_of(cell.plan, subject=cell.subject) for cell in cells]
-    return [cells[index] for index in covering(rows, groups, seed)]
+def chosen_cells(
+    cells: Sequence[Cell], seed: int = 0, groups: Sequence[Sequence[str]] = GROUPS, besides: Sequence[Cell] = ()
+) -> list[Cell]:
+    """The gate's share. besides: what it has anyway."""
+    return [cells[index] for index in covering(_rows(cells), groups, seed, _rows(besides))]
+
+
+def _rows(cells: Sequence[Cell]) -> list[dict[str, Hashable]]:
+    return [row_of(cell.plan, subject=cell.subject) for cell in cells]
 
 
 def by_layout(cells: Sequence[Cell]) -> dict[str, list[Cell]]:

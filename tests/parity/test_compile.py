@@ -11,7 +11,15 @@ import warnings
 import pytest
 import torch
 
-from tests.parity.compiled import DroppingCase, compiled_cells, compiled_plan, deep_subjects, train_compiled
+from tests.choice import gate_runs
+from tests.parity.compiled import (
+    DroppingCase,
+    compiled_cells,
+    compiled_in_gate,
+    compiled_plan,
+    deep_subjects,
+    train_compiled,
+)
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
 from weft.parallel.randomness import kept_at, key_of
@@ -33,7 +41,11 @@ def references():
     }
 
 
-@pytest.mark.parametrize("cell", compiled_cells(2), ids=lambda cell: f"{cell.subject} {cell.plan}")
+@pytest.mark.parametrize(
+    "cell",
+    gate_runs([(cell,) for cell in compiled_cells(2)], *compiled_in_gate(compiled_cells(2))),
+    ids=lambda cell: f"{cell.subject} {cell.plan}",
+)
 def test_blocks_of_one_class_share_their_graphs(cell, plain, references, ranks2):
     subject = deep_subjects()[cell.subject]
     want = references[cell.subject] or plain[subject.case]
@@ -57,7 +69,9 @@ def test_twice_the_depth_is_the_same_graph(plan, ranks2):
     assert counts[0] == counts[1] <= 3  # of sp, two cut the sequence and join it
 
 
-@pytest.mark.parametrize("plan", ["tp=2 sp=on", "dp_shard=2 recompute=full", "dp_shard=2 recompute=attention"])
+@pytest.mark.parametrize(
+    "plan", gate_runs(["tp=2 sp=on", "dp_shard=2 recompute=full", "dp_shard=2 recompute=attention"], 0)
+)
 def test_dropout_inside_attention_is_in_the_graph(plan, ranks2):
     case = DroppingCase("plain", num_steps=2, attention=0.25)
     want = train_case("precision=fp64", case)

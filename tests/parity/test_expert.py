@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from tests.choice import gate_runs
 from tests.parity.moe_cases import moe_cases
 from weft.testing import ParityResult, train_case, train_cases
 
@@ -27,7 +28,7 @@ def references() -> dict[str, ParityResult]:
     return train_cases("precision=fp64", moe_cases())
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", gate_runs(PLANS, 2, 4, 5))
 def test_experts_over_ranks_equal_one_process(plan, references, ranks2):
     for results in ranks2.run(train_cases, f"{plan} precision=fp64", moe_cases()):
         for name, result in results.items():

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.choice import gate_runs
 from weft.spec import DecoderSpec
 from weft.testing import DecoderCase, train_decoder
 
@@ -25,15 +26,15 @@ def reference():
     return train_decoder("precision=fp64", CASE)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("accumulation", gate_runs([1, 4], 1))
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_one_rank(setting, accumulation, reference):
     result = train_decoder(f"recompute={setting} accumulation={accumulation} precision=fp64", CASE)
     assert result.largest_difference(reference) < RTOL
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("accumulation", gate_runs([1, 4], 1))
+@pytest.mark.parametrize("setting", gate_runs(SETTINGS, 1, 3, 5))
 def test_two_ranks(setting, accumulation, reference, ranks2):
     plan = f"dp_replicate=2 recompute={setting} accumulation={accumulation} precision=fp64"
     for result in ranks2.run(train_decoder, plan, CASE):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from tests.choice import gate_runs
 from tests.parity.cases import GPT2, LLAMA, HuggingFaceCase, cases
 from weft.errors import CommError
 from weft.spec.layout import Layout
@@ -35,12 +36,13 @@ def check(pool, plan, chosen, expected):
             assert result.largest_difference(expected[name]) < 1e-10, f"{plan} {name}"
 
 
-@pytest.mark.parametrize("plan", TWO)
+#: The others are in the choice of tests/parity/test_matrix.py.
+@pytest.mark.parametrize("plan", gate_runs(TWO, 3))
 def test_two_ranks(plan, ranks2, expected):
     check(ranks2, plan, DECODERS, expected)
 
 
-@pytest.mark.parametrize("plan", FOUR)
+@pytest.mark.parametrize("plan", gate_runs(FOUR, 0))
 def test_four_ranks(plan, ranks4, expected):
     chosen = {name: case for name, case in DECODERS.items() if "tp=4" not in plan or name != "hf-gpt2"}
     check(ranks4, plan, chosen, expected)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.choice import gate_runs
 from tests.parity.cases import cases
 from weft.spec import DecoderSpec
 from weft.testing import DecoderCase, train_case, train_cases
@@ -97,8 +98,9 @@ def references():
     return train_cases("precision=fp64", chosen())
 
 
-@pytest.mark.parametrize("accumulation, reshard", PASSES)
-@pytest.mark.parametrize("layout", LAYOUTS[2] + LAYOUTS[4])
+#: The choice of tests/parity/test_matrix.py has each of them with other models.
+@pytest.mark.parametrize("accumulation, reshard", gate_runs(PASSES, 0, 3, 4))
+@pytest.mark.parametrize("layout", gate_runs(LAYOUTS[2] + LAYOUTS[4], 0))
 def test_zero_3_equals_one_process(layout, accumulation, reshard, references, request):
     ranks = request.getfixturevalue("ranks2" if layout in LAYOUTS[2] else "ranks4")
     plan = f"{layout} zero=3 accumulation={accumulation} reshard={reshard} precision=fp64"

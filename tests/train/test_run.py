@@ -300,8 +300,8 @@ def test_a_refused_new_run_leaves_no_folder(tmp_path):
         pytest.param(("plan=precision=fp64", "optimizer.name=sgd"), marks=pytest.mark.full),
         pytest.param(("optimizer.name=sgd", "optimizer.momentum=0"), marks=pytest.mark.full),
         ("optimizer.name=muon", 'optimizer.groups=[{match="embed.*", lr=0}]'),
-        ("model.num_experts=4", "model.top_k=2", "model.balance=bias"),
-        ("model.name=gpt2", "model.num_kv_heads=2", "model.vocab_size=260"),
+        pytest.param(("model.num_experts=4", "model.top_k=2", "model.balance=bias"), marks=pytest.mark.full),
+        pytest.param(("model.name=gpt2", "model.num_kv_heads=2", "model.vocab_size=260"), marks=pytest.mark.full),
         ("adapter.rank=32", "adapter.kind=dora"),
     ],
     ids=" ".join,
@@ -388,6 +388,7 @@ def test_every_precision_trains(start, plan):
     assert evals[1] < evals[0]
 
 
+@pytest.mark.full
 def test_sgd_trains_and_resumes(start):
     folder, _, _ = start("optimizer.name=sgd", "optimizer.lr=0.1", "train.steps=6")
     start("optimizer.name=sgd", "optimizer.lr=0.1", "train.steps=8")

@@ -6,10 +6,12 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import random
 from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from weft.spec import DecoderSpec
 from weft.spec.plan import PLAN_FIELDS, Plan, plan_fields
@@ -71,7 +73,12 @@ def pairs(columns: Sequence[str]) -> list[tuple[str, ...]]:
 USUAL_GROUPS = (*pairs(plan_fields()), ("layout",))
 
 
-def covering(rows: Sequence[Row], groups: Sequence[tuple[str, ...]] = USUAL_GROUPS, seed: int = 0) -> list[int]:
+def covering(
+    rows: Sequence[Row],
+    groups: Sequence[tuple[str, ...]] = USUAL_GROUPS,
+    seed: int = 0,
+    besides: Sequence[Row] = (),
+) -> list[int]:
     """Choose few rows in which, for each group of columns, all values occur that occur in `rows`; as indices.
 
     Greedy: next comes the row with the most that is new. The same rows and seed give the same choice everywhere.
@@ -80,31 +87,39 @@ def covering(rows: Sequence[Row], groups: Sequence[tuple[str, ...]] = USUAL_GROU
         rows: values by column.
         groups: of columns. A pair as a group: every pair of their values that is in some row.
         seed: decides among equals.
+        besides: rows that are tried anyway; what they have is not asked for again.
     """
-    numbers: dict[tuple[object, ...], int] = {}
-    masks: list[int] = []
-    for row in rows:
-        mask = 0
-        for group in groups:
-            mask |= 1 << numbers.setdefault((group, *(row[column] for column in group)), len(numbers))
-        masks.append(mask)
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
-    # What a row brings only ever shrinks, so the first in the heap whose number is still true is the best.
-    heap = [(-masks[index].bit_count(), place, index) for place, index in enumerate(order)]
-    heapq.heapify(heap)
-    missing = (1 << len(numbers)) - 1
+    numbers = _numbered([*(rows[index] for index in order), *besides], groups)
+    numbers, tried = numbers[: len(rows)], numbers[len(rows) :]
+    missing = np.zeros(max(numbers.max(initial=-1), tried.max(initial=-1)) + 1, dtype=bool)
+    missing[numbers] = True
+    missing[tried] = False
     chosen: list[int] = []
-    while missing:
-        told, place, index = heap[0]
-        gain = -(masks[index] & missing).bit_count()
-        if gain != told:
-            heapq.heapreplace(heap, (gain, place, index))
-            continue
-        heapq.heappop(heap)
-        chosen.append(index)
-        missing &= ~masks[index]
+    while missing.any():
+        best = int(missing[numbers].sum(axis=1).argmax())  # the first of equals
+        chosen.append(order[best])
+        missing[numbers[best]] = False
     return sorted(chosen)
+
+
+def _numbered(rows: Sequence[Row], groups: Sequence[tuple[str, ...]]) -> npt.NDArray[np.int64]:
+    """Number what rows have of each group: equal numbers in a column are equal values, and columns share none."""
+    columns: dict[str, npt.NDArray[np.int64]] = {}
+    for name in {name for group in groups for name in group}:
+        known: dict[Hashable, int] = {}
+        columns[name] = np.array([known.setdefault(row[name], len(known)) for row in rows], dtype=np.int64)
+    numbers = np.zeros((len(rows), len(groups)), dtype=np.int64)
+    start = 0
+    for place, group in enumerate(groups):
+        mixed = np.zeros(len(rows), dtype=np.int64)
+        for name in group:
+            mixed = mixed * (int(columns[name].max(initial=0)) + 1) + columns[name]
+        values, inverse = np.unique(mixed, return_inverse=True)
+        numbers[:, place] = start + inverse
+        start += len(values)
+    return numbers
 
 
 def sample(plans: Sequence[Plan], count: int, seed: int = 0) -> list[Plan]:

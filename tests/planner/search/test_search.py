@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import weft
+from tests.choice import gate_runs
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, layouts
 from weft.planner.search.moves import estimated, neighbours
@@ -74,7 +75,10 @@ def test_only_what_is_built_unless_all_is_asked_for():
     assert all(not check(one.plan, built.question.facts, RULES) and one.built for one in built)
 
 
-@pytest.mark.parametrize("fixed", ["precision=fp32", "zero=2", "zero=1 dp_shard=2", "recompute=full offload=optimizer"])
+@pytest.mark.parametrize(
+    "fixed",
+    gate_runs(["precision=fp32", "zero=2", "zero=1 dp_shard=2", "recompute=full offload=optimizer"], 2, 3),
+)
 @pytest.mark.parametrize("built_only", [True, False])
 def test_decided_fields_stay(fixed, built_only):
     found = search("small", "4xa100", fixed=fixed, built_only=built_only, **SMALL)

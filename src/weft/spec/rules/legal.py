@@ -1,7 +1,8 @@
 """Every legal plan among given values of its fields, listed from the rules: what the rules allow, nobody has to name.
 
 Fields are decided one after another. A rule that comes to its verdict from decided fields alone speaks for all plans
-that agree in them, so whole branches fall at once; a rule that reads an undecided field is asked again later.
+that agree in them, so whole branches fall at once; a rule that reads an undecided field is asked again once it is
+decided.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from weft.spec.rules.plan_rules import RULES
 from weft.spec.rules.rule import Facts, Rule, UnknownFact
 
 Choices = Mapping[str, Sequence[object]]
+#: A rule without a verdict, and the field that it asked for in vain; "" before it was asked.
+_Waiting = tuple[Rule, str]
 
 
 class _Values(OpenPlan):
@@ -44,11 +47,11 @@ def legal_plans(choices: Choices, facts: Facts, rules: Sequence[Rule] = RULES) -
         given = choices.get(name, (getattr(usual, name),))
         columns.append((name, [getattr(Plan(**cast(Any, {name: value})), name) for value in given]))
     values: dict[str, object] = {}
-    yield from _decide(columns, values, facts, list(rules))
+    yield from _decide(columns, values, facts, [(rule, "") for rule in rules])
 
 
 def _decide(
-    columns: Sequence[tuple[str, list[object]]], values: dict[str, object], facts: Facts, rules: list[Rule]
+    columns: Sequence[tuple[str, list[object]]], values: dict[str, object], facts: Facts, rules: list[_Waiting]
 ) -> Iterator[Plan]:
     if not columns:
         yield Plan(**cast(Any, values))
@@ -62,18 +65,21 @@ def _decide(
     del values[name]
 
 
-def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[Rule]) -> list[Rule] | None:
+def _open_rules(values: Mapping[str, object], facts: Facts, rules: list[_Waiting]) -> list[_Waiting] | None:
     """The rules that have no verdict yet; None where one is broken whatever comes."""
     plan = cast(Plan, _Values(values))
-    waiting: list[Rule] = []
-    for rule in rules:
+    waiting: list[_Waiting] = []
+    for rule, field in rules:
+        if field and field not in values:
+            waiting.append((rule, field))
+            continue
         try:
             if rule.predicate(plan, facts):
                 return None
         except UnknownFact:
             continue
-        except Undecided:
-            waiting.append(rule)
+        except Undecided as unknown:
+            waiting.append((rule, str(unknown)))
     return waiting
 
 
