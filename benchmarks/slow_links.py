@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from weft.cli.ckpt import table
+from weft.cli.console import table
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
 from weft.spec.plan import Plan

@@ -26,7 +26,7 @@ from typing import Any
 
 from weft import env
 from weft.checkpoint import list_checkpoints
-from weft.cli.ckpt import table
+from weft.cli.console import table
 from weft.monitor import read_events
 from weft.train import RunFolder
 
