@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import time
@@ -20,7 +21,7 @@ import pytest
 from weft.cli.app import show_error
 from weft.cli.console import say
 from weft.cli.launcher.failure import Failure, write_failure
-from weft.cli.launcher.launch import launch_ranks
+from weft.cli.launcher.launch import _Watch, launch_ranks
 from weft.cli.launcher.switchboard import switchboard
 from weft.errors import LaunchError, WeftError
 from weft.train.run import run_lock
@@ -242,6 +243,22 @@ def test_a_killed_rank_is_named_with_its_signal(launch):
     assert code == 1
     assert "error: rank 1 was killed by signal 9 (SIGKILL). Is the machine out of memory?" in err
     assert not any(map(is_running, pids))
+
+
+def test_a_killed_rank_that_the_agent_collected_first_ends_the_others_as_soon():
+    """The agent polls: on a busy machine it may be faster than the thread that waits for the same process."""
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    ranks = [subprocess.Popen(words, start_new_session=True) for _ in range(2)]
+    ranks[1].kill()
+    collected = ranks[1].wait()
+    watch = _Watch(grace_s=60, peer_grace_s=60, notice=None)
+    try:
+        watch.begin({rank: one.pid for rank, one in enumerate(ranks)}, {1: collected}.get)
+        assert ranks[0].wait(20) == -signal.SIGKILL
+    finally:
+        ranks[0].kill()
+        ranks[0].wait()
+        watch.end()
 
 
 def test_a_rank_that_cannot_end_is_not_waited_for_long_once_another_was_killed(launch):

@@ -110,6 +110,7 @@ OPERATORS = {
 }
 #: Attributes that only instances have, by the module whose source sets them.
 SET_IN = {
+    "torch.distributed.elastic.agent.server.local_elastic_agent": ("_pcontext",),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("_unsharded_param", "unsharded_accumulated_grad"),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("fsdp_params",),
     "torch.distributed.fsdp._fully_shard._fsdp_state": (

@@ -195,6 +195,7 @@ class _Watch:
         self.peer_grace_s = peer_grace_s
         self.notice = notice
         self.pids: dict[int, int] = {}
+        self._collected: Callable[[int], int | None] = lambda rank: None
         self.ended: dict[int, float] = {}
         self._sent: set[tuple[int, int]] = set()
         self.first_signal: int | None = None
@@ -202,9 +203,14 @@ class _Watch:
         self._timers: list[threading.Timer] = []
         self._threads: list[threading.Thread] = []
 
-    def begin(self, pids: Mapping[int, int]) -> None:
-        """Take over the processes that the agent has just started."""
-        self.pids = dict(pids)
+    def begin(self, pids: Mapping[int, int], collected: Callable[[int], int | None]) -> None:
+        """Take over the processes that the agent has just started.
+
+        Args:
+            pids: by rank.
+            collected: returns the exit code of a process that the agent has collected before this watch saw its end.
+        """
+        self.pids, self._collected = dict(pids), collected
         for rank in self.pids:
             thread = threading.Thread(target=self._await, args=(rank,), name=f"weft-watch-{rank}", daemon=True)
             self._threads.append(thread)
@@ -249,18 +255,23 @@ class _Watch:
 
     def _await(self, rank: int) -> None:
         """Note when a rank's process ends, and leave its exit code for the agent to collect."""
-        failed = crashed = False
-        if hasattr(os, "waitid"):
-            with suppress(ChildProcessError):  # the agent was faster, and has collected it
-                end = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOWAIT)
-                failed = end is not None and (end.si_code != os.CLD_EXITED or end.si_status != 0)
-                crashed = end is not None and end.si_code != os.CLD_EXITED and end.si_status not in _CONSEQUENCES
-        else:  # macOS before Python 3.13
+        code = self._end_of(rank)
+        self.ended[rank] = time.time()
+        if code:
+            crashed = code < 0 and -code not in _CONSEQUENCES
+            self._kill_after(min(self.peer_grace_s, _AFTER_CRASH_S) if crashed else self.peer_grace_s)
+
+    def _end_of(self, rank: int) -> int | None:
+        """Wait until a rank's process ends; its exit code, below 0 for a signal, and None where nobody knows it."""
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
             while _is_running(self.pids[rank]):
                 time.sleep(_MONITOR_S)
-        self.ended[rank] = time.time()
-        if failed:
-            self._kill_after(min(self.peer_grace_s, _AFTER_CRASH_S) if crashed else self.peer_grace_s)
+            return self._collected(rank)
+        try:
+            end = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # the agent was faster, and has collected it
+            return self._collected(rank)
+        return None if end is None else end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
     def _kill_after(self, seconds: float) -> None:
         timer = threading.Timer(seconds, self._send, args=(signal.SIGKILL,))
