@@ -240,3 +240,21 @@ def test_layouts_that_do_not_fit(layout, text):
     with pytest.raises(LayoutError) as caught:
         check_layout(build_decoder(LLAMA, device="meta"), Layout.parse(layout), 2)
     assert text in str(caught.value)
+
+
+def test_a_published_plan_that_leaves_out_norms_of_heads_is_not_believed():
+    """GLM-4's plan names q_proj and o_proj, and not the norms of heads between them, which a config may ask for."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 32, "moe_intermediate_size": 8,
+             "n_routed_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+    for asked, believed in ((False, True), (True, False)):
+        config = transformers.Glm4MoeConfig(**sizes, use_qk_norm=asked)
+        model = transformers.Glm4MoeForCausalLM(config)
+        try:
+            layout = find_layout(model)
+        except LayoutError:
+            assert not believed  # tracing may refuse a family; what it finds must be right
+            continue
+        norm = layout.match("model.layers.1.self_attn.q_norm")
+        assert norm == ("partial" if asked else None)
