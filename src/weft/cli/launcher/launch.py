@@ -195,7 +195,6 @@ class _Watch:
         self.peer_grace_s = peer_grace_s
         self.notice = notice
         self.pids: dict[int, int] = {}
-        self._collected: Callable[[int], int | None] = lambda rank: None
         self.ended: dict[int, float] = {}
         self._sent: set[tuple[int, int]] = set()
         self.first_signal: int | None = None
@@ -210,9 +209,11 @@ class _Watch:
             pids: by rank.
             collected: returns the exit code of a process that the agent has collected before this watch saw its end.
         """
-        self.pids, self._collected = dict(pids), collected
+        self.pids = dict(pids)
         for rank in self.pids:
-            thread = threading.Thread(target=self._await, args=(rank,), name=f"weft-watch-{rank}", daemon=True)
+            thread = threading.Thread(
+                target=self._await, args=(rank, collected), name=f"weft-watch-{rank}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
         if self.first_signal is not None:
@@ -253,24 +254,24 @@ class _Watch:
         elif signum == signal.SIGINT and now - self._first_signal_at > _SAME_KEYPRESS_S:
             self._send(signal.SIGKILL)
 
-    def _await(self, rank: int) -> None:
+    def _await(self, rank: int, collected: Callable[[int], int | None]) -> None:
         """Note when a rank's process ends, and leave its exit code for the agent to collect."""
-        code = self._end_of(rank)
+        code = self._end_of(rank, collected)
         self.ended[rank] = time.time()
         if code:
             crashed = code < 0 and -code not in _CONSEQUENCES
             self._kill_after(min(self.peer_grace_s, _AFTER_CRASH_S) if crashed else self.peer_grace_s)
 
-    def _end_of(self, rank: int) -> int | None:
-        """Wait until a rank's process ends; its exit code, below 0 for a signal, and None where nobody knows it."""
+    def _end_of(self, rank: int, collected: Callable[[int], int | None]) -> int | None:
+        """Wait until a rank's process ends and return its exit code: below 0 for a signal, None where it is unknown."""
         if not hasattr(os, "waitid"):  # macOS before Python 3.13
             while _is_running(self.pids[rank]):
                 time.sleep(_MONITOR_S)
-            return self._collected(rank)
+            return collected(rank)
         try:
             end = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOWAIT)
         except ChildProcessError:  # the agent was faster, and has collected it
-            return self._collected(rank)
+            return collected(rank)
         return None if end is None else end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
     def _kill_after(self, seconds: float) -> None:
