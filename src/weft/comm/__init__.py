@@ -15,12 +15,13 @@ from weft.comm.collectives import (
 )
 from weft.comm.ledger import Ledger
 from weft.comm.meet import transports
-from weft.comm.pending import Pending
+from weft.comm.pending import LateCopy, Pending
 from weft.comm.store_talk import StoreTalk
 from weft.comm.word import FirstWord
 
 __all__ = [
     "FirstWord",
+    "LateCopy",
     "Ledger",
     "Pending",
     "StoreTalk",

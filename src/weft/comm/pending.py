@@ -1,8 +1,9 @@
-"""A collective under way."""
+"""What is under way: a collective, or numbers to the host."""
 
 from __future__ import annotations
 
 import time
+from functools import cached_property
 
 import torch
 
@@ -83,3 +84,26 @@ class Pending:
         if axis is None or operation is None:
             return ()
         return link_of(axis, operation.out.device).late()
+
+
+class LateCopy:
+    """Numbers on their way to the host, which reads them later and holds nothing up.
+
+    tensor: 1-D, small, of any device.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @cached_property
+    def values(self) -> list[float]:
+        """The numbers. The first look waits until the device has made them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()

@@ -160,6 +160,7 @@ class TorchEngine:
         """
         for group in self._step.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor
+        self._step.measures_update = self._config.monitor.measures_update(number + 1)
         with self._first_is_long():
             key = derive_seed(self._config.seed, number)
             done = self._step(Microbatches(self._task.before_step(batches)), self._seeds(number), key)
@@ -169,7 +170,8 @@ class TorchEngine:
     def _result(self, done: StepMetrics) -> StepResult:
         """What the loop is told of a step. All ranks ask at the same place."""
         self._step.settle(done)
-        return StepResult(done.loss, done.grad_norm, done.num_tokens, done.loss_scale, done.skipped, done.wants_stop)
+        numbers = done.loss, done.grad_norm, done.num_tokens, done.loss_scale
+        return StepResult(*numbers, done.skipped, done.wants_stop, done.update_ratio)
 
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
         """Compute again what a step went wrong with, and return where: an event; None where it is long past."""

@@ -21,7 +21,8 @@ class StepRecord:
     axis; data_s: it waited for data; own: its own work by part; these four stay out of the event, where figures of all
     ranks have their own. usual_loss: where the loss jumps far above it.
     samples_per_s: where they are not what is counted. skipped: why the weights were not changed, or None. mfu: None
-    where the device's peak is not known. loss_scale: of fp16, else None.
+    where the device's peak is not known. loss_scale: of fp16, else None. update_ratio: norm of the update over the norm
+    of the weights, None in a step that does not measure it.
     """
 
     step: int
@@ -34,6 +35,7 @@ class StepRecord:
     memory_bytes: int = 0
     mfu: float | None = None
     loss_scale: float | None = None
+    update_ratio: float | None = None
     skipped: str | None = None
     unit: str = "tokens"
     samples_per_s: float | None = None

@@ -6,9 +6,9 @@ The arithmetic is that of the decision on the host, in float64, so both come to 
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
+
+from weft.comm import LateCopy
 
 
 class StepDecision:
@@ -34,31 +34,17 @@ class StepDecision:
         self.is_taken = self.is_finite & (num_tokens != 0)
         #: What gradients are multiplied by; 0-d float64, NaN in a step that is not taken.
         self.factor = torch.where(self.is_taken, to_mean * clip, torch.nan)
-        told = torch.cat([numbers, self.is_taken.to(numbers).reshape(1)])
-        self._event: torch.cuda.Event | None = None
-        if told.device.type == "cuda":
-            self._host = torch.empty(told.shape, dtype=told.dtype, pin_memory=True)
-            self._host.copy_(told, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = told
-
-    @cached_property
-    def _told(self) -> list[float]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.tolist()
+        self._told = LateCopy(torch.cat([numbers, self.is_taken.to(numbers).reshape(1)]))
 
     @property
     def numbers(self) -> list[float]:
         """The numbers on the host. The first look waits until the device has made them."""
-        return self._told[:-1]
+        return self._told.values[:-1]
 
     @property
     def was_taken(self) -> bool:
         """The same as `is_taken`, on the host; waits as `numbers` do."""
-        return self._told[-1] != 0
+        return self._told.values[-1] != 0
 
     def factor_for(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the factor in the format that gradients of masters of `dtype` are multiplied in."""

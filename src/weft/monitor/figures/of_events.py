@@ -2,7 +2,7 @@
 
 | event | figures |
 |---|---|
-| step | loss, lr, grad_norm, loss_scale, step, step_s, tokens_per_s, samples_per_s, mfu |
+| step | loss, lr, grad_norm, update_ratio, loss_scale, step, step_s, tokens_per_s, samples_per_s, mfu |
 | eval | eval.loss, eval.metric by name |
 | figures | what ranks and machines have, folded: `"figures": {series: value or [min, median, max, who, who]}`; |
 | | beside them `"by_rank": {"busy_s": [seconds of each rank, null where it is silent]}`, and "ranks", "over_s" |
@@ -96,7 +96,7 @@ def _values(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _of_step(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     seconds = _table(event.get("seconds"))
     yield "step", event.get("step")
-    for name in ("loss", "lr", "grad_norm", "loss_scale", "mfu", "samples_per_s"):
+    for name in ("loss", "lr", "grad_norm", "update_ratio", "loss_scale", "mfu", "samples_per_s"):
         yield name, event.get(name)
     # Counts are called by their unit: tokens_per_s, points_per_s.
     speed = next((key for key in event if key.endswith("_per_s") and key != "samples_per_s"), "samples_per_s")

@@ -172,6 +172,13 @@ class DataParallel(Protocol):
         """
         ...
 
+    def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield what this rank holds of the trainable weights, with the number of ranks that hold the same.
+
+        In the master's format and memory, which the optimizer changes. No collective.
+        """
+        ...
+
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that this rank's gradients lie in now; no collective. For counting bytes."""
         ...

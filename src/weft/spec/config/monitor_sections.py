@@ -18,6 +18,12 @@ class MonitorSection(Section):
     went); events.jsonl gets them folded over the ranks."""
     every: Duration = "10s"
     """Time between two reports."""
+    update_ratio_every: Count = 10
+    """Every so many steps, how far the step moved the weights is measured (`update_ratio`). 0: never."""
+
+    def measures_update(self, step: int) -> bool:
+        """Return whether a step, counted from 1, measures its update."""
+        return self.update_ratio_every > 0 and step % self.update_ratio_every == 0
 
 
 class SinkSection(Section):

@@ -13,8 +13,7 @@ _TRAINING = (
     Figure(
         name="update_ratio",
         unit="ratio",
-        help="Norm of the last update over the norm of the weights, on a sample of each rank's elements.",
-        owner="rank",
+        help="Norm of a step's update over the norm of the trained weights, every monitor.update_ratio_every steps.",
         worse="high",
     ),
     Figure(name="loss_scale", unit="", help="Factor on the loss in fp16.", worse="low"),

@@ -15,7 +15,8 @@ class StepResult:
     """What one step did, equal on all ranks.
 
     loss: mean over the `count` that the task counts, before the update. grad_norm: before clipping. skipped: why the
-    weights were left as they were, or None. wants_stop: some rank asked to stop.
+    weights were left as they were, or None. wants_stop: some rank asked to stop. update_ratio: norm of the update over
+    the norm of the weights, where it was measured.
     """
 
     loss: float
@@ -24,6 +25,7 @@ class StepResult:
     loss_scale: float | None = None
     skipped: str | None = None
     wants_stop: bool = False
+    update_ratio: float | None = None
 
 
 class LateResult:

@@ -313,6 +313,7 @@ class Trainer:
             if self._flops and self._peak_flops
             else None,
             loss_scale=result.loss_scale,
+            update_ratio=result.update_ratio,
             skipped=result.skipped,
             unit=self.task.unit,
             samples_per_s=speed * samples / result.count if result.count and self.task.unit != "samples" else None,

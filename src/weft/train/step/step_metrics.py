@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from weft.optim import LossScale
@@ -16,6 +16,7 @@ class StepMetrics:
 
     loss: mean over all tokens of the global batch, before the update. grad_norm: before clipping.
     skipped: why the weights were left as they were, or None. wants_stop: some rank asked to stop.
+    update_ratio: norm of the update over the norm of the weights, in a step that measures it and is taken.
 
     On a GPU the first look at a number waits until the device has made it. The step before has passed by then, so a
     loop that shows the metrics of the step before never waits.
@@ -27,11 +28,16 @@ class StepMetrics:
     loss_scale: float | None = None
     skipped: str | None = None
     wants_stop: bool = False
+    update_ratio: float | None = None
 
     @property
     def is_finite(self) -> bool:
         """Whether loss and gradient are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def moved(self, ratio: Callable[[], float | None] | None) -> StepMetrics:
+        """Return the same with its update's ratio, where the step was taken. ratio: gives it; None: not measured."""
+        return self if ratio is None or self.skipped is not None else replace(self, update_ratio=ratio())
 
     @classmethod
     def of_sums(cls, numbers: Sequence[float], nominal: float, scale: LossScale) -> StepMetrics:

@@ -8,6 +8,7 @@ after the reduction, together with clipping, lets the count come out of the loss
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from weft.train.step.oom import explains_memory
 from weft.train.step.replica_watch import ReplicaWatch
 from weft.train.step.step_metrics import LateMetrics, StepMetrics, to_mean
 from weft.train.step.unsharded import fingerprint, warn_if_alike
+from weft.train.step.update_ratio import UpdateRatio
 from weft.train.step.whole_batch import BatchGradient, WholeBatchLoss, expect_whole_batches
 from weft.train.step.whole_tensors import names_the_module
 
@@ -79,6 +81,8 @@ class TrainStep:
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm
         self.wants_stop = self.asks = self.has_trained = False
+        #: Whether steps measure how far they move the weights; equal on all ranks.
+        self.measures_update = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
         self._loss = CheckedLoss(loss_fn, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
         self._whole = loss_fn if isinstance(loss_fn, WholeBatchLoss) else None
@@ -99,6 +103,7 @@ class TrainStep:
         self._train_mode = TrainMode(model)
         self._looks_for_copies = mesh.data.size > 1
         self._replicas = ReplicaWatch(self._data_parallel, mesh)
+        self._update_ratio = UpdateRatio(self._data_parallel, mesh.device)
         self._may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late
         self._is_first = True
         self._unread: LateMetrics | None = None
@@ -317,7 +322,7 @@ class TrainStep:
         self._loss_scale.update(metrics.is_finite)
         if metrics.skipped is None:
             clip = clip_factor(metrics.grad_norm, self.max_grad_norm)
-            self._data_parallel.update(self.optimizer, factor * clip)
+            metrics = metrics.moved(self._move(factor * clip))
             self._data_parallel.publish(clip, self._weights_follow)
         self._finish(moved=metrics.skipped is None)
         return metrics
@@ -333,12 +338,17 @@ class TrainStep:
             good.update(True)
             bad.update(False)
             self._next_scale = torch.where(decision.is_finite, good.scale, bad.scale)
-        self._data_parallel.update(self.optimizer, decision)
+        ratio = self._move(decision)
         self._data_parallel.publish(follow=self._weights_follow)
         self._finish(moved=decision.is_taken)
         nominal, then = self._nominal, replace(scale)
-        self._unread = LateMetrics(lambda: StepMetrics.of_sums(decision.numbers, nominal, then))
+        self._unread = LateMetrics(lambda: StepMetrics.of_sums(decision.numbers, nominal, then).moved(ratio))
         return self._unread
+
+    def _move(self, factor: float | StepDecision) -> Callable[[], float | None] | None:
+        """Update the weights. Returns what gives the ratio of the update, where it is measured."""
+        update = functools.partial(self._data_parallel.update, self.optimizer, factor)
+        return self._update_ratio.around(update) if self.measures_update else update()
 
     def _finish(self, moved: bool | torch.Tensor) -> None:
         """Move what follows the batch and no gradient: biases of routers, running statistics."""

@@ -20,7 +20,7 @@ from weft.monitor.page.index.marks import Marks
 from weft.monitor.page.index.step_columns import StepColumns
 
 #: StepColumns of a step beside its phases; what a run counts per second is called "rate", whatever its unit.
-_OF_STEP = ("loss", "lr", "grad_norm", "samples_per_s", "mfu", "memory_bytes", "loss_scale")
+_OF_STEP = ("loss", "lr", "grad_norm", "update_ratio", "samples_per_s", "mfu", "memory_bytes", "loss_scale")
 _PHASE = "phase "
 #: Series of figures that one run may have; a log that names more is not ours.
 _MOST_SERIES = 400

@@ -19,6 +19,7 @@ from weft.monitor.page.index import RunIndex, StepColumns, bucket_edges, thinned
 #: Points of one curve at most: more than pixels are of no use.
 MOST_POINTS = 2000
 _MOST_RANKS = 4096
+_NOW = ("loss", "lr", "grad_norm", "update_ratio", "rate", "mfu")
 _SECRET = re.compile(r"(?i)(token|secret|password|passwd|api_?key|credential|authorization)")
 _USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 _HIDDEN = "(hidden)"
@@ -46,7 +47,7 @@ def run_line(run: RunIndex, price: Price | None = None) -> dict[str, Any]:
             "ranks": _finite(run.start.get("world_size")),
             "device": str(run.start.get("device", "")),
             "unit": run.rate_unit,
-            "now": {name: _short(run.steps.last(name)) for name in ("loss", "lr", "grad_norm", "rate", "mfu")},
+            "now": {name: _short(run.steps.last(name)) for name in _NOW},
             "eval": {name: _short(run.evals.last(name)) for name in run.evals.names if name != run.rate_unit},
             "planned": _planned(run),
             "memory": _short(run.steps.last("memory_bytes")),

@@ -279,11 +279,14 @@ class FlatModel:
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's pieces of the masters by name."""
         self.arrive()
-        for bucket in self.reducer.buckets:
-            if bucket.host is not None:
-                bucket.host.arrive()
+        self.reducer.arrive()
         pieces = {slot.name: slot.piece(_bucket(slot).master, _bucket(slot).own) for slot in self._slots}
         return {name: piece.detach() for name, piece in pieces.items() if piece is not None}
+
+    def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield this rank's pieces of the masters, each with the number of ranks that hold the same."""
+        held = self.held_weights()
+        return ((held[slot.name], _bucket(slot).over.share[1]) for slot in self._slots if slot.name in held)
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the tensors that this rank's gradients lie in."""
@@ -297,11 +300,8 @@ class FlatModel:
     def stretches(self) -> Iterator[Stretch]:
         """Yield what this rank holds of the model, masters for what is trained; no collective."""
         self.arrive()
-        for bucket in self.reducer.buckets:
-            if bucket.host is not None:
-                bucket.host.arrive()
-        placed = map(SlotStretches(self.reducer.buckets, self.axes).of, self._slots)
-        yield from (one for one in placed if one is not None)
+        self.reducer.arrive()
+        yield from filter(None, map(SlotStretches(self.reducer.buckets, self.axes).of, self._slots))
         yield from (self.axes.stretch(name, tensor) for name, tensor in self._untrained.tensors())
 
     def state_stretches(self, optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:

@@ -195,8 +195,7 @@ class FullyShardedModel:
     def finish(self, totals: torch.Tensor | None = None) -> None:
         """Wait for all sums; add up `totals` and what is not sharded. CommError where ranks did not all come here."""
         self._settle_gradients()
-        grads = ((name, param.grad) for name, param in self.plain.items() if param.grad is not None)
-        self._partial.add((self._kinds[name].over, grad) for name, grad in grads)
+        self._partial.add((self._kinds[name].over, p.grad) for name, p in self.plain.items() if p.grad is not None)
         self.debts.add()
         if totals is not None:
             all_reduce(totals, self.axes.world)
@@ -219,16 +218,13 @@ class FullyShardedModel:
 
     def norm(self) -> torch.Tensor:
         """Return the euclidean norm of the whole gradient: 0-d float64, equal on all ranks."""
-        return all_reduce(self._partial.square(self._counted()), self.axes.replica).sqrt()
+        grads = ((one.grad, num // self._replicas.size) for one, num in self._numbered() if one.grad is not None)
+        return all_reduce(self._partial.square(grads), self.axes.replica).sqrt()
 
-    def _counted(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Gradients on this rank, each with the number of ranks of this replica that hold the same."""
-        for name, shard in self.shards.items():
-            if shard.local.grad is not None:
-                yield shard.local.grad, self._kinds[name].share[1] // self._replicas.size
-        for name, param in self.plain.items():
-            if param.grad is not None:
-                yield param.grad, self._kinds[name].same.size // self._replicas.size
+    def _numbered(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """This rank's shards and whole parameters, each with the number of ranks that hold the same."""
+        yield from ((shard.local, self._kinds[name].share[1]) for name, shard in self.shards.items())
+        yield from ((param, self._kinds[name].same.size) for name, param in self.plain.items())
 
     def check(self) -> None:
         """Do nothing: ranks know before a gather or reduction whether they do what they agreed on."""
@@ -316,6 +312,10 @@ class FullyShardedModel:
             module.reshard()  # what was gathered from them would not follow
         params = {name: shard.local for name, shard in self.shards.items()} | self.plain
         return {name: param.detach() for name, param in params.items() if param.requires_grad}
+
+    def counted_weights(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield this rank's part of the trainable parameters, with the number of ranks that hold the same."""
+        return ((one.detach(), number) for one, number in self._numbered() if one.requires_grad)
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Return the gradients of this rank's shards."""

@@ -1,0 +1,149 @@
+"""How far a step moves the weights: the same number under every plan, and on a sample about the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+
+from tests.parity.cases import LLAMA
+from tests.parity.moe_cases import MOE, MoECase
+from weft.mesh import build_mesh
+from weft.optim import Muon
+from weft.parallel import data_parallel, parallelize
+from weft.spec.plan import Plan
+from weft.testing import Case, DecoderCase
+from weft.testing.parity import local_microbatches
+from weft.train import TrainStep
+from weft.train.step import update_ratio
+
+DENSE, EXPERTS = DecoderCase(LLAMA), MoECase(MOE, num_steps=3)
+
+
+def ratios(plan_text: str, case: Case, late: bool = False, muon: bool = False, steps=range(3)) -> list[float | None]:
+    plan = Plan.parse(plan_text)
+    mesh = build_mesh(plan)
+    model = parallelize(case.model(), mesh)
+    optimizer = Muon(model.parameters(), lr=0.02) if muon else case.optimizer_of(model)
+    if late:
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    step = TrainStep(model, optimizer, case.loss, mesh, forward=case.forward, max_grad_norm=0.5, reads_late=late)
+    found = []
+    for number in steps:
+        step.measures_update = number != 1
+        found.append(step(local_microbatches(case.batch(number), plan, mesh.data.rank)))
+    return [one.update_ratio for one in found]
+
+
+def by_hand(case: Case) -> list[float | None]:
+    """One process, whose weights are compared as they are before and after."""
+    mesh = build_mesh(Plan.parse("precision=fp64"))
+    model = parallelize(case.model(), mesh)
+    step = TrainStep(model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=0.5)
+    found: list[float | None] = []
+    for number in range(3):
+        before = [param.detach().clone() for param in model.parameters()]
+        assert step(local_microbatches(case.batch(number), mesh.plan, 0)).update_ratio is None
+        pairs = [*zip(before, [param.detach() for param in model.parameters()], strict=True)]
+        moved = sum(float((new - old).square().sum()) for old, new in pairs)
+        found.append(math.sqrt(moved / sum(float(new.square().sum()) for _, new in pairs)))
+    found[1] = None
+    return found
+
+
+def is_near(ours: list[float | None], theirs: list[float | None], rel: float) -> bool:
+    """Whether both say the same; the second step is not measured."""
+    assert ours[1] is theirs[1] is None
+    return ours[::2] == pytest.approx(theirs[::2], rel=rel)
+
+
+@functools.cache
+def alone(case_name: str) -> list[float | None]:
+    return by_hand(DENSE if case_name == "dense" else EXPERTS)
+
+
+def over_ranks(plans: list[tuple[str, bool]], case: Case) -> list[list[float | None]]:
+    return [ratios(f"precision=fp64 {plan}", case, late) for plan, late in plans]
+
+
+#: Each with whether the device decides.
+SOME = [
+    ("dp_shard=4 zero=1", True),
+    ("dp_replicate=2 dp_shard=2 zero=3", False),
+    ("tp=2 dp_shard=2 zero=2", False),
+    ("pp=2 tp=2 accumulation=2", False),  # the embedding is tied: both ends hold it
+]
+MORE = [
+    ("dp_replicate=4", False),
+    ("dp_shard=4 zero=2 accumulation=2", False),
+    ("dp_shard=4 zero=3", True),
+    ("dp_replicate=2 dp_shard=2 zero=1", False),
+    ("tp=2 dp_shard=2 zero=3", False),
+    ("tp=2 dp_replicate=2", True),
+    ("pp=2 dp_shard=2 zero=1 accumulation=2", False),
+    ("pp=2 dp_shard=2 zero=3 accumulation=2", False),
+    ("cp=2 dp_shard=2 zero=3", False),
+]
+
+
+@pytest.mark.parametrize("plans", [SOME, pytest.param(MORE, marks=pytest.mark.full)], ids=["some", "more"])
+def test_it_is_that_of_one_process_under_every_plan(plans, ranks4):
+    for found in ranks4.run(over_ranks, plans, DENSE):
+        for (plan, _), ours in zip(plans, found, strict=True):
+            assert is_near(ours, alone("dense"), 1e-9), plan
+
+
+def test_experts_count_once(ranks4):
+    plans = [("dp_shard=4 ep=2 zero=1", False), ("dp_shard=4 ep=4 zero=3", False)]
+    for found in ranks4.run(over_ranks, plans, EXPERTS):
+        for (plan, _), ours in zip(plans, found, strict=True):
+            assert is_near(ours, alone("experts"), 1e-9), plan
+
+
+def test_an_optimizer_of_whole_matrices_and_masters_that_are_rounded():
+    assert ratios("precision=fp64", DENSE, muon=True)[2] > 0
+    mixed = ratios("precision=bf16", DENSE)
+    assert is_near(mixed, ratios("precision=fp64", DENSE), 0.05)
+    assert mixed != ratios("precision=fp64", DENSE)
+
+
+def test_a_sample_gives_about_the_same(monkeypatch):
+    spec = dataclasses.replace(LLAMA, dim=128, ffn_dim=384, vocab_size=600)
+    whole = ratios("precision=fp64", DecoderCase(spec), steps=range(2))[0]
+    monkeypatch.setattr(update_ratio, "MOST_ELEMENTS", 1)
+    assert ratios("precision=fp64", DecoderCase(spec), steps=range(2))[0] == pytest.approx(whole, rel=0.03)
+    engine = data_parallel(parallelize(DecoderCase(spec).model(), build_mesh(Plan.parse("precision=fp64"))))
+    ((weights, seen),) = update_ratio.UpdateRatio(engine, torch.device("cpu"))._places()
+    every = sum(one.numel() for one, _ in engine.counted_weights())
+    assert weights.numel() == sum(view.numel() for view in seen) < 0.05 * every
+    assert float(weights.sum()) == pytest.approx(every)
+
+
+def test_the_way_from_one_run_to_the_next_is_an_odd_prime():
+    assert [update_ratio._stride(count, 10) for count in (0, 10, 11, 30, 40, 80, 900)] == [0, 1, 3, 3, 5, 11, 97]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_is_not_taken_has_none(late):
+    factor = [1.0]
+
+    def spoiled(output, batch):
+        loss, number = DENSE.loss(output, batch)
+        return loss * factor[0], number
+
+    mesh = build_mesh(Plan.parse("precision=fp32"))
+    model = parallelize(DENSE.model(), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = TrainStep(model, optimizer, spoiled, mesh, forward=DENSE.forward, reads_late=late)
+    step.measures_update, found = True, []
+    for factor[0] in (1.0, math.inf, 1.0):
+        metrics = step(local_microbatches(DENSE.batch(0), mesh.plan, 0))
+        step.settle(metrics)
+        found.append(metrics.update_ratio)
+    assert found[1] is None
+    assert found[0] > 0
+    assert found[2] > 0
