@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -118,13 +119,64 @@ def test_a_missing_log_is_empty_and_a_folder_is_an_error(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_full_disk_halts_with_a_sentence():
-    with EventLog("/dev/full") as log, pytest.raises(TrainingHalted) as caught:
+def test_a_disk_that_stays_full_is_a_sentence_at_the_end():
+    with pytest.raises(TrainingHalted) as caught, EventLog("/dev/full") as log:
         log.write({"event": "a"})
     assert str(caught.value) == (
         "run.dir=/dev: events cannot be written to full (No space left on device)."
         " Make room or choose another run.dir, and run the same command again: it resumes."
     )
+
+
+class SmallDisk:
+    """os.write with so much room."""
+
+    def __init__(self, monkeypatch, room: int):
+        self.room, self._real = room, os.write
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, handle, data):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        done = self._real(handle, data[: self.room])
+        self.room -= done
+        return done
+
+
+def test_events_wait_for_room_on_a_full_disk_and_keep_their_order(tmp_path, monkeypatch):
+    disk = SmallDisk(monkeypatch, 100)  # ends within a line
+    with EventLog(tmp_path / "e") as log:
+        for step in range(50):
+            log.write({"event": "step", "step": step})
+            assert log.num_waiting == max(0, step - 1)
+        disk.room = 10**6
+        log.write({"event": "step", "step": 50})
+        assert log.num_waiting == 0
+    assert [event["step"] for event in read_events(tmp_path / "e")] == list(range(51))
+
+
+def test_what_waits_for_room_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch):
+    disk = SmallDisk(monkeypatch, 0)
+    with EventLog(tmp_path / "e") as log:
+        for step in range(60):
+            log.write({"event": "step", "step": step, "text": "x" * 50_000})
+        assert sum(map(len, log._waiting)) <= 2**20
+        disk.room = 10**9
+        log.write({"event": "step", "step": 60})
+    *events, told, last = read_events(tmp_path / "e")
+    assert [event["step"] for event in events] == list(range(20))
+    assert told["text"] == "40 events were lost while the disk was full"
+    assert last["step"] == 60
+
+
+def test_another_fault_of_the_disk_halts_at_once(tmp_path, monkeypatch):
+    def broken(handle, data):
+        raise OSError(errno.EIO, "Input/output error")
+
+    log = EventLog(tmp_path / "e")
+    monkeypatch.setattr(os, "write", broken)
+    with pytest.raises(TrainingHalted, match=r"cannot be written to e \(Input/output error\)"):
+        log.write({"event": "a"})
 
 
 def test_the_later_of_two_events_of_a_step_is_kept():

@@ -6,10 +6,13 @@ are written as the strings "nan", "inf" and "-inf", so that each line is JSON fo
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,24 @@ from typing import Any
 from weft.errors import DataError, TrainingHalted
 
 _BLOCK_BYTES = 64 * 1024
+#: Bytes of events that wait in memory for room on a full disk; what comes beyond them is lost, and counted.
+_MOST_WAITING_BYTES = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class EventLog:
     """Appends events to a file that it creates, with its folder, where it is missing.
 
-    A last line that a killed writer left torn is cut off first. One process writes; any number may read.
+    A last line that a killed writer left torn is cut off first. One process writes; any number may read. While the disk
+    is full, events wait in memory, and each further one tries again. Left as a context, it raises where some still do.
     """
 
     def __init__(self, path: Path):
         self.path = Path(path)
+        self._lock = threading.Lock()
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = self._num_lost = 0
+        self._full: OSError | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -37,18 +48,54 @@ class EventLog:
     def write(self, event: Mapping[str, object]) -> None:
         """Append one event; "time" is added where absent.
 
-        The line is with the kernel on return, so that it survives the death of this process.
+        The line is with the kernel on return, so that it survives the death of this process, unless the disk is full.
 
         Raises:
-            TrainingHalted: when it cannot be written, such as on a full disk.
+            TrainingHalted: when it cannot be written, and room would not help.
         """
         line = _encode({"time": round(time.time(), 3), **event})
-        try:
+        with self._lock:
+            is_kept = False
+            try:
+                self._push()
+                self._wait(line)
+                is_kept = True
+                self._push()
+                self._full = None
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise self._halted(error) from error
+                self._full = error
+                if is_kept:
+                    return
+                if self._num_lost or self._waiting_bytes + len(line) > _MOST_WAITING_BYTES:
+                    self._num_lost += 1
+                else:
+                    self._wait(line)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many events wait for room on a full disk, or were lost to it."""
+        return len(self._waiting) + self._num_lost
+
+    def _wait(self, line: bytes) -> None:
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+
+    def _push(self) -> None:
+        """Write what waits. A line of which only a part went stays first with its rest."""
+        while self._waiting:
+            line = self._waiting[0]
             done = os.write(self._handle, line)
-            while done < len(line):  # The disk is nearly full: the next write says so.
-                done += os.write(self._handle, line[done:])
-        except OSError as error:
-            raise self._halted(error) from error
+            self._waiting_bytes -= done
+            if done < len(line):  # The disk is nearly full: the next write says so.
+                self._waiting[0] = line[done:]
+                continue
+            self._waiting.popleft()
+            if self._num_lost and not self._waiting:
+                text = f"{self._num_lost} events were lost while the disk was full"
+                self._num_lost = 0
+                self._wait(_encode({"time": round(time.time(), 3), "event": "warning", "text": text}))
 
     def close(self) -> None:
         """Close the file. May be called more than once."""
@@ -59,8 +106,10 @@ class EventLog:
     def __enter__(self) -> EventLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.close()
+        if kind is None and self._full is not None:
+            raise self._halted(self._full) from self._full
 
     def _halted(self, error: OSError) -> TrainingHalted:
         return TrainingHalted(

@@ -25,6 +25,7 @@ class RunRecorder(Hook):
         self._start = start
         self._artist = Artist(folder.events, folder.loss_plot, folder.path.name)
         self._saved: int | None = None
+        self._is_full = False
 
     def on_start(self, start_step: int) -> None:
         if self._goes_on:
@@ -38,6 +39,7 @@ class RunRecorder(Hook):
 
     def on_step(self, record: StepRecord) -> str | None:
         self._log.write(record.to_event())
+        self._tell_of_room()
         self._display.step(record)
         if (usual := record.usual_loss) is not None:
             back = f", or go back with resume.step={self._saved}" if self._saved else ""
@@ -48,6 +50,17 @@ class RunRecorder(Hook):
             )
         self._artist.draw_when_late()
         return None
+
+    def _tell_of_room(self) -> None:
+        """Say once that the disk is full, and once that it is not any more."""
+        if (is_full := self._log.num_waiting > 0) != self._is_full:
+            self._is_full = is_full
+            name, at = self._folder.events.name, self._folder.path
+            self._display.note(
+                f"run.dir={at}: the disk is full. Training goes on, and {name} is written when there is room."
+                if is_full
+                else f"run.dir={at}: there is room again, and {name} is written."
+            )
 
     def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
         found = evaluation.metrics
