@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.monitor.alert_curves import FAULTS, FOUND_WITHIN, Paper
+from tests.monitor.alert_curves import FAULTS, Paper, Score, scored
 from weft.monitor.alerts import AlertDesk, AlertRule, backtest, rules_of
 from weft.spec import RunConfig
 
@@ -156,22 +156,10 @@ def test_own_alerts_stand_in_the_place_of_standard_ones_and_channels_hear_of_the
     assert rules["loss-spike"].actions == ("ops",)
 
 
-def judged(paper):
-    """Name and step of what fires of the standard set."""
-    desk = AlertDesk(rules_of(RunConfig(alerts="standard")))
-    return [(notice.rule.name, notice.step or 0) for event in paper.events() for notice in desk.see(event)
-            if notice.state == "fired"]  # fmt: skip
-
-
 def check_fault(fault, seed):
-    paper = Paper(seed, fault)
-    found = judged(paper)
-    wanted = [at for name, at in found if name == FAULTS[fault]]
-    assert wanted, (fault, seed, found)
-    assert paper.begin <= wanted[0] <= paper.begin + FOUND_WITHIN[fault] + 1, (fault, seed, found, paper.begin)
-    # What else fires is told by the same fault.
-    others = {name for name, at in found if at < paper.begin}
-    assert not others, (fault, seed, found)
+    score = Score()
+    score.add(Paper(seed, fault))
+    assert (score.found, score.wrong) == (1, 0), score.said
 
 
 @pytest.mark.parametrize(
@@ -182,15 +170,17 @@ def test_a_fault_is_found(fault):
 
 
 def test_a_healthy_run_gives_no_alarm():
-    assert judged(Paper(1)) == []
+    score = Score()
+    score.add(Paper(1))
+    assert (score.right, score.wrong, score.num_clean) == (0, 0, 1), score.said
 
 
 @pytest.mark.full
 def test_two_hundred_faults_are_found_and_fifty_healthy_runs_give_no_alarm():
-    for number in range(200):
-        check_fault([*FAULTS][number % len(FAULTS)], 1000 + number)
-    alarms = {seed: found for seed in range(5000, 5050) if (found := judged(Paper(seed, steps=2000)))}
-    assert not alarms
+    score = scored()
+    assert score.found + score.late == 200
+    assert score.num_clean == 50
+    assert (score.recall, score.precision) == (1.0, 1.0), score.said
 
 
 def test_a_backtest_says_when_and_why():

@@ -97,11 +97,22 @@ def test_a_step_without_an_update_is_lost():
     assert told(events)[0] == {"productive": 1.0, "lost work": 1.0}
 
 
+def test_looking_where_a_step_went_wrong_has_a_cause_of_its_own():
+    events = [
+        {"event": "start", "time": 0.0, "step": 0},
+        step(1.0, 1),
+        step(2.0, 2, skipped="loss is nan"),
+        {"event": "trace", "time": 5.0, "step": 2},
+        step(6.0, 3),
+    ]
+    assert told(events)[0] == {"productive": 2.0, "lost work": 1.0, "tracing": 3.0}
+
+
 _TIMES = st.one_of(st.floats(0, 1e6), st.floats(), st.none(), st.sampled_from(["nan", "x", ""]))
 _EVENTS = st.fixed_dictionaries(
     {
         "event": st.sampled_from(
-            ["start", "step", "eval", "end", "failure", "checkpoint", "held", "go_on", "action", "x"]
+            ["start", "step", "eval", "trace", "end", "failure", "checkpoint", "held", "go_on", "action", "x"]
         )
     },
     optional={

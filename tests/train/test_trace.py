@@ -7,8 +7,8 @@ import math
 import shutil
 
 import pytest
-import torch
 
+from tests.choice import gate_runs
 from tests.train import trace_cases
 from tests.train.trace_cases import traced
 from weft.cli.app import run
@@ -53,28 +53,38 @@ def test_a_module_whose_output_is_not_finite_is_named(monkeypatch):
     assert event["text"].startswith("the output of blocks.1.attn.q is the first that is not finite, for every sample;")
 
 
-def test_a_gradient_that_is_not_finite_is_named(monkeypatch):
-    class Spoilt(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * float("inf")
-
-    build = trace_cases.build_decoder
-
-    def built(*args, **kwargs):
-        model = build(*args, **kwargs)
-        model.blocks[1].mlp.register_forward_pre_hook(lambda module, args: (Spoilt.apply(args[0]), *args[1:]))
-        return model
-
-    monkeypatch.setattr(trace_cases, "build_decoder", built)
-    event, (loss, grad_norm), _ = traced("", "", "gradient")
+@pytest.mark.parametrize("late", [False, True])
+def test_a_gradient_that_is_not_finite_is_named(late):
+    event, (loss, grad_norm), _ = traced("", "gradient", "gradient", late=late)
     assert math.isfinite(loss)
     assert not math.isfinite(grad_norm)
     assert (event["cause"], event["parameters"]) == ("gradient", ["blocks.1.norm2.weight"])
+
+
+@pytest.mark.parametrize(("plan", "late"), gate_runs(
+    [(plan, late) for late in (True, False) for plan in
+     ("dp_shard=2 zero=1", "dp_shard=2 zero=3", "tp=2", "pp=2 microbatches=2")], 0,
+))  # fmt: skip
+def test_a_gradient_is_named_under_plans(plan, late, ranks2):
+    (event, (loss, grad_norm), _), (other, _, _) = ranks2.run(traced, plan, "gradient", "gradient", late=late)
+    assert event == other
+    assert math.isfinite(loss)
+    assert not math.isfinite(grad_norm)
+    assert (event["cause"], event["parameters"]) == ("gradient", ["blocks.1.norm2.weight"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["dp_shard=4 ep=2", "dp_shard=4 ep=4 zero=3", "dp_shard=2 tp=2 ep=2 zero=1"])
+def test_plans_of_experts_name_the_same(plan, ranks4):
+    event, _, place = ranks4.run(traced, plan, "loss")[0]
+    assert (event["cause"], event["samples"]) == ("loss", [place])
+    assert event["rank"] == (2 if "tp" in plan else 3)
+    weight = "blocks.1.mlp.experts.down"
+    found = ranks4.run(traced, plan, "", weight=weight, on_rank=2)
+    assert all(one[0] == found[0][0] for one in found)
+    event = found[0][0]
+    assert (event["cause"], event["module"], event["rank"]) == ("weights", "blocks.1.mlp.experts", 2)
+    assert event["parameters"] == [weight]
 
 
 @pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3 accumulation=2", "tp=2", "pp=2 microbatches=2"])

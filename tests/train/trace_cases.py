@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +20,38 @@ from weft.train.task import Share, sample_in_order
 from weft.train.tasks import model_forward, token_cross_entropy
 
 SPEC = DecoderSpec(vocab_size=64, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=32, max_seq_len=8)
+EXPERTS = replace(SPEC, num_experts=4, top_k=2)
 NUM, BATCH, BAD = 64, 8, 37
+
+
+class SpoiltGradient(torch.autograd.Function):
+    """Infinite gradients."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("inf")
 
 
 @dataclass
 class SpoiltTask(Task):
-    """Random tokens. how: "loss": the loss of sample BAD is not finite; "spike": its labels count a thousand times."""
+    """Random tokens.
+
+    how: "loss": the loss of sample BAD is not finite; "spike": its labels count a thousand times; "gradient": that of
+    what goes into an MLP is not finite in its batch.
+    """
 
     how: str = ""
+    spec: DecoderSpec = SPEC
 
     def build(self) -> nn.Module:
-        return build_decoder(SPEC, seed=1)
+        model = build_decoder(self.spec, seed=1)
+        if self.how == "gradient":
+            model.blocks[1].mlp.register_forward_pre_hook(lambda _, args: (SpoiltGradient.apply(args[0]), *args[1:]))
+        return model
 
     def samples(self, split: str) -> Any:
         if split != "train":
@@ -78,7 +99,7 @@ def traced(
 
     on_rank: whose part of a weight is spoilt.
     """
-    task = SpoiltTask(how)
+    task = SpoiltTask(how, SPEC if "ep=" not in plan else EXPERTS)
     task.config = RunConfig.model_validate({"train": {"global_batch": BATCH}, "optimizer": {"name": "adamw"}})
     mesh = build_mesh(Plan.parse(plan))
     place = place_of_bad(task)
@@ -101,5 +122,8 @@ def traced(
         assert step.is_unread
         step(Microbatches(batches.batches(number + 2)))
     step.settle()
-    event = StepTracer(model, mesh, task, BATCH).trace(kind, kept, gradients_there=not late)
+    if late and kind == "gradient":
+        step.compute_again(Microbatches(own))
+    event = StepTracer(model, mesh, task, BATCH).trace(kind, kept)
+    step(Microbatches(batches.batches(number + 3)))  # a trace leaves nothing that the next step minds
     return event, (done.loss, done.grad_norm), place

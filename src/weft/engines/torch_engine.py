@@ -162,8 +162,7 @@ class TorchEngine:
             group["lr"] = group["initial_lr"] * lr_factor
         self._step.measures_update = self._config.monitor.measures_update(number + 1)
         with self._first_is_long():
-            key = derive_seed(self._config.seed, number)
-            done = self._step(Microbatches(self._task.before_step(batches)), self._seeds(number), key)
+            done = self._step(*self._asked(batches, number))
         self._traceable.append(TracedStep(number + 1, batches, self._step.microbatch_losses))
         return LateResult(lambda: self._result(done)) if self._step.is_unread else self._result(done)
 
@@ -180,8 +179,17 @@ class TorchEngine:
         step = next((one for one in self._traceable if one.number == number), None)
         if step is None:
             return None
+        if kind == "gradient" and is_late:
+            # The next step has put its own gradients in their place.
+            self._step.compute_again(*self._asked(step.batches, number - 1))
         tracer = StepTracer(self.model, self.mesh, self._task, self._config.train.global_batch)
-        return tracer.trace(kind, step, gradients_there=not is_late)
+        return tracer.trace(kind, step)
+
+    def _asked(self, batches: Sequence[Any], number: int) -> tuple[Microbatches, list[int], int]:
+        """What a step is computed from: its microbatches, and all that its chance comes from. number: from 0."""
+        return (
+            Microbatches(self._task.before_step(batches)), self._seeds(number), derive_seed(self._config.seed, number)
+        )  # fmt: skip
 
     @property
     def evaluates(self) -> bool:

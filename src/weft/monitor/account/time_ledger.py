@@ -7,6 +7,7 @@
 | compile | by which the first step is slower than the others, where the plan compiles |
 | data | steps waited for their batches |
 | evaluation | evaluations |
+| tracing | looking where a step went wrong |
 | checkpoint | training waited for saves and for copies in memory |
 | lost work | steps that a later start did again, and steps whose update was left out |
 | held | from a hold to the next start |
@@ -29,9 +30,9 @@ from weft.monitor.events import number
 
 PRODUCTIVE = "productive"
 #: In the order of a run's life; "productive" is none of them.
-CAUSES = ("start", "compile", "data", "evaluation", "checkpoint", "lost work", "held", "restart", "other")
+CAUSES = ("start", "compile", "data", "evaluation", "tracing", "checkpoint", "lost work", "held", "restart", "other")
 #: Events that the loop writes when it has done something; others come from threads, at any moment.
-_OF_THE_LOOP = frozenset({"start", "step", "eval", "end"})
+_OF_THE_LOOP = frozenset({"start", "step", "eval", "trace", "end"})
 
 
 @dataclass
@@ -129,7 +130,7 @@ class TimeLedger:
             if kind == "step":
                 self._add_step(event, took)
             else:
-                self._spend("evaluation" if kind == "eval" else "other", took)
+                self._spend({"eval": "evaluation", "trace": "tracing"}.get(kind, "other"), took)
             if kind == "end":
                 self._state = "held" if self._state == "will be held" else "ended"
         elif kind == "failure":

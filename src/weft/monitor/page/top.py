@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {
     PRODUCTIVE: "green", "start": "bright_blue", "compile": "magenta", "data": "yellow", "evaluation": "blue",
-    "checkpoint": "cyan", "lost work": "red", "held": "white", "restart": "bright_red", "other": "bright_black",
+    "tracing": "bright_magenta", "checkpoint": "cyan", "lost work": "red", "held": "white", "restart": "bright_red",
+    "other": "bright_black",
 }  # fmt: skip
 _STATES = {"running": "green", "starting": "green", "finished": "blue", "failed": "red"}
 _EVERY_S = 1.0

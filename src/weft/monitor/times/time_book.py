@@ -3,7 +3,7 @@
 compute        forward, backward, weight gradients
 stages         waiting for another stage of the pipeline: its bubble, and messages that nothing hid
 over AXIS      communication on that axis that the computation waited for
-data, optimizer, checkpoint, evaluation
+data, optimizer, checkpoint, evaluation, tracing
 host           what is left: Python between the parts
 """
 
@@ -28,7 +28,7 @@ _KINDS = {
 _WORDS = {"stages": "bubble (waiting for other stages)", "host": "host"}
 _COLOURS = {
     "compute": "#3f74c7", "stages": "#d9d9d9", "data": "#d1495b", "optimizer": "#3a9d6f",
-    "checkpoint": "#8a6fb0", "evaluation": "#7aa6e8", "host": "#7a7a7a",
+    "checkpoint": "#8a6fb0", "evaluation": "#7aa6e8", "tracing": "#c06fa0", "host": "#7a7a7a",
 }  # fmt: skip
 _COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
 #: What may help, by kind, from this share of the time on.
@@ -236,7 +236,7 @@ def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
     """Those that any rank has, compute first and host last."""
     found = {kind for one in ranks for kind in one if kind != "total"}
     axes = sorted(kind for kind in found if kind.startswith("over "))
-    order = ["compute", "stages", *axes, "data", "optimizer", "checkpoint", "evaluation", "host"]
+    order = ["compute", "stages", *axes, "data", "optimizer", "checkpoint", "evaluation", "tracing", "host"]
     return [kind for kind in order if kind in found]
 
 

@@ -166,7 +166,7 @@ class Trainer:
 
     def _trace(self, kind: TraceKind, number: int) -> None:
         """Find out where a step went wrong. All ranks come here: they judge by the same numbers."""
-        with self._phase("tracing", "evaluation", "traces a step that went wrong"):
+        with self._phase("tracing", "tracing", "traces a step that went wrong"):
             event = self.engine.trace(kind, number)
         if event is not None:
             for hook in self.hooks:

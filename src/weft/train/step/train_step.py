@@ -123,6 +123,36 @@ class TrainStep:
         seeds: of torch's generators, one per microbatch, for models that draw random numbers. dropout_key: what this
         step's dropout is drawn from, equal on all ranks; None: the model counts its steps.
         """
+        numbers, has_watched = self._sums(batch, seeds, dropout_key)
+        with self._meter.phase("reduce"):
+            # Else the only wait for the device in a step: all that the decision needs, in one copy.
+            known = None if not has_watched and self._reads_late() else numbers.tolist()
+        if known is not None:
+            if has_watched:
+                self._replicas.check(known.pop(-2))
+            self._look_for_copies(known[3:-1])
+        with self._meter.phase("optimizer"):
+            metrics = self._update_unread(numbers) if known is None else self._update(known)
+        self.mesh.pulse.in_step = self._is_first = False
+        return metrics
+
+    def compute_again(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> None:
+        """Have the gradients of a batch in the model, with the weights as they are, and update nothing.
+
+        As a step that is not taken. All ranks call it, with the arguments of the step.
+        """
+        self._sums(batch, seeds, dropout_key, watches=False)
+        self._finish(moved=False)
+        self._data_parallel.scale(1.0)  # which lets everyone find them
+        self.mesh.pulse.in_step = False
+
+    def _sums(
+        self, batch: Any, seeds: Sequence[int] | None, dropout_key: int | None, *, watches: bool = True
+    ) -> tuple[torch.Tensor, bool]:
+        """Compute the gradients of a batch.
+
+        Returns what the decision about the step needs, on the device, float64, and whether replicas compare weights.
+        """
         with self._meter.phase("data"):
             microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
             samples = samples_of(batch, len(microbatches), self.mesh.data)
@@ -131,7 +161,7 @@ class TrainStep:
         if self._nominal is None:
             self._nominal = _power_of_two(self._values_in(microbatches))
         self._data_parallel.begin_step()
-        watched = self._replicas.number()
+        watched = self._replicas.number() if watches else None
         totals = self._first_totals(batch, watched)
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
         coders = self._data_parallel.coders
@@ -159,17 +189,7 @@ class TrainStep:
             self.settle()
             self._data_parallel.finish(totals)
             norm = self._data_parallel.norm()
-            numbers = torch.cat([totals, norm.to(totals).reshape(1)])
-            # Else the only wait for the device in a step: all that the decision needs, in one copy.
-            known = None if watched is None and self._reads_late() else numbers.tolist()
-        if known is not None:
-            if watched is not None:
-                self._replicas.check(known.pop(-2))
-            self._look_for_copies(known[3:-1])
-        with self._meter.phase("optimizer"):
-            metrics = self._update_unread(numbers) if known is None else self._update(known)
-        self.mesh.pulse.in_step = self._is_first = False
-        return metrics
+            return torch.cat([totals, norm.to(totals).reshape(1)]), watched is not None
 
     def _first_totals(self, batch: Any, watched: torch.Tensor | None) -> torch.Tensor:
         """Sum of losses, token count, ranks that want to stop; then what is looked for. One collective for all.

@@ -109,9 +109,13 @@ def spoilt_parameters(model: nn.Module) -> list[str]:
     return _not_finite((name, param) for name, param in model.named_parameters())
 
 
-def spoilt_gradients(model: nn.Module) -> list[str]:
-    """List the parameters of whose gradient this rank holds values that are not finite, in the model's order."""
-    return _not_finite((name, param.grad) for name, param in model.named_parameters() if param.grad is not None)
+def spoilt_gradients(model: nn.Module, whole: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """List the parameters of this rank whose gradient has values that are not finite anywhere, in the model's order.
+
+    whole: the whole gradients by name.
+    """
+    bad = set(_not_finite(whole))
+    return [name for name in map(own_name, dict(model.named_parameters())) if name in bad]
 
 
 def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

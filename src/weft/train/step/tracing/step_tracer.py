@@ -18,6 +18,7 @@ from torch import nn
 
 from weft.errors import CommError, ModelError
 from weft.mesh import Mesh
+from weft.parallel import data_parallel
 from weft.parallel.randomness import SampleNumbers
 from weft.spec import shares
 from weft.train.engine import TraceKind
@@ -83,13 +84,14 @@ class StepTracer:
     def __init__(self, model: nn.Module, mesh: Mesh, task: Task, global_batch: int):
         self._model, self._mesh, self._task, self._global_batch = model, mesh, task, global_batch
 
-    def trace(self, kind: TraceKind, step: TracedStep, *, gradients_there: bool) -> dict[str, Any]:
+    def trace(self, kind: TraceKind, step: TracedStep) -> dict[str, Any]:
         """Return the event of a step, the same on all ranks. A collective.
+
+        Where its gradient is not finite, the model must hold its gradients.
 
         Args:
             kind: what was wrong with its numbers, equal on all ranks.
             step: which one.
-            gradients_there: whether its gradients are still in the model.
         """
         numbers = samples_of(Microbatches(step.batches), len(step.batches), self._mesh.data)
         given = self._task.before_step(step.batches)
@@ -98,8 +100,8 @@ class StepTracer:
         place = worst(last.joined[self._mesh.data.rank]) if can_tell else 0
         finding = self._look(given[index], last, place)
         finding["weights"] = spoilt_parameters(self._model)
-        if gradients_there and kind == "gradient":
-            finding["gradients"] = spoilt_gradients(self._model)
+        if kind == "gradient":
+            finding["gradients"] = spoilt_gradients(self._model, data_parallel(self._model).gradients())
         shown = self._named(last, place) if can_tell else numbers[index].numbers
         finding["numbers"] = [numbers[index].numbers[row] for row in shown] if can_tell else list(shown)
         words = self._share(finding)

@@ -2,12 +2,12 @@
 import { bytes, card, h, num, percent, secs, signed } from "./dom.js";
 
 export const CAUSE_DYE = {
-  productive: "teal", start: "sky", compile: "plum", data: "ochre", evaluation: "indigo", checkpoint: "moss",
+  productive: "teal", start: "sky", compile: "plum", data: "ochre", evaluation: "indigo", tracing: "plum", checkpoint: "moss",
   "lost work": "madder", held: "stone", restart: "madder", other: "stone",
 };
 const MEANING = {
   productive: "steps whose work is in the weights", start: "from a start to its first step", compile: "the slow first step",
-  data: "steps waited for batches", evaluation: "evaluations", checkpoint: "training waited for saves",
+  data: "steps waited for batches", evaluation: "evaluations", tracing: "looking where a step went wrong", checkpoint: "training waited for saves",
   "lost work": "steps that were done again", held: "held, until it went on", restart: "from a failure to the next start",
   other: "Python between steps, samples",
 };

@@ -1,0 +1,35 @@
+"""Precision and recall of the standard alerts on runs on paper: 200 with a known fault, 50 healthy ones.
+
+    python benchmarks/alerts.py
+
+Each fault begins at a known step and must be found within a window: a spike 5 steps, NaN 1, a slow rank 90, a leak 3100
+(so long it takes to grow by a quarter), a plateau 36 evaluations,
+of which the last 10 are no better. An alarm is right where its fault has begun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+
+from tests.monitor.alert_curves import FOUND_WITHIN, scored
+
+
+def main() -> None:
+    """Print the figures; exit code 1 where a fault was missed or an alarm was wrong."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    score = scored()
+    print(f"faults   {score.found} of {score.found + score.late} found within their window: recall {score.recall:.3f}")
+    print(f"alarms   {score.right} right, {score.wrong} wrong: precision {score.precision:.3f}")
+    print(f"healthy  {score.num_clean} runs")
+    for fault, lags in score.lags.items():
+        window = FOUND_WITHIN[fault]
+        print(f"{fault:<10} found after {statistics.median(lags):g} steps (median), {max(lags)} at most, of {window}")
+    for line in score.said:
+        print("!", line)
+    sys.exit(1 if score.said else 0)
+
+
+if __name__ == "__main__":
+    main()
