@@ -137,9 +137,12 @@ class TrainStep:
         return metrics
 
     def compute_again(self, batch: Any, seeds: Sequence[int] | None = None, dropout_key: int | None = None) -> None:
-        """Have the gradients of a batch in the model, with the weights as they are, and update nothing.
+        """Compute the gradients of a step again, with the weights as they are, and update nothing. All ranks call it.
 
-        As a step that is not taken. All ranks call it, with the arguments of the step.
+        Args:
+            batch: of the step, as `__call__` took it.
+            seeds: of the step.
+            dropout_key: of the step.
         """
         self._sums(batch, seeds, dropout_key, watches=False)
         self._finish(moved=False)
