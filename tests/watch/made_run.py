@@ -198,6 +198,7 @@ class MadeRun:
             "loss": self._loss(step, rng),
             "lr": self.lr * warm * (0.55 + 0.45 * math.cos(math.pi * step / self.steps)),
             "grad_norm": math.exp(rng.gauss(-0.2, 0.18)) * (1 + 4 * math.exp(-step / (self.steps / 60))),
+            **({"update_ratio": 0.002 / (1 + 4 * step / self.steps)} if step % 10 == 0 else {}),
             "tokens": 2**20,
             "tokens_per_s": 2**20 / took,
             "mfu": 0.43 * self.step_s / took,

@@ -77,7 +77,7 @@ export class RunPage {
     this.grid.append(
       card("", "Loss", "drag to look closer, double-click to go back; marks are alerts and warnings", this.loss.el, { tools }),
       this.rateCard, this.phaseCard, this.heat.el,
-      card("w6", "Learning rate", null, this.lr.el), card("w6", "Gradient norm", "before clipping", this.norm.el),
+      card("w6", "Learning rate", null, this.lr.el), (this.normCard = card("w6", "Gradient norm", "before clipping", this.norm.el)),
       this.slots.ledger, this.slots.beside, this.timeline.el, this.slots.memory, this.eventsCard, this.slots.gpu, this.slots.host, this.slots.config);
   }
 
@@ -176,6 +176,8 @@ export class RunPage {
     this.lr.set([data.x, get("lr").mean]);
     const norm = get("grad_norm");
     this.norm.set([data.x, ...[norm.mean, low(norm), high(norm)].map((column) => column.map((value) => (value > 0 ? value : null)))]);
+    const moved = this.line && this.line.now.update_ratio;
+    this.normCard.querySelector(".note").textContent = `before clipping${moved ? `; the last update moved the weights by ${num(moved * 100, 2)} %` : ""}`;
     this.drawPhases();
     this.timeline.set(this.marks, data.evals, this.line);
     const peak = data.series.memory_bytes ? Math.max(...data.series.memory_bytes.mean.filter((v) => v !== null), 0) : 0;
