@@ -171,6 +171,8 @@ def rivals(folder: Path, number: int = 300) -> None:
             log({**event, "step": step})
             spent.append(time.perf_counter() - began)
             time.sleep(0.002)  # as between steps
+        if make is mlflow:
+            sys.modules["mlflow"].end_run()  # else it does so at the program's end, when its database is gone
         print(f"{make.__name__:<12} {statistics.median(spent) * 1e6:>10.0f} us a step, in training's thread")
 
 
