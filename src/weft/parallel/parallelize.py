@@ -22,7 +22,7 @@ from weft.parallel.placement import Placement, attach, guard_model, is_attached,
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero import build_engine
 from weft.spec import Layout
-from weft.structure import repeated_blocks
+from weft.structure import expect_parts_named, repeated_blocks
 
 
 def parallelize(
@@ -86,6 +86,8 @@ def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str,
     plan, tensor_layout = mesh.plan, layout
     if plan.pp > 1:
         expect_experts(model, layout, plan.ep)
+    if plan.tp > 1 and layout is not None:
+        expect_parts_named(model, layout)
     if plan.tp > 1 and (plan.pp > 1 or plan.sp):
         # Of the whole model: a stage alone cannot be traced, and lacks modules that the layout names.
         tensor_layout = check_whole_model(model, mesh, layout)

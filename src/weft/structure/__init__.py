@@ -7,12 +7,13 @@ of its own.
 from weft.structure import blocks, dry_run, hugging_face, layers, token_flow
 from weft.structure.blocks import repeated_blocks
 from weft.structure.chain import Chain, find_chain
+from weft.structure.covered import expect_parts_named
 from weft.structure.find_layout import explain_layout, find_layout
 from weft.structure.from_code import call_function
 from weft.structure.heads import Heads
 from weft.structure.surgery import become, revert
 
 __all__ = [
-    "Chain", "Heads", "become", "blocks", "call_function", "dry_run", "explain_layout", "find_chain",
-    "find_layout", "hugging_face", "layers", "repeated_blocks", "revert", "token_flow",
+    "Chain", "Heads", "become", "blocks", "call_function", "dry_run", "expect_parts_named", "explain_layout",
+    "find_chain", "find_layout", "hugging_face", "layers", "repeated_blocks", "revert", "token_flow",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from torch import nn
 from weft.errors import LayoutError
 from weft.private_torch import named_modules
 from weft.spec import Layout
+from weft.structure.covered import says_too_little
 from weft.structure.layers import KnownModel, find_lm_head, input_embeddings
 from weft.structure.layout_trace import FoundLayout, trace_layout
 
@@ -64,27 +65,9 @@ def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
             return None
         pairs[pattern] = _HF_STYLES[style]
         reasons[pattern] = f"{style} in the model's base_model_tp_plan"
-    if not pairs or _says_too_little(pairs, paths):
+    if not pairs or says_too_little(Layout(tuple(pairs.items())), paths):
         return None
     return FoundLayout(_with_vocab(model, pairs, reasons), "the model's own base_model_tp_plan", reasons)
-
-
-def _says_too_little(pairs: Mapping[str, str], paths: Mapping[str, nn.Module]) -> bool:
-    """Whether a module with parameters stands beside layers cut by columns and by rows, and no style covers it.
-
-    It may work on this rank's heads, and its gradient is then a partial sum (norms of queries and keys, which some
-    families have only where their config asks for them): only tracing tells.
-    """
-    layout = Layout(tuple(pairs.items()))
-    covered = {path: style.name for path in paths if (style := layout.style(path)) is not None}
-    for around in {path.rpartition(".")[0] for path, style in covered.items() if style == "colwise"}:
-        inside = {path: style for path, style in covered.items() if path.rpartition(".")[0] == around}
-        if "rowwise" not in inside.values():
-            continue
-        for name, child in paths[around].named_children() if around else ():
-            if f"{around}.{name}" not in inside and next(child.parameters(recurse=False), None) is not None:
-                return True
-    return False
 
 
 def _with_vocab(model: nn.Module, pairs: dict[str, str], reasons: dict[str, str]) -> Layout:

@@ -53,6 +53,15 @@ def trace_layout(model: nn.Module, example: Any = None) -> FoundLayout:
     return FoundLayout(Layout(tuple(pairs.items())), "found by tracing one forward", why)
 
 
+def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset[str]]:
+    """Return the modules with parameters that work on features of linear layers piece by piece, and those layers.
+
+    example: as for `trace_layout`. Raises LayoutError where the forward fails without numbers.
+    """
+    example = example_of(model) if example is None else example
+    return in_some_format(lambda dtype: _Trace(model, dtype).run(example)).pieces()
+
+
 class _Trace:
     """One forward under watch."""
 
@@ -144,6 +153,10 @@ class _Trace:
             if (mark := self.flow.of(leaf)) is not None:
                 path = self.paths[id(module)]
                 self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
+
+    def pieces(self) -> dict[str, frozenset[str]]:
+        """Modules with parameters that read features of layers whose features stay apart there."""
+        return dict(self.inside)
 
     def styles(self) -> tuple[dict[str, str], dict[str, str]]:
         """Style and reason of each module that is cut, or works on what is cut, in the order of the forward."""
