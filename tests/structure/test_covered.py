@@ -11,14 +11,15 @@ from tests.parallel.tensor_cases import LLAMA
 from weft.errors import LayoutError
 from weft.models import build_decoder
 from weft.spec.layout import Layout
-from weft.structure import expect_parts_named, find_layout
-from weft.structure.covered import says_too_little
+from weft.structure import find_layout
+from weft.structure.layouts import expect_parts_named
+from weft.structure.layouts.covered import says_too_little
 
 CUT = "embed=vocab blocks.*.{q,k,v}=colwise blocks.*.out=rowwise"
 
 
 class Block(nn.Module):
-    """Attention with norms before it and on its heads, all in one module; `numbers` asks for a value, as no trace may."""
+    """Attention with norms before it and on its heads, all in one module. numbers: ask for a value, as no trace may."""
 
     def __init__(self, numbers: bool = False, nested: bool = False):
         super().__init__()

@@ -16,7 +16,7 @@ from weft.parallel.tensor.cut_tensors import check_layout
 from weft.spec.layout import Layout
 from weft.structure import explain_layout, find_layout, hugging_face
 from weft.structure.feature_flow import follow_reshape
-from weft.structure.layout_trace import trace_layout
+from weft.structure.layouts.layout_trace import trace_layout
 
 FOUND = {
     "gpt2": "transformer.wte=vocab transformer.h.*.attn.c_attn=colwise:3 transformer.h.*.attn.c_proj=rowwise "

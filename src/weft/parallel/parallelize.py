@@ -22,7 +22,8 @@ from weft.parallel.placement import Placement, attach, guard_model, is_attached,
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero import build_engine
 from weft.spec import Layout
-from weft.structure import expect_parts_named, repeated_blocks
+from weft.structure import repeated_blocks
+from weft.structure.layouts import expect_parts_named
 
 
 def parallelize(

@@ -118,7 +118,7 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
     if not config.layout:
         return config
     from weft.parallel.tensor import check_layout, expect_used
-    from weft.structure import expect_parts_named
+    from weft.structure.layouts import expect_parts_named
 
     layout = Layout.read(config.layout)
     model = task.shapes()

@@ -14,7 +14,7 @@ from torch import nn
 from weft.errors import LayoutError
 from weft.private_torch import named_modules
 from weft.spec import Layout
-from weft.structure.layout_trace import works_on_parts
+from weft.structure.layouts.layout_trace import works_on_parts
 
 #: Styles that answer for whatever a module holds.
 _ANSWERS = ("partial", "replicate", "expert")
@@ -68,7 +68,7 @@ def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) ->
     styles = _names(layout, modules)
     around = {_parent(path) for path, style in styles.items() if style == "colwise"}
     whole = [path for path, style in styles.items() if style == "replicate" and _within(path, around)]
-    doubtful = [path for each in around for path in uncovered(each, styles, modules)]
+    doubtful = [path for each in sorted(around) for path in uncovered(each, styles, modules)]
     if not whole and not doubtful:
         return
     try:

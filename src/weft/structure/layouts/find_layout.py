@@ -10,9 +10,9 @@ from torch import nn
 from weft.errors import LayoutError
 from weft.private_torch import named_modules
 from weft.spec import Layout
-from weft.structure.covered import says_too_little
 from weft.structure.layers import KnownModel, find_lm_head, input_embeddings
-from weft.structure.layout_trace import FoundLayout, trace_layout
+from weft.structure.layouts.covered import says_too_little
+from weft.structure.layouts.layout_trace import FoundLayout, trace_layout
 
 #: How the styles of a `base_model_tp_plan` of transformers are called here.
 _HF_STYLES = {
