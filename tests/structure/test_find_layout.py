@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.parallel.tensor_cases import LLAMA, build
 from weft.errors import LayoutError, PlanError
 from weft.models import build_decoder
-from weft.parallel.tensor.cut_tensors import check_layout
+from weft.parallel.tensor.read_layout import check_layout
 from weft.spec.layout import Layout
 from weft.structure import explain_layout, find_layout, hugging_face
 from weft.structure.feature_flow import follow_reshape

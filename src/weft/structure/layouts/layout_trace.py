@@ -73,6 +73,7 @@ class _Trace:
         self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
         self.sizes: dict[str, tuple[int, int]] = {}
         self.inside: dict[str, frozenset[str]] = {}  # modules with parameters that work on marked features
+        self.gives: dict[str, frozenset[str]] = {}  # modules around linear layers, and whose features they give out
         table = input_embeddings(model)
         self.embedding: str | None = None if table is None else self.paths.get(id(table))
         self.ids: list[torch.Tensor] = []
@@ -106,8 +107,11 @@ class _Trace:
         elif isinstance(module, nn.Embedding):
             yield module.register_forward_pre_hook(self._before_embedding)
             yield module.register_forward_hook(self._after_embedding)
-        elif next(module.parameters(recurse=False), None) is not None:
-            yield module.register_forward_pre_hook(self._before_other, with_kwargs=True)
+        else:
+            if next(module.parameters(recurse=False), None) is not None:
+                yield module.register_forward_pre_hook(self._before_other, with_kwargs=True)
+            if any(is_linear(child) for child in module.children()):
+                yield module.register_forward_hook(self._after_around)
 
     def _before_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         path, mark = self.paths[id(module)], self.flow.of(args[0]) if args else None
@@ -154,6 +158,12 @@ class _Trace:
                 path = self.paths[id(module)]
                 self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
 
+    def _after_around(self, module: nn.Module, args: Any, output: Any) -> None:
+        del args
+        first = next((leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)), None)
+        mark = self.flow.of(first)
+        self.gives[self.paths[id(module)]] = frozenset() if mark is None else mark.sources
+
     def pieces(self) -> dict[str, frozenset[str]]:
         """Modules with parameters that read features of layers whose features stay apart there."""
         return dict(self.inside)
@@ -180,9 +190,32 @@ class _Trace:
                 if seen & family:
                     styles[inner] = "partial"
                     reasons[inner] = f"works on the outputs of {names} piece by piece"
+        self._ahead(styles, reasons)
         position = {path: place for place, (path, _) in enumerate(named_modules(self.model))}
         ordered = sorted(styles, key=lambda path: position[path])
         return {path: styles[path] for path in ordered}, reasons
+
+    def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
+        """Linear layers that stay whole within a cut part: latent attention makes queries and keys of all heads so.
+
+        What the part gives out is the sum over ranks, and what comes in feeds the heads of one: all that stands between
+        has partial gradients.
+        """
+        for row in [path for path, style in styles.items() if style == "rowwise"]:
+            around = _parent(row)
+            inside = {path: style for path, style in styles.items() if _parent(path) == around}
+            cut = [path.rpartition(".")[2] for path, style in inside.items() if style.startswith("colwise")]
+            if not around or not cut or self.gives.get(around) != {row}:
+                continue
+            rest = [
+                path
+                for path, module in named_modules(self.model)
+                if path.startswith(f"{around}.") and path not in styles
+                if next(module.parameters(recurse=False), None) is not None
+            ]
+            if any(path in self.sizes for path in rest):
+                for path in rest:
+                    styles[path], reasons[path] = "partial", f"makes what {', '.join(sorted(cut))} read, for all heads"
 
     def _families(self) -> dict[str, frozenset[str]]:
         """Layers whose features meet each other piece by piece: they are cut alike or not at all."""
@@ -256,6 +289,10 @@ def generalise(
             result[pattern] = pairs[first]
             result_why[pattern] = why[first]
     return result, result_why
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def _plain(output: Any) -> Any:
