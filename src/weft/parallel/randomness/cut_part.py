@@ -24,6 +24,7 @@ class CutPart:
         self.axis = axis
         self.is_open = self.is_whole = False
         self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
+        self.whole_paths: tuple[str, ...] = ()  # modules inside of those that get all of them
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutPart:
         return self  # a copy of the module runs on the same ranks
@@ -43,7 +44,11 @@ class CutPart:
 
     def sees_cut_tokens(self, path: str) -> bool:
         """Return whether the module of that path is given this rank's part of the tokens."""
-        return any(path == place or path.startswith(f"{place}.") for place in self.token_paths)
+        return _is_in(path, self.token_paths) and not _is_in(path, self.whole_paths)
+
+
+def _is_in(path: str, places: tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
 def keep_part(model: nn.Module, part: CutPart) -> None:

@@ -86,10 +86,10 @@ def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> La
     modules = dict(model.named_modules())
     styles = read_styles(layout, modules, mesh.plan.tp)
     if mesh.plan.sp:
-        width = plan_sequence(model, layout, styles).width
+        sequence = plan_sequence(model, layout, styles)
         parents = {parent_of(path) for path, style in styles.items() if style.name == "colwise"}
         gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
-        token_flow.check_tokens(model, styles, gathering, width)
+        token_flow.check_tokens(model, styles, gathering.union(sequence.whole), sequence.width)
     return layout
 
 
@@ -144,7 +144,7 @@ class _Cutter:
             localise(self.modules[path], found, self.axis.size)
         if self.sequence is not None:
             cut_tokens(self.model, self.sequence, self.line)
-            self.part.token_paths = self.sequence.modules
+            self.part.token_paths, self.part.whole_paths = self.sequence.modules, self.sequence.whole
         keep_part(self.model, self.part)
         return self._placements()
 
