@@ -142,11 +142,17 @@ class _Cutter:
         self._follow_ties()
         for path, found in heads.items():
             localise(self.modules[path], found, self.axis.size)
+        ahead = [path for path, style in self.styles.items() if style.name == "partial" and self._is_linear(path)]
+        self.part.whole_paths = tuple(ahead)
         if self.sequence is not None:
             cut_tokens(self.model, self.sequence, self.line)
-            self.part.token_paths, self.part.whole_paths = self.sequence.modules, self.sequence.whole
+            self.part.token_paths = self.sequence.modules
+            self.part.whole_paths += self.sequence.whole
         keep_part(self.model, self.part)
         return self._placements()
+
+    def _is_linear(self, path: str) -> bool:
+        return layers.is_linear(self.modules[path])
 
     def _check_partial(self, heads: dict[str, Heads]) -> None:
         """LayoutError where a module inside a cut part has parameters, and nobody says what it sees."""
