@@ -16,6 +16,7 @@ CHANGES = re.compile(
 )
 EXCEPTIONS = {
     "dry_run.py": "`_unchanged` puts back all attributes that a forward in evaluation changed",
+    "hugging_face.py": "`experts_at_once` puts back how the experts of a config are multiplied",
     "surgery.py": "the one place where a module's class is replaced, for rooms that change models",
     "layer_runs.py": "`Layers.watched` puts the forward back, and removes its hooks",
     "layout_trace.py": "`_Trace.run` removes its hooks",

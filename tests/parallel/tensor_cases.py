@@ -86,6 +86,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "first_k_dense_replace": 2,
         },
     ),
+    "gpt_oss": (  # a sink for each head, which is cut with the heads
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_KV,
+            "head_dim": 4,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "experts_implementation": "eager",
+            "attn_implementation": "eager",
+            "sliding_window": 4,
+        },
+    ),
     "bloom": (  # attention that stays whole, since it reads biases of all heads
         "BloomConfig",
         "BloomForCausalLM",

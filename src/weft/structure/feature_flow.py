@@ -225,6 +225,12 @@ class FlowStep:
             lost = 0 if self._argument(2, "keepdim", False) else sum(dim < self.first.dim for dim in dims)
             yield from self._keep(self.first.dim - lost)
 
+    def _max(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        if isinstance(self._argument(1, "dim"), int):
+            yield from self._reduce()
+
+    _min = _logsumexp = _max
+
     def _softmax(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         if self._argument(1, "dim", -1) % self.args[0].dim() != self.first.dim:
             yield from self._keep(self.first.dim)
@@ -377,6 +383,8 @@ def follow_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int 
         if first_i <= dim < i:
             if any(size != 1 for size in old[first_i:dim]):
                 return None
+            while len(old) == 1 and first_j < j - 1 and new[first_j] == 1:
+                first_j += 1  # a number a head, in the shape of scores; else a one is the number of heads
             return first_j if first_j < len(new) else None
     return None
 

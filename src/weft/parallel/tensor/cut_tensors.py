@@ -29,7 +29,15 @@ from weft.parallel.tensor.cut_modules import (
 )
 from weft.parallel.tensor.head import fuse_head, make_head
 from weft.parallel.tensor.head_loss import LossWay
-from weft.parallel.tensor.read_layout import check_sizes, find_heads, is_wide, makes_ahead, parent_of, read_styles
+from weft.parallel.tensor.read_layout import (
+    check_sizes,
+    find_heads,
+    is_wide,
+    makes_ahead,
+    parent_of,
+    read_own,
+    read_styles,
+)
 from weft.parallel.tensor.sequence import TokenCut, cut_tokens, plan_sequence
 from weft.spec import Layout, Style
 from weft.structure import Heads, become, find_layout, hugging_face, layers, token_flow
@@ -109,6 +117,7 @@ class _Cutter:
         self.modules = dict(model.named_modules())
         self.names = {id(module): path for path, module in self.modules.items()}
         self.styles = read_styles(layout, self.modules, mesh.plan.tp)
+        self.own = read_own(layout, self.modules)
         self.sequence: TokenCut | None = plan_sequence(model, layout, self.styles, runs) if mesh.plan.sp else None
         self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp)
         ends_cut = self.sequence is not None and self.sequence.with_ends
@@ -139,6 +148,10 @@ class _Cutter:
         for path, style in self.styles.items():
             if style.name == "rowwise":
                 self._row(path, self.modules[path])
+        for path, style in self.own.items():
+            if style.name == "colwise":
+                around, _, name = path.rpartition(".")
+                self._replace(self.modules[around], name, Placement(cut=("tp",)), dim=0)
         self._follow_ties()
         for path, found in heads.items():
             localise(self.modules[path], found, self.axis.size)
@@ -161,7 +174,8 @@ class _Cutter:
                 continue
             for name, module in self.modules[parent].named_modules():
                 path = f"{parent}.{name}" if name else parent
-                if path not in self.styles and next(module.parameters(recurse=False), None) is not None:
+                own = [each for each, _ in module.named_parameters(recurse=False) if f"{path}.{each}" not in self.own]
+                if path not in self.styles and own:
                     raise LayoutError(
                         f"layout: {path} has parameters between cut layers, and no pattern of the layout covers it. "
                         f"Add {path}=partial where it works on this rank's heads or features, or {path}=replicate "
@@ -277,12 +291,13 @@ class _Cutter:
         named = dict(self.model.named_parameters())
         placements = {name: self.placed[id(param)] for name, param in named.items() if id(param) in self.placed}
         partial = [path for path, style in self.styles.items() if style.name == "partial"]
+        alone = {path for path, style in self.own.items() if style.name == "partial"}
         if self.sequence is not None:
             partial += self.sequence.modules
         for name in named:
             if name in placements or name in self.taken:
                 continue
-            if any(name.startswith(f"{path}.") for path in partial):
+            if name in alone or any(name.startswith(f"{path}.") for path in partial):
                 placements[name] = Placement(partial=("tp",))
         return placements
 

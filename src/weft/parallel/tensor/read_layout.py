@@ -33,13 +33,26 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
     return styles
 
 
+def read_own(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, Style]:
+    """The style of each parameter that the layout names by itself: cut by heads along its first dim, or partial.
+
+    Raises:
+        LayoutError: for another style.
+    """
+    styles = {path: style for path in layers.own_parameters(modules) if (style := layout.style(path)) is not None}
+    for path, style in styles.items():
+        if path not in modules and style != Style("colwise") and style.name not in ("partial", "replicate"):
+            raise LayoutError(f"{path}={layout.match(path)}: a parameter is colwise, partial or replicate. Use one.")
+    return {path: style for path, style in styles.items() if path not in modules}
+
+
 def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
     """Refuse a layout with a pattern that fits no module. modules: of the whole model; a stage has not all of them.
 
     Raises:
         LayoutError: names the first such pattern.
     """
-    if unused := layout.unused(modules):
+    if unused := layout.unused((*modules, *layers.own_parameters(modules))):
         raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
 
 
