@@ -5,8 +5,9 @@
     python benchmarks/monitoring.py --rivals        and TensorBoard's, W&B's and MLflow's own loggers on the same loop
 
 On: figures every second, the standard alerts, a webhook, and sinks for TensorBoard, Prometheus, OTLP and JSON to a
-server of this program. Off: `monitor.figures=false`, `monitor.update_ratio_every=0` and none of these. A round is one run of each, in an order that
-changes. The figure is the median over rounds of the ratio of the runs' median step times, without the first 20 steps.
+server of this program. Off: `monitor.figures=false`, `monitor.update_ratio_every=0` and none of these. A round is one
+run of each, in an order that changes. The figure is the median over rounds of the ratio of the runs' median step times,
+without the first 20 steps.
 --rivals logs what a step's event holds, from training's own thread, as these loggers are used; those not installed are
 left out.
 """
