@@ -17,9 +17,9 @@ from weft.parallel import DataParallel
 
 #: A rank with more elements looks at about so many: at all of small parameters, and at short runs of large ones, evenly
 #: spread. The ratio is then a few tenths of a percent off, and looking costs a thousandth of a step or less.
-MOST_ELEMENTS = 1 << 18
+MOST_ELEMENTS = 1 << 16
 #: Elements of a parameter that are looked at in any case, and of a run: memory is read by the line.
-_LEAST, _RUN = 1024, 64
+_LEAST, _RUN = 256, 64
 
 
 class UpdateRatio:
@@ -42,7 +42,8 @@ class UpdateRatio:
         sums = torch.zeros(2, dtype=torch.float64, device=self._device)
         for (weights, views), old in zip(places, before, strict=True):
             new = _read(views)
-            found = torch.stack([torch.dot(weights, (new - old).square()), torch.dot(weights, new.square())])
+            moved = new - old
+            found = torch.stack([torch.dot(weights * moved, moved), torch.dot(weights * new, new)])
             sums += found.to(sums.device, non_blocking=True)  # from the memory of a host that steps
         told = LateCopy(all_reduce(sums, self._engine.axes.world))
         return lambda: _ratio(*told.values)
