@@ -117,13 +117,19 @@ def thinned(values: np.ndarray, points: int) -> tuple[list[float | None], list[f
         sizes = np.diff(edges, append=len(values))
         mean = np.add.reduceat(values, edges, dtype=np.float64) / sizes
         return _listed(mean), _listed(np.minimum.reduceat(values, edges)), _listed(np.maximum.reduceat(values, edges))
-    count = np.add.reduceat(finite, edges, dtype=np.int64)
-    total = np.add.reduceat(np.where(finite, values, 0).astype(np.float64), edges)
-    low = np.minimum.reduceat(np.where(finite, values, np.inf), edges)
-    high = np.maximum.reduceat(np.where(finite, values, -np.inf), edges)
-    empty = count == 0
-    mean = np.where(empty, np.nan, total / np.maximum(count, 1))
-    return _listed(mean), _listed(np.where(empty, np.nan, low)), _listed(np.where(empty, np.nan, high))
+    # Only what is there is added up: a figure of every tenth step costs a tenth.
+    rows = np.flatnonzero(finite)
+    begins = np.searchsorted(rows, edges)
+    sizes = np.diff(begins, append=len(rows))
+    full, kept = sizes > 0, values[rows]
+    found = np.full((3, len(edges)), np.nan)
+    if full.any():
+        first = begins[full]
+        found[0, full] = np.add.reduceat(kept, first, dtype=np.float64) / sizes[full]
+        found[1, full] = np.minimum.reduceat(kept, first)
+        found[2, full] = np.maximum.reduceat(kept, first)
+    mean, low, high = map(_listed, found)
+    return mean, low, high
 
 
 def bucket_edges(count: int, points: int) -> np.ndarray:
