@@ -105,7 +105,7 @@ def test_experts_count_once(ranks4):
 
 
 def test_an_optimizer_of_whole_matrices_and_masters_that_are_rounded():
-    assert ratios("precision=fp64", DENSE, muon=True)[2] > 0
+    assert (ratios("precision=fp64", DENSE, muon=True)[2] or 0.0) > 0
     mixed = ratios("precision=bf16", DENSE)
     assert is_near(mixed, ratios("precision=fp64", DENSE), 0.05)
     assert mixed != ratios("precision=fp64", DENSE)
