@@ -167,7 +167,7 @@ def _one(run: RunIndex, price: Price | None) -> RenderableType:
         f"step {run.step}{f' of {wanted}' if wanted else ''}{left if state == 'running' else ''}",
         f"loss {_number(run.steps.last('loss'))}   eval {_number(run.evals.last('loss'))}   "
         f"lr {_number(run.steps.last('lr'))}   gradient norm {_number(run.steps.last('grad_norm'))}   "
-        f"update ratio {_number(run.steps.last('update_ratio'))}",
+        f"update {_number(run.steps.last('update_ratio'))}",
         f"{_number(run.steps.last('rate'))} {run.rate_unit}/s{_against(run)}   step "
         f"{format_seconds(step_s) if step_s else '-'}   "
         f"memory {format_bytes(int(run.steps.last('memory_bytes') or 0))}",
