@@ -121,6 +121,21 @@ def test_a_schedule_is_drawn(capsys, tmp_path):
     assert len(ElementTree.parse(path).getroot()) > 20
 
 
+def test_words_that_no_plan_keeps_are_named_with_what_helps(capsys):
+    assert run(["plan", "llama3-8b", "6xh100", "--fix", "tp=3"]) == NOTHING_FITS
+    text = capsys.readouterr().out
+    assert "Every plan breaks a rule for llama3-8b on 6xh100:\n  tp=3: the model has 32 heads" in text
+    assert "Use tp=1 or 2." in text
+    assert "The nearest changes that fit:\n  without tp=3 " in text
+
+
+def test_a_clear_no_as_json_has_the_changes_too(capsys):
+    assert run(["plan", "llama3-8b", "rtx4090", "--json"]) == NOTHING_FITS
+    table = json.loads(capsys.readouterr().out)
+    assert table["nearest_changes"][0]["what_if"] == "adapter=16"
+    assert table["nearest_changes"][0]["best"]["fits_probability"] >= 0.9
+
+
 def test_a_clear_no_with_the_nearest_yes(capsys):
     assert run(["plan", "llama3-70b", "rtx4090"]) == NOTHING_FITS
     text = capsys.readouterr().out
@@ -171,7 +186,12 @@ def test_a_config_suits_the_model_and_names_what_is_left(capsys, tmp_path):
     config, said = load_config(path).config, capsys.readouterr().err
     assert (config.optimizer.lr, config.tokenizer.vocab_size) == (pytest.approx(3e-4, rel=0.05), 128_256)
     notes = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# fill in: ")]
-    assert [note.split()[2].partition("=")[0] for note in notes] == ["data.train", "optimizer.lr", "tokenizer:"]
+    assert [note.split()[2].partition("=")[0] for note in notes] == [
+        "data.train",
+        "optimizer.lr",
+        "train.steps",
+        "tokenizer:",
+    ]
     assert all(note in said for note in notes)
 
 

@@ -349,6 +349,7 @@ def _logits(job: Job, columns: Columns, tokens: Array, device_bytes: int) -> Arr
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
         fp32 = columns.precision == PRECISIONS.index("fp32")
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
-        cut = cut_loss_bytes(columns, tokens, vocab, h, width, device_bytes)
+        frozen = job.adapter is not None
+        cut = cut_loss_bytes(columns, tokens, vocab, h, width, device_bytes, frozen=frozen)
         found = np.where(is_loss_cut(columns, tokens, vocab), cut, found)
     return found + tokens * 4.0 * h

@@ -68,7 +68,8 @@ def _heads_finding(plan: Plan, facts: Facts) -> str:
 
 def _tp_choices(facts: Facts) -> list[int]:
     legal = common_divisors(facts.model.num_heads, facts.model.ffn_dim)
-    return [tp for tp in legal if _kv_heads_fit(facts, tp) and _shared_width(facts) % tp == 0]
+    fits = [tp for tp in legal if _kv_heads_fit(facts, tp) and _shared_width(facts) % tp == 0]
+    return [tp for tp in fits if facts.divides_ranks(tp)]
 
 
 def _shared_width(facts: Facts) -> int:
@@ -92,7 +93,8 @@ def _cp_chunks(plan: Plan, facts: Facts, cp: int) -> int:
 
 
 def _cp_choices(plan: Plan, facts: Facts) -> list[int]:
-    return [cp for cp in common_divisors(facts.seq_len) if facts.seq_len % _cp_chunks(plan, facts, cp) == 0]
+    legal = [cp for cp in common_divisors(facts.seq_len) if facts.seq_len % _cp_chunks(plan, facts, cp) == 0]
+    return [cp for cp in legal if facts.divides_ranks(cp)]
 
 
 def _precision_choices(facts: Facts) -> list[str]:

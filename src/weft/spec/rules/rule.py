@@ -66,6 +66,10 @@ class Facts:
         """The number of ranks that were started."""
         return _known(self._world_size)
 
+    def divides_ranks(self, count: int) -> bool:
+        """Return whether the ranks can be shared out in groups of so many; True where their number is not known."""
+        return self._world_size is None or self._world_size % count == 0
+
     @property
     def global_batch(self) -> int:
         """The number of sequences in one optimizer step."""
