@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,21 @@ def test_pictures(capsys, tmp_path, suffix):
             assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_answer_as_one_page_needs_nothing_else(capsys, tmp_path):
+    path = tmp_path / "plan.html"
+    told(capsys, "--html", str(path), "--fix", "pp=2 precision=bf16")
+    text = path.read_text()
+    best = next(line for line in told(capsys, "--fix", "pp=2 precision=bf16").splitlines() if line.startswith("plan "))
+    assert f"<code>{best.removeprefix('plan').strip()}</code>" in text
+    assert text.count("<svg ") == 4
+    assert not {"<script", "src=", "<link", "@import", "url("} & set(
+        re.findall(r"<script|src=|<link|@import|url\(", text)
+    )
+    for svg in re.findall(r"<svg .*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(svg)
+    assert "Why all other plans are out" in text
+
+
 def test_a_schedule_is_drawn(capsys, tmp_path):
     path = tmp_path / "schedule.svg"
     told(capsys, "--all-plans", "--fix", "pp=4 schedule=1f1b precision=bf16", "--draw", str(path))
@@ -157,6 +173,7 @@ def test_a_clear_no_with_the_nearest_yes(capsys):
         (["tiny", "2xh100", "--what-if", "gpus=x"], "gpus=x: a whole number of devices above 0 is needed"),
         (["tiny", "2xh100", "--tier", "guess"], "tier=guess: not one of datasheet, tables."),
         (["tiny", "2xh100", "--out", "plan.yaml"], "out=plan.yaml: a config is a TOML file. Use plan.toml."),
+        (["tiny", "2xh100", "--html", "p.pdf"], "html=p.pdf: a page is an HTML file. Use p.html."),
         (["tiny", "2xh100", "--pareto", "p.gif"], "p.gif: pictures are .svg or .png files. Use p.svg."),
         (["tiny", "2xh100", "--fix", "dp_replicate=2", "--draw", "s.svg"], "pp=1: the plan has no pipeline to draw."),
         (["tiny", "2xh100", "--waterfall", "no/such/folder.svg"], "it cannot be written (No such file or directory)."),
