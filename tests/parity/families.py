@@ -84,6 +84,38 @@ FAMILIES: dict[str, Family] = {
         # The grouped matrix product that transformers prefers refuses float64.
         {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
     ),
+    "deepseek-v3": Family(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        # Latent attention, without experts: layers that stay whole, and a key for all heads, come before cut layers.
+        {
+            **_SIZES,
+            "num_key_value_heads": HEADS,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 2,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 3,
+            "first_k_dense_replace": LAYERS,
+        },
+        kv_heads=HEADS,
+    ),
+    # Norms take the queries of all heads together, and the keys.
+    "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", {**_GROUPED, "tie_word_embeddings": False}),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        # A sink for each head; layers with a window take turns with layers without.
+        {
+            **_GROUPED,
+            "head_dim": 4,
+            "sliding_window": 3,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "experts_implementation": "eager",
+            "attn_implementation": "eager",
+        },
+    ),
     "bert": Family(
         "BertForMaskedLM",
         "BertConfig",
