@@ -119,6 +119,13 @@ class Rule:
     remedy: Callable[[Plan, Facts], str]
     fix: Callable[[Plan, Facts], Plan | None] = _no_fix
 
+    def is_broken(self, plan: Plan, facts: Facts) -> bool:
+        """Return whether the plan breaks the rule; False where a fact is unknown."""
+        try:
+            return self.predicate(plan, facts)
+        except UnknownFact:
+            return False
+
     def check(self, plan: Plan, facts: Facts) -> Violation | None:
         """Return the violation, or None where the plan keeps the rule or a fact is unknown."""
         try:

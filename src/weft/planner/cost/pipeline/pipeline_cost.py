@@ -191,11 +191,24 @@ def fullest_moment(columns: Columns, rank: Any, one_pass: Array, gradients: Arra
     every = columns.num_micro * v
     ahead = np.choose(np.minimum(kind, 2), [every, p - rank - 1, 2 * (p - rank - 1) + (v - 1) * p])
     last_begins = (v - 1) * p + 1  # the backward, counted from 1, in which the last chunk's gradients are made
+    held, begun = in_flight(columns, rank), np.ones(len(columns))
+    # Those that put weight gradients off are not followed so closely, and of many passes all is there at once.
+    rows = np.flatnonzero((kind <= 2) & (p > 1) & (every - ahead <= last_begins))
+    if len(rows):
+        some = (each[rows] for each in (p, v, every, ahead, last_begins, one_pass, gradients))
+        held[rows], begun[rows] = _fullest(*some)
+    return held, begun
+
+
+def _fullest(
+    p: Array, v: Array, every: Array, ahead: Array, last_begins: Array, one_pass: Array, gradients: Array
+) -> tuple[Array, Array]:
+    """Passes in flight and share of gradients, of schedules that are still filling when gradients begin."""
     full = np.maximum(1.0, every - ahead)  # the last backward before which as many passes as ever are in flight
-    held, begun = np.minimum(in_flight(columns, rank), columns.num_micro), np.ones(len(columns))
-    most = np.full(len(columns), -np.inf)
-    for number in (full, p * np.ceil(full / p) + 1, last_begins):
-        number = np.clip(number, full, np.maximum(full, last_begins))
+    held, begun = np.zeros(len(p)), np.ones(len(p))
+    most = np.full(len(p), -np.inf)
+    for wanted in (full, p * np.ceil(full / p) + 1, last_begins):
+        number = np.clip(wanted, full, np.maximum(full, last_begins))
         chunks = np.minimum(every, ahead + number) - number + 1
         made = np.minimum(v, np.ceil(number / p))
         is_first = ((number - 1) % p == 0) & (number <= last_begins)
@@ -204,8 +217,7 @@ def fullest_moment(columns: Columns, rank: Any, one_pass: Array, gradients: Arra
             total = passes * one_pass + share * gradients
             held, begun = np.where(total > most, passes, held), np.where(total > most, share, begun)
             most = np.maximum(most, total)
-    is_plain = (kind <= 2) & (p > 1)  # those that put weight gradients off are not followed so closely
-    return np.where(is_plain, held, in_flight(columns, rank)), np.where(is_plain, begun, 1.0)
+    return held, begun
 
 
 def sends(columns: Columns) -> Array:
