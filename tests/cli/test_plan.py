@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -115,10 +116,40 @@ def test_pictures(capsys, tmp_path, suffix):
             assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_answer_as_one_page_needs_nothing_else(capsys, tmp_path):
+    path = tmp_path / "plan.html"
+    told(capsys, "--html", str(path), "--fix", "pp=2 precision=bf16")
+    text = path.read_text()
+    best = next(line for line in told(capsys, "--fix", "pp=2 precision=bf16").splitlines() if line.startswith("plan "))
+    assert f"<code>{best.removeprefix('plan').strip()}</code>" in text
+    assert text.count("<svg ") == 4
+    assert not {"<script", "src=", "<link", "@import", "url("} & set(
+        re.findall(r"<script|src=|<link|@import|url\(", text)
+    )
+    for svg in re.findall(r"<svg .*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(svg)
+    assert "Why all other plans are out" in text
+
+
 def test_a_schedule_is_drawn(capsys, tmp_path):
     path = tmp_path / "schedule.svg"
     told(capsys, "--all-plans", "--fix", "pp=4 schedule=1f1b precision=bf16", "--draw", str(path))
     assert len(ElementTree.parse(path).getroot()) > 20
+
+
+def test_words_that_no_plan_keeps_are_named_with_what_helps(capsys):
+    assert run(["plan", "llama3-8b", "6xh100", "--fix", "tp=3"]) == NOTHING_FITS
+    text = capsys.readouterr().out
+    assert "Every plan breaks a rule for llama3-8b on 6xh100:\n  tp=3: the model has 32 heads" in text
+    assert "Use tp=1 or 2." in text
+    assert "The nearest changes that fit:\n  without tp=3 " in text
+
+
+def test_a_clear_no_as_json_has_the_changes_too(capsys):
+    assert run(["plan", "llama3-8b", "rtx4090", "--json"]) == NOTHING_FITS
+    table = json.loads(capsys.readouterr().out)
+    assert table["nearest_changes"][0]["what_if"] == "adapter=16"
+    assert table["nearest_changes"][0]["best"]["fits_probability"] >= 0.9
 
 
 def test_a_clear_no_with_the_nearest_yes(capsys):
@@ -142,6 +173,7 @@ def test_a_clear_no_with_the_nearest_yes(capsys):
         (["tiny", "2xh100", "--what-if", "gpus=x"], "gpus=x: a whole number of devices above 0 is needed"),
         (["tiny", "2xh100", "--tier", "guess"], "tier=guess: not one of datasheet, tables."),
         (["tiny", "2xh100", "--out", "plan.yaml"], "out=plan.yaml: a config is a TOML file. Use plan.toml."),
+        (["tiny", "2xh100", "--html", "p.pdf"], "html=p.pdf: a page is an HTML file. Use p.html."),
         (["tiny", "2xh100", "--pareto", "p.gif"], "p.gif: pictures are .svg or .png files. Use p.svg."),
         (["tiny", "2xh100", "--fix", "dp_replicate=2", "--draw", "s.svg"], "pp=1: the plan has no pipeline to draw."),
         (["tiny", "2xh100", "--waterfall", "no/such/folder.svg"], "it cannot be written (No such file or directory)."),
@@ -171,7 +203,12 @@ def test_a_config_suits_the_model_and_names_what_is_left(capsys, tmp_path):
     config, said = load_config(path).config, capsys.readouterr().err
     assert (config.optimizer.lr, config.tokenizer.vocab_size) == (pytest.approx(3e-4, rel=0.05), 128_256)
     notes = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# fill in: ")]
-    assert [note.split()[2].partition("=")[0] for note in notes] == ["data.train", "optimizer.lr", "tokenizer:"]
+    assert [note.split()[2].partition("=")[0] for note in notes] == [
+        "data.train",
+        "optimizer.lr",
+        "train.steps",
+        "tokenizer:",
+    ]
     assert all(note in said for note in notes)
 
 

@@ -60,7 +60,7 @@ def states(text: str, passes: int, **stack) -> dict[str, float]:
         ("zero=1", 1, 0.5),
         ("zero=1", 4, 4.0),
         ("zero=2", 1, 0.5),
-        ("zero=2", 4, 4.0),
+        ("zero=2", 4, 4.5),
         ("zero=3", 4, 0.5),
         ("zero=3 reshard=after_backward", 4, 0.5),
         ("zero=3 reshard=after_step", 4, 4.0),
@@ -125,7 +125,8 @@ def test_a_pipeline_holds_gathered_parameters_and_whole_gradients_for_the_step(r
     ends = SHAPE.vocab * SHAPE.hidden
     stage = (SHAPE.num_params - 2 * ends) / 4 + ends
     assert found["buffers"][1] > FUSED.gather_bytes * stage * 0.99
-    assert found["gradients"][1] == pytest.approx(found["gradients"][0])
+    # ZeRO 2 has a place for the rank's part beside the whole ones that autograd made.
+    assert found["gradients"][1] * (1 + 1 / 8) == pytest.approx(found["gradients"][0])
     assert found["parameters"][1] == pytest.approx(4 / 8 * stage, rel=0.01)
 
 
@@ -161,7 +162,9 @@ def test_each_stage_of_zero_holds_less():
     columns = Columns.make(4, dp_shard=8, zero=[0, 1, 2, 3], num_micro=2)
     found = estimate(job(), CLUSTER, columns, TABLES)
     assert all(np.diff(found.memory["parameters"]) <= 0)
-    assert all(np.diff(found.memory["gradients"]) <= 0)
+    # Of several passes ZeRO 2 keeps the whole ones until they travel, and its part of the last step's.
+    shares = found.memory["gradients"] / found.memory["gradients"][0]
+    assert shares == pytest.approx([1, 1, 1 + 1 / 8, 1 / 8], rel=1e-3)
     assert all(np.diff(found.memory["optimizer"]) <= 0)
     params = SHAPE.num_params
     assert found.memory["optimizer"][1] == pytest.approx(12 * params / 8, rel=1e-3)
@@ -187,7 +190,7 @@ POWERS = st.sampled_from([1, 2, 4, 8])
 @given(POWERS, POWERS, POWERS, st.integers(0, 3), st.integers(0, 3), st.booleans())
 def test_classes_sum_and_shares_only_shrink(tp, pp, shard, zero, recompute, sp):
     columns = Columns.make(
-        2, tp=tp, pp=pp, dp_shard=[shard, 2 * shard], zero=zero, recompute=recompute, sp=sp, num_micro=8
+        2, tp=tp, pp=pp, dp_shard=[2 * shard, 4 * shard], zero=zero, recompute=recompute, sp=sp, num_micro=8
     )
     found = estimate(job(), CLUSTER, columns, TABLES)
     assert set(found.memory) == set(CLASSES)

@@ -11,12 +11,14 @@ from weft.planner.cost.pipeline.pipeline_cost import (
     balanced_layers,
     bubble_s,
     chunks_per_rank,
+    fullest_moment,
     in_flight,
     sends,
     split_layers,
 )
 from weft.planner.space.columns import Columns
 from weft.spec.plan import SCHEDULES
+from weft.spec.schedule import build_schedule
 from weft.spec.shares import divide_layers
 
 
@@ -110,3 +112,28 @@ def test_sends_in_the_open():
     """2 ((p - 1)(1 + m / p) - 1), as 96 simulated schedules have it."""
     assert sends(piped(pp=4, num_micro=8))[0] == 2 * (3 * 3 - 1)
     assert sends(piped(pp=1))[0] == 0
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    st.integers(2, 5),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.floats(0.05, 20.0),
+)
+def test_the_fullest_moment_is_that_of_the_schedule(name, p, v, rounds, weight):
+    """Passes in flight and gradients that are made, counted action by action: none of them is ever more."""
+    v = max(2, v) if name == "interleaved" else 1
+    columns = piped(name, p, rounds * p, v)
+    for rank, steps in enumerate(build_schedule(name, p, rounds * p, v).ranks):
+        held, made, most = 0, set(), 0.0
+        for action in steps:
+            if action.kind == "F":
+                held += 1
+            else:
+                held -= 1
+                made.add(action.stage)
+            most = max(most, held + weight * len(made))
+        passes, share = fullest_moment(columns, float(rank), np.array([float(v)]), np.array([weight * v]))
+        assert passes[0] * v + share[0] * v * weight == pytest.approx(most)

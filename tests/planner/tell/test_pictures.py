@@ -12,9 +12,10 @@ from weft.planner.search.moves import estimated
 from weft.planner.search.question import Question
 from weft.planner.tell.explanation import explain, fit_words, memory_bars, waterfall
 from weft.planner.tell.pictures.canvas import Drawing, Polyline, Rect, Text
-from weft.planner.tell.pictures.charts import memory_by_rank, pareto
+from weft.planner.tell.pictures.charts import CLASS_COLOURS, TERM_COLOURS, memory_by_rank, pareto
 from weft.planner.tell.pictures.charts import waterfall as draw_waterfall
 from weft.planner.tell.verdict import read_plan
+from weft.spec.plan import Plan
 
 QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128, built_only=False, most_plans=20_000)
 PIPED = "pp=4 dp_shard=2 zero=1 microbatches=16 precision=bf16 recompute=full compile=on"
@@ -97,3 +98,40 @@ def test_text_is_escaped():
     drawing = Drawing(10, 10)
     drawing.add(Text(0, 0, "a < b & c"), Rect(0, 0, 1, 1, "#000000", "x < y"))
     ElementTree.fromstring(drawing.svg())
+
+
+def test_a_colour_means_one_thing_in_every_picture():
+    """Whatever classes and terms a plan has: those of another plan do not move."""
+    assert len(set(CLASS_COLOURS.values())) == len(CLASS_COLOURS)
+    assert len(set(TERM_COLOURS.values())) == len(TERM_COLOURS)
+    asked = Question.of("llama3-8b", "8xh100", most_plans=2000)
+    for text in (
+        "dp_shard=8 zero=3 accumulation=16 precision=bf16",
+        "pp=8 microbatches=128 precision=bf16 recompute=full",
+    ):
+        (one,) = estimated([Plan.parse(text)], asked)
+        drawing = memory_by_rank(one, ranks.memory_by_rank(one))
+        for shape in drawing.shapes:
+            if isinstance(shape, Rect) and shape.title:
+                assert shape.fill == CLASS_COLOURS[shape.title.partition(":")[0]]
+
+
+def test_nothing_lies_outside_of_the_frame_of_memory():
+    """Bars that are full, and plans that take several lines."""
+    asked = Question.of("llama3-70b", "8xh100", most_plans=2000)
+    text = (
+        "pp=8 schedule=interleaved microbatches=64 virtual_stages=10 precision=bf16 recompute=full:4 offload=optimizer"
+    )
+    (one,) = estimated([Plan.parse(text)], asked)
+    drawing = memory_by_rank(one, ranks.memory_by_rank(one))
+    for shape in drawing.shapes:
+        if isinstance(shape, Rect):
+            assert shape.x >= 0
+            assert shape.x + shape.width <= drawing.width
+            assert shape.y + shape.height <= drawing.height
+        elif isinstance(shape, Text):
+            length = 0.62 * shape.size * len(shape.text)
+            left = shape.x - {"start": 0.0, "middle": length / 2, "end": length}[shape.anchor]
+            assert left >= 0
+            assert left + length <= drawing.width, shape.text
+            assert shape.y <= drawing.height

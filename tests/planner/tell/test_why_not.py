@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.planner import stub
@@ -15,6 +17,7 @@ from weft.planner.tell.nearest import nearest_yes
 from weft.planner.tell.report import comparison_table, why_not_table
 from weft.planner.tell.verdict import why_not
 from weft.spec import ClusterSpec
+from weft.spec.cluster import device
 from weft.spec.rules.plan_rules import LASTING, check
 
 
@@ -157,6 +160,16 @@ def test_what_does_not_divide_the_devices_is_refused_at_once():
     ("call", "text"),
     [
         (lambda: ClusterSpec.parse("h100x8"), "cluster=h100x8: the number comes before the device. Write '8xh100'."),
+        (lambda: ClusterSpec.parse("h100:8"), "cluster=h100:8: the number comes before the device. Write '8xh100'."),
+        (
+            lambda: ClusterSpec.parse("2x8h100"),
+            "cluster=2x8h100: a cluster is [nodes x] devices x name. Write '2x8xh100'.",
+        ),
+        (
+            lambda: ClusterSpec.parse("8 x 4090"),
+            "cluster=8 x 4090: a cluster is [nodes x] devices x name. Write '8x4090'.",
+        ),
+        (lambda: ClusterSpec.parse("h200x8x2"), "Write '8x2xh200'."),
         (lambda: Question.of("llama3-8b", "8xh100", fixed="dp=4"), "unknown plan field 'dp'. Write dp_shard=N"),
         (lambda: Question.of("llama3-8b", "8xh100", global_batch=0), "Use e.g. --global-batch 128."),
     ],
@@ -174,3 +187,42 @@ def test_an_owner_of_small_devices_is_offered_an_adapter_and_no_other_makers():
     assert found[0].text.startswith("adapter=16")
     makers = [one.question.cluster.device.title.partition(" ")[0] for one in found]
     assert set(makers) == {"NVIDIA"}
+    assert all(one.question.cluster.device.peak_flops("bf16") for one in found)
+
+
+def test_one_card_of_24_gb_holds_an_adapter_of_8b_with_a_large_vocabulary():
+    """The head is frozen, so its loss makes no gradient of 128 thousand rows."""
+    asked = Question.of("llama3-8b", "1xrtx4090", most_plans=4000)
+    (text, *_) = [one.text for one in nearest_yes(asked)]
+    assert text == "adapter=16"
+
+
+def test_a_plan_that_names_no_precision_is_mended_in_half_precision():
+    asked = Question.of("llama3-8b", "8xh100", most_plans=20_000)
+    remedies = why_not("dp_shard=8 zero=3 accumulation=16", asked, answer(asked)).remedies
+    assert remedies
+    assert all("precision=bf16" in each.words.split() for each in remedies)
+
+
+def test_a_plan_that_no_rule_can_mend_is_shown_what_comes_closest():
+    asked = Question.of("llama3-8b", "6xh100", most_plans=4000)
+    found = why_not("dp_shard=2 tp=3 zero=1 precision=bf16", asked, answer(asked))
+    assert found.sentence == "tp=3: the model has 32 heads, and 32 is not a multiple of 3. Use tp=1 or 2."
+    assert found.remedies
+    for each in found.remedies:
+        assert each.after.plan.world_size == 6
+        assert each.after.fits >= asked.fits
+
+
+def test_decided_fields_that_no_plan_can_keep_are_left_out_again():
+    asked = Question.of("llama3-8b", "6xh100", fixed="tp=3 precision=bf16", most_plans=4000)
+    (only,) = nearest_yes(asked)
+    assert only.text == "without tp=3"
+    assert only.answer.best.plan.tp < 3
+
+
+def test_devices_with_numbers_of_their_own_are_counted_up_too():
+    known = device("rtx4090")
+    own = ClusterSpec(nodes=1, devices_per_node=1, device=replace(known, name="rtx4090*", watts=300.0))
+    asked = Question.of("llama2-7b", own, seq_len=1024, global_batch=4, most_plans=4000)
+    assert any(one.text == "cluster=1x4xrtx4090*" for one in nearest_yes(asked))

@@ -36,6 +36,15 @@ def write_memory(best: Candidate, path: Path) -> None:
     _write(path, _picture(memory_by_rank(best, bytes_by_rank(best)), path))
 
 
+def write_page(found: Answer[Candidate], path: Path, hour_price: float | None) -> None:
+    """The whole answer as one HTML page."""
+    from weft.planner.tell.pictures import html_page
+
+    if path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"html={path}: a page is an HTML file. Use {path.with_suffix('.html')}.")
+    _write(path, html_page(found, hour_price).encode())
+
+
 def write_schedule(best: Candidate, path: Path) -> None:
     """The best plan's pipeline schedule, as .svg, with the seconds that were estimated."""
     from weft.planner.search import drawn_schedule

@@ -77,6 +77,14 @@ Waterfall = Annotated[
 Memory = Annotated[
     Path | None, typer.Option("--memory", metavar="FILE.svg", help="Draw the memory of the best plan by rank.")
 ]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE.html",
+        help="Write answer, terms, reasons and pictures as one page, which needs nothing else.",
+    ),
+]
 Out = Annotated[Path | None, typer.Option("--out", metavar="FILE.toml", help="Write a config for `weft train`.")]
 SaveModel = Annotated[
     Path | None,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 #: Exit code where no plan fits: as of a rank that runs out of memory.
 NOTHING_FITS = 4
+_NOTHING_TO_WRITE = "{}: no plan fits, so there is nothing to write. Leave it out to see what would fit."
 
 
 def plan(
@@ -42,6 +43,7 @@ def plan(
     pareto: options.Pareto = None,
     waterfall: options.Waterfall = None,
     memory: options.Memory = None,
+    html: options.Html = None,
     out: options.Out = None,
     save_model: options.SaveModel = None,
     json: options.Json = False,
@@ -66,6 +68,8 @@ def plan(
             return
         found = _find(_asked(described, cluster, tune, {**sizes, **search}), why_not, compare, what_if or [])
         _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
+        if html is not None:
+            _write_page(found, html, price)
         if json:
             from weft.cli.planning.plan_json import print_json
 
@@ -212,6 +216,15 @@ def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, 
     return Findings(answer=found, why_not=judged, comparison=comparison, scenarios=scenarios)
 
 
+def _write_page(found: Findings, path: Path, hour_price: float | None) -> None:
+    """The page of an answer. Raises ConfigError where there is no plan to show."""
+    from weft.cli.planning import plan_files
+
+    if found.answer.best is None:
+        raise ConfigError(_NOTHING_TO_WRITE.format(path))
+    plan_files.write_page(found.answer, path, hour_price)
+
+
 def _write_files(
     found: Findings,
     *,
@@ -235,6 +248,4 @@ def _write_files(
         if path is not None and found.answer.best is not None:
             write(found.answer.best, path)
         elif path is not None:
-            raise ConfigError(
-                f"{path}: no plan fits, so there is nothing to write. Leave it out to see what would fit."
-            )
+            raise ConfigError(_NOTHING_TO_WRITE.format(path))

@@ -98,12 +98,13 @@ def _nothing(console: Console, answer: Answer[Candidate]) -> None:
     from weft.planner.tell import nearest_yes
 
     question = answer.question
-    console.print(f"\n[bold red]No plan fits[/] {question.model.name} on {question.cluster}.")
-    if not answer.num_estimated:
-        console.print("Every plan breaks a rule:")
+    if answer.num_estimated:
+        console.print(f"\n[bold red]No plan fits[/] {question.model.name} on {question.cluster}.")
+    else:
+        console.print(f"\n[bold red]Every plan breaks a rule[/] for {question.model.name} on {question.cluster}:")
         for each in answer.refused[:3]:
-            console.print(f"  {each.message}  ({each.count:,} plans, such as {each.example})", markup=False)
-        return
+            text = f"  {each.message}  ({each.count:,} plans, such as {each.example})"
+            console.print(text, markup=False, soft_wrap=True)
     if answer.nearest is not None:
         one = answer.nearest
         console.print(
@@ -111,8 +112,9 @@ def _nothing(console: Console, answer: Answer[Candidate]) -> None:
             f"rank, of {format_bytes(one.usable_bytes)}.",
             markup=False,
         )
-    console.print("The nearest changes that fit:")
-    for found in nearest_yes(question):
+    changes = nearest_yes(question)
+    console.print("The nearest changes that fit:" if changes else "No small change helps.")
+    for found in changes:
         best = found.answer.best
         if best is not None:
             figures = f"{format_seconds(best.step_s)} a step, {format_bytes(best.total_bytes)}"

@@ -35,7 +35,14 @@ def is_loss_cut(columns: Columns, tokens: Array, vocab: Array) -> NDArray[np.boo
 
 
 def cut_loss_bytes(
-    columns: Columns, tokens: Array, vocab: Array, hidden: float, width: Any, device_bytes: int = 0
+    columns: Columns,
+    tokens: Array,
+    vocab: Array,
+    hidden: float,
+    width: Any,
+    device_bytes: int = 0,
+    *,
+    frozen: bool = False,
 ) -> Array:
     """Return the most bytes that a cut loss makes: gradients of hidden states and weight, and logits of a few tokens.
 
@@ -46,10 +53,12 @@ def cut_loss_bytes(
         hidden: width of the hidden state.
         width: bytes of a weight and of an activation. A narrow format is rounded to and multiplied beside its sums.
         device_bytes: memory of a GPU, 0 of a CPU: chunks are those that the head asks `LossChunk` for.
+        frozen: the head is not trained, and its weight has no gradient.
     """
     sums = np.maximum(_SUMS, width)
     rows = LossChunk.of_device(device_bytes).rows(tokens, vocab, sums)
-    rounded = np.where(width < sums, width * (rows * vocab + vocab * hidden), 0.0)
+    weight = 0.0 if frozen else vocab * hidden
+    rounded = np.where(width < sums, width * (rows * vocab + weight), 0.0)
     gathered = np.where(columns.sp, tokens * hidden * width, 0.0)
-    made = rows * vocab * sums + rounded + vocab * hidden * sums
+    made = rows * vocab * sums + rounded + weight * sums
     return made + gathered + tokens * (hidden * width + _LABELS * sums)

@@ -13,7 +13,7 @@ from weft.planner.cost.layer_kernels import own_cut
 from weft.planner.cost.loss_memory import cut_loss_bytes, is_loss_cut
 from weft.planner.cost.machine import Tables
 from weft.planner.cost.overlap import Shares
-from weft.planner.cost.pipeline import Stages, in_flight
+from weft.planner.cost.pipeline import Stages, fullest_moment, in_flight
 from weft.planner.cost.traced_cost import end_params, end_saved_bytes, layer_params, saved_bytes
 from weft.planner.space import PRECISIONS, Columns, Job, TracedShape, wire_columns
 from weft.spec.plan import RECOMPUTES, RESHARDS
@@ -221,19 +221,22 @@ def rank_bytes(
     """
     layers, rank, embedding, head = place
     shares = rank_shares(job, columns, layers, embedding, head)
-    held = in_flight(columns, rank)
+    trained = trained_shares(job, columns, shares, layers)
     offloaded = 1 - columns.offload_activations
+    made = (trained.dense + trained.experts + trained.ends) * job.stack.grad_bytes
+    held, begun = fullest_moment(columns, rank, layers * layer.kept * offloaded, made)
+    if not job.stack.travel_once:  # gradients have a place of their own from the start
+        held, begun = in_flight(columns, rank), np.ones(len(columns))
     saved = layers * held * layer.kept
     ends = _end_bytes(job, columns, embedding, head) * held
     budget = np.where(
         columns.activation_budget < 1,
-        columns.activation_budget * layers * held * layer.whole,
+        np.minimum(columns.activation_budget, 1.0) * layers * held * layer.whole,
         columns.activation_budget,
     )
     saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0) + ends
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     logits = _logits(job, columns, tokens, device_bytes) if head else np.zeros(len(columns))
-    trained = trained_shares(job, columns, shares, layers)
     gathered, reduced = _buffers(job, columns, shares, trained, layers)
     reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
@@ -248,7 +251,7 @@ def rank_bytes(
     dynamic = np.sum(list(moving.values()), axis=0)
     groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
     groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
-    states = _states(job, columns, shares, trained, late)
+    states = _states(job, columns, shares, trained, begun, late)
     return {
         **states,
         **moving,
@@ -258,8 +261,13 @@ def rank_bytes(
     }
 
 
-def _states(job: Job, columns: Columns, shares: Shares, trained: Shares, late: NDArray[np.bool_]) -> dict[str, Array]:
-    """Bytes of parameters, gradients and optimizer states. late: the moment is in backward."""
+def _states(
+    job: Job, columns: Columns, shares: Shares, trained: Shares, begun: Array, late: NDArray[np.bool_]
+) -> dict[str, Array]:
+    """Bytes of parameters, gradients and optimizer states.
+
+    begun: share of a pipeline's gradients that are made by then. late: the moment is in backward.
+    """
     stack = job.stack
     zero = columns.zero
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
@@ -281,7 +289,7 @@ def _states(job: Job, columns: Columns, shares: Shares, trained: Shares, late: N
         each = np.where(
             stack.travel_once & stays_loose(columns), np.where(full32, 4.0, stack.weight_bytes), stack.grad_bytes
         )
-        gradients += count * each / np.where(_whole_gradients(job, columns), 1.0, size)
+        gradients += count * each * _gradient_share(job, columns, begun, size)
         carried += count * wire_columns.state_bytes(columns)
         kept = np.where((zero == 3) & ~full32, main - master, main)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
@@ -301,15 +309,24 @@ def stays_loose(columns: Columns) -> NDArray[np.bool_]:
     return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
 
 
-def _whole_gradients(job: Job, columns: Columns) -> NDArray[np.bool_]:
-    """Rows whose ranks hold all gradients of their parameters at the fullest moment of backward.
+def _gradient_share(job: Job, columns: Columns, begun: Array, size: Array) -> Array:
+    """Return how often a rank holds the gradients of its parameters at the fullest moment of backward.
 
     Those of several passes add up before they travel, where they travel once a step: under ZeRO 1 and 2 of Weft's
     runtime, and under ZeRO 3 that lets go after the step, as a pipeline does. Those of one pass leave bucket by bucket.
+    Weft's runtime adds them up where autograd puts them, under ZeRO 2 and in a pipeline, and has a place of its own
+    beside that: for the rank's part, and without ZeRO for all of them.
     """
     zero, several = columns.zero, columns.num_micro > 1
     once = np.where(zero == 3, columns.reduces_once, job.stack.travel_once)
-    return (zero == 0) | (once & several) | ((zero == 1) & ~np.bool_(job.stack.travel_once))
+    is_whole = (zero == 0) | (once & several) | ((zero == 1) & ~np.bool_(job.stack.travel_once))
+    found = np.where(is_whole, 1.0, 1 / size)
+    if not job.stack.travel_once:
+        return found
+    piped = columns.pp > 1
+    several = several & (zero < 3) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
+    own = np.where(zero == 0, np.where(piped, 1.0, 0.0), np.where(piped | (zero == 2), 1 / size, 0.0))
+    return np.where(piped & (zero < 3) & (columns.num_micro > 1), begun, found) + np.where(several, own, 0.0)
 
 
 def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array) -> tuple[Array, Array]:
@@ -349,6 +366,7 @@ def _logits(job: Job, columns: Columns, tokens: Array, device_bytes: int) -> Arr
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
         fp32 = columns.precision == PRECISIONS.index("fp32")
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
-        cut = cut_loss_bytes(columns, tokens, vocab, h, width, device_bytes)
+        frozen = job.adapter is not None
+        cut = cut_loss_bytes(columns, tokens, vocab, h, width, device_bytes, frozen=frozen)
         found = np.where(is_loss_cut(columns, tokens, vocab), cut, found)
     return found + tokens * 4.0 * h

@@ -54,6 +54,7 @@ def candidates(run: PublishedRun) -> Columns:
     sizes = (1,) if run.job.shape.moe_layers else _MICROBATCHES  # each token's activations are there top_k times
     micros = (run.microbatch,) if run.microbatch else tuple(b for b in sizes if per_rank % b == 0) or (1,)
     chunks = tuple(v for v in _VIRTUAL if any((layers + ends) % (run.pp * v) == 0 for ends in _ENDS))
+    chunks = tuple(v for v in chunks if v > 1) or chunks if run.interleaved else chunks
     stages = (run.virtual_stages,) if run.virtual_stages else chunks or (1,)
     policies = (_STATED[run.recompute],) if run.recompute else (*_NOT_STATED, *_scores(run))
     zeros = (run.zero,) if run.zero is not None else (0, 1, 2)

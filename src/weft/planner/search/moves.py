@@ -14,7 +14,7 @@ from weft.planner.search.question import Question
 from weft.planner.space import Columns, Job, Space, plan_space, settled
 from weft.spec import common_divisors, shares
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
-from weft.spec.rules import check
+from weft.spec.rules import keeps
 
 #: Fields that give memory back for time.
 _ROOM = ("recompute", "offload")
@@ -54,6 +54,7 @@ def with_room(plan: Plan, question: Question, *, fine: bool = False) -> Iterator
 def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) -> Iterator[Plan]:
     words = _words(plan)
     seen = {plan, _fitted(words, question.job)}
+    facts, rules = question.facts, question.rules
     for change in changes:
         try:
             found = _fitted(words | change, question.job)
@@ -61,7 +62,7 @@ def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) ->
             continue
         if found not in seen and _keeps(found, question.fixed):
             seen.add(found)
-            if not check(found, question.facts, question.rules):
+            if keeps(found, facts, rules):
                 yield found
 
 

@@ -14,6 +14,9 @@ from weft.units import format_bytes, format_seconds
 
 #: Changes that are shown; how many are made one after another, and from how many plans each time.
 _MOST, _DEPTH, _BEAM = 6, 8, 12
+#: Plans that are shown where the rules know no way to mend one.
+_CLOSEST = 3
+_UNSAID = "the plan names no precision, so it is one in fp32. Add precision={} for one in half precision."
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +77,15 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
         PlanError: where the text is no plan.
     """
     plan = read_plan(text, question)
-    unsaid = _unsaid(text, plan, question)
+    meant = _meant(text, plan, question)
+    unsaid = () if meant is plan else (_UNSAID.format(meant.precision),)
     violations = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
     best = found.best
     if violations:
-        return _with_details(_against_rules(plan, violations, question, best), unsaid)
+        return _with_details(_against_rules(plan, meant, violations, question, found), unsaid)
     candidate = estimated([plan], question)[0]
     if candidate.fits < question.fits:
-        return _with_details(_too_large(candidate, question, best), unsaid)
+        return _with_details(_too_large(candidate, meant, question, best), unsaid)
     if best is None or candidate.step_s <= best.step_s * 1.0005:
         sentence = "this is the best plan: no other plan that was tried is faster."
         return WhyNot(kind="best", sentence=sentence, plan=candidate.plan, candidate=candidate, best=best)
@@ -103,13 +107,16 @@ def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
     )
 
 
-def _unsaid(text: str, plan: Plan, question: Question) -> tuple[str, ...]:
-    """What the text leaves out and people take for granted: without a precision, a plan is one in fp32."""
+def _meant(text: str, plan: Plan, question: Question) -> Plan:
+    """The plan with what people take for granted: without a precision it is one in fp32, and they mean half precision.
+
+    Where nothing is left out, the plan itself.
+    """
     named = {word.partition("=")[0] for word in text.split()}
     half = "bf16" if question.cluster.device.peak_flops("bf16") else "fp16"
     if "precision" in named or plan.precision != "fp32" or not question.cluster.device.peak_flops(half):
-        return ()
-    return (f"the plan names no precision, so it is one in fp32. Add precision={half} for one in half precision.",)
+        return plan
+    return plan.replace(precision=half)
 
 
 def _with_details(found: WhyNot, more: tuple[str, ...]) -> WhyNot:
@@ -124,14 +131,16 @@ def read_plan(text: str, question: Question) -> Plan:
     return Plan.from_mapping(words, question.cluster.num_devices)
 
 
-def _against_rules(plan: Plan, violations: Sequence[Violation], question: Question, best: Candidate | None) -> WhyNot:
-    mended = _mended(plan, question)
-    remedies: list[Remedy] = []
+def _against_rules(
+    plan: Plan, meant: Plan, violations: Sequence[Violation], question: Question, found: Answer[Candidate]
+) -> WhyNot:
+    mended = _mended(meant, question)
     if mended is not None:
-        after = estimated([mended], question)[0]
         # What keeps the rules and does not fit mends nothing: then go on from there to what does.
-        ends = [after] if after.fits >= question.fits else [each.after for each in fitting_changes(after, question)]
-        remedies += [Remedy(_all_changes(plan, each.plan), each) for each in ends]
+        ends = _ends(estimated([mended], question)[0], question)
+    else:  # no rule knows a way out: of the plans that were found, those that say most of what this one says
+        ends = sorted(found.ranked, key=lambda one: len(_all_changes(plan, one.plan).split()))[:_CLOSEST]
+    remedies = [Remedy(_all_changes(plan, each.plan), each) for each in ends]
     return WhyNot(
         kind="rule",
         sentence=violations[0].message,
@@ -139,9 +148,14 @@ def _against_rules(plan: Plan, violations: Sequence[Violation], question: Questi
         candidate=None,
         violations=tuple(violations),
         remedies=tuple(remedies),
-        best=best,
+        best=found.best,
         details=tuple(violation.message for violation in violations[1:]),
     )
+
+
+def _ends(one: Candidate, question: Question) -> list[Candidate]:
+    """The candidate itself where it fits; else what the smallest changes make of it that do."""
+    return [one] if one.fits >= question.fits else [each.after for each in fitting_changes(one, question)]
 
 
 def _all_changes(before: Plan, after: Plan) -> str:
@@ -164,19 +178,24 @@ def _mended(plan: Plan, question: Question) -> Plan | None:
     return None
 
 
-def _too_large(candidate: Candidate, question: Question, best: Candidate | None) -> WhyNot:
+def _too_large(candidate: Candidate, meant: Plan, question: Question, best: Candidate | None) -> WhyNot:
     parts = sorted(candidate.memory.items(), key=lambda part: -part[1])
     shown = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value >= candidate.total_bytes / 100)
     missing = candidate.total_bytes - candidate.usable_bytes
     short = f"{format_bytes(missing)} too much" if missing > 0 else "too near the limit"
     where = "the fullest rank" if question.cluster.num_devices > 1 else "the device"
+    if meant.precision == candidate.plan.precision:
+        remedies = fitting_changes(candidate, question)
+    else:
+        ends = _ends(estimated([meant], question)[0], question)
+        remedies = [Remedy(changed_words(candidate.plan, each.plan), each) for each in ends]
     if candidate.host_bytes > candidate.host_limit:
         return WhyNot(
             kind="memory",
             sentence=f"out of memory on the host: {host_message(candidate.host_bytes, candidate.host_limit)}",
             plan=candidate.plan,
             candidate=candidate,
-            remedies=tuple(fitting_changes(candidate, question)),
+            remedies=tuple(remedies),
             best=best,
         )
     sentence = (
@@ -188,7 +207,7 @@ def _too_large(candidate: Candidate, question: Question, best: Candidate | None)
         sentence=sentence,
         plan=candidate.plan,
         candidate=candidate,
-        remedies=tuple(fitting_changes(candidate, question)),
+        remedies=tuple(remedies),
         best=best,
         details=(f"{shown}.",),
     )

@@ -8,6 +8,7 @@ from weft.errors import ConfigError, ModelError
 from weft.planner.search import Candidate
 from weft.spec import DecoderSpec, decoder_spec
 from weft.spec.model import model_names
+from weft.units import format_bytes, format_count, format_seconds
 
 #: Fields of the model's section that say its shape.
 _SHAPE_FIELDS = ("family", "vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "ffn_dim", "max_seq_len",
@@ -31,7 +32,6 @@ def config_text(one: Candidate) -> str:
     from weft.spec import RunConfig
     from weft.spec.files import format_config
     from weft.spec.rules import config_problems
-    from weft.units import format_bytes, format_count, format_seconds
 
     question = one.question
     base = question.model.config or RunConfig.model_validate({"model": _model_table(one)})
@@ -64,6 +64,7 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
     notes = [
         "data.train is Weft's built-in text, which is there to try things. Name your own files.",
         f"optimizer.lr={rate:g} is {why}. To fine-tune all weights, use about a tenth.",
+        _steps_note(tables["train"], one),
     ]
     if adapter is not None:
         tables["adapter"]["rank"] = adapter.rank
@@ -78,6 +79,14 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
             'kind = "file" and path = "folder".'
         )
     return notes
+
+
+def _steps_note(train: dict[str, Any], one: Candidate) -> str:
+    """How much a run of the default's steps reads, beside what a model of this size is usually shown."""
+    steps, question = train["steps"], one.question
+    read = format_count(steps * question.job.global_batch * question.job.seq_len).replace(" ", "")
+    trial = f"train.steps={steps} is a trial: {read} tokens, {format_seconds(steps * one.step_s)}"
+    return f"{trial}. weft plan ... --run tokens=1T tells what more would cost."
 
 
 def learning_rate(num_params: float, *, is_adapter: bool) -> float:

@@ -25,7 +25,9 @@ _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._
 _PINNED_SHARE = 0.6
 #: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
 _POWER_EXPONENT = 0.85
-_TURNED = re.compile(r"(.+)x([0-9]{1,7})")
+#: What people write beside a device's name: numbers, and signs for "times".
+_BESIDE = re.compile(r"[0-9]{1,7}")
+_BEFORE, _AFTER = re.compile(r"[0-9x*:\s]*"), re.compile(r"([x*:\s][0-9x*:\s]*)?")
 #: Number of a device file -> (field of DeviceSpec, factor to its base unit).
 _NUMBERS = {
     "memory_gib": ("memory_bytes", 2**30),
@@ -107,10 +109,11 @@ class ClusterSpec:
             ConfigError: for a text that cannot be read, and a device that is not known.
         """
         match = _SHORTHAND.fullmatch(text.strip().lower())
+        first, second, name = match.groups() if match else ("", "", "")
+        if not _is_known(name):
+            _expect_order(text)
         if match is None:
             raise _error(f"cluster={text!r}: a cluster is [nodes x] devices x name. Write e.g. '2x8xh100'.")
-        first, second, name = match.groups()
-        _expect_number_first(text, "" if first else name)
         nodes, devices = (first, second) if second else ("1", first or "1")
         if int(nodes) < 1 or int(devices) < 1:
             raise _error(f"cluster={text}: a cluster has at least one device. Write e.g. '8x{name}'.")
@@ -191,12 +194,24 @@ def device_by_torch_name(name: str) -> DeviceSpec | None:
     return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
 
 
-def _expect_number_first(text: str, name: str) -> None:
-    """ConfigError for "h100x8", which says where the number belongs."""
-    turned = _TURNED.fullmatch(name)
-    known = {each for one in devices().values() for each in (one.name, *one.aliases)}
-    if turned and turned[1] in known:
-        raise _error(f"cluster={text}: the number comes before the device. Write '{turned[2]}x{turned[1]}'.")
+def _is_known(name: str) -> bool:
+    return any(name == one.name or name in one.aliases for one in devices().values())
+
+
+def _expect_order(text: str) -> None:
+    """ConfigError for "h100x8", "8h100" and the like, which says how it is written."""
+    low = text.strip().lower()
+    names = [each for one in devices().values() for each in (one.name, *one.aliases)]
+    for name in sorted(names, key=len, reverse=True):
+        before, found, after = low.partition(name)
+        if not found:
+            continue
+        numbers = _BESIDE.findall(before + " " + after)
+        if _BEFORE.fullmatch(before) and _AFTER.fullmatch(after) and 1 <= len(numbers) <= 2:
+            written = "x".join([*numbers, name])
+            rule = "the number comes before the device" if after else "a cluster is [nodes x] devices x name"
+            raise _error(f"cluster={text}: {rule}. Write '{written}'.")
+        return
 
 
 def _device_of(value: object) -> DeviceSpec:

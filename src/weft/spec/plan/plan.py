@@ -187,7 +187,10 @@ class Plan:
         problems: list[Problem] = []
         for name in PLAN_FIELDS:
             try:
-                object.__setattr__(self, name, _remembered(name, getattr(self, name)))
+                given = getattr(self, name)
+                value = _remembered(name, given)
+                if value is not given:
+                    object.__setattr__(self, name, value)
             except PlanError as error:
                 problems += error.problems
         if problems:

@@ -21,6 +21,7 @@ __all__ = [
     "check_plan",
     "config_problems",
     "in_config",
+    "keeps",
     "least_vocab",
     "legal_plans",
 ]
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from weft.spec.rules.legal import legal_plans
     from weft.spec.rules.limit_rules import LIMIT_RULES
     from weft.spec.rules.order_rules import ORDER_RULES
-    from weft.spec.rules.plan_rules import LASTING, NOT_BUILT, RULES, check, check_plan
+    from weft.spec.rules.plan_rules import LASTING, NOT_BUILT, RULES, check, check_plan, keeps
     from weft.spec.rules.rule import Facts, Rule, UnknownFact, Violation, alternatives
 
 __getattr__ = loads(
@@ -50,6 +51,7 @@ __getattr__ = loads(
         "check_plan": ".plan_rules",
         "config_problems": ".config_rules",
         "in_config": ".config_rules",
+        "keeps": ".plan_rules",
         "least_vocab": ".config_rules",
         "legal_plans": ".legal",
     },

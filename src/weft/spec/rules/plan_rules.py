@@ -68,7 +68,8 @@ def _heads_finding(plan: Plan, facts: Facts) -> str:
 
 def _tp_choices(facts: Facts) -> list[int]:
     legal = common_divisors(facts.model.num_heads, facts.model.ffn_dim)
-    return [tp for tp in legal if _kv_heads_fit(facts, tp) and _shared_width(facts) % tp == 0]
+    fits = [tp for tp in legal if _kv_heads_fit(facts, tp) and _shared_width(facts) % tp == 0]
+    return [tp for tp in fits if facts.divides_ranks(tp)]
 
 
 def _shared_width(facts: Facts) -> int:
@@ -92,7 +93,8 @@ def _cp_chunks(plan: Plan, facts: Facts, cp: int) -> int:
 
 
 def _cp_choices(plan: Plan, facts: Facts) -> list[int]:
-    return [cp for cp in common_divisors(facts.seq_len) if facts.seq_len % _cp_chunks(plan, facts, cp) == 0]
+    legal = [cp for cp in common_divisors(facts.seq_len) if facts.seq_len % _cp_chunks(plan, facts, cp) == 0]
+    return [cp for cp in legal if facts.divides_ranks(cp)]
 
 
 def _precision_choices(facts: Facts) -> list[str]:
@@ -365,6 +367,17 @@ def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None =
         if violation is not None:
             found[rule.field] = violation
     return list(found.values())
+
+
+def keeps(plan: Plan, facts: Facts, rules: Iterable[Rule]) -> bool:
+    """Return whether the plan breaks none of the rules: `check` without words, for searches.
+
+    Args:
+        plan: what is checked.
+        facts: what is known besides.
+        rules: all that count.
+    """
+    return not any(rule.is_broken(plan, facts) for rule in rules)
 
 
 def check_plan(plan: Plan, facts: Facts | None = None) -> None:

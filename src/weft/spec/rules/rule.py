@@ -66,6 +66,10 @@ class Facts:
         """The number of ranks that were started."""
         return _known(self._world_size)
 
+    def divides_ranks(self, count: int) -> bool:
+        """Return whether the ranks can be shared out in groups of so many; True where their number is not known."""
+        return self._world_size is None or self._world_size % count == 0
+
     @property
     def global_batch(self) -> int:
         """The number of sequences in one optimizer step."""
@@ -114,6 +118,13 @@ class Rule:
     finding: Callable[[Plan, Facts], str]
     remedy: Callable[[Plan, Facts], str]
     fix: Callable[[Plan, Facts], Plan | None] = _no_fix
+
+    def is_broken(self, plan: Plan, facts: Facts) -> bool:
+        """Return whether the plan breaks the rule; False where a fact is unknown."""
+        try:
+            return self.predicate(plan, facts)
+        except UnknownFact:
+            return False
 
     def check(self, plan: Plan, facts: Facts) -> Violation | None:
         """Return the violation, or None where the plan keeps the rule or a fact is unknown."""

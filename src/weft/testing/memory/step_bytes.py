@@ -46,10 +46,17 @@ class StepBytes(LiveTensors):
             self._made.setdefault(storage_key(storage), (StorageWeakRef(storage), storage.nbytes()))
 
 
-def peak_of_step(step: TrainStep, batch: dict[str, torch.Tensor]) -> int:
-    """Return the bytes on this rank at the fullest moment of a step, the batch not counted. Trains one step."""
+def peak_of_step(step: TrainStep, batch: Any) -> int:
+    """Return the bytes on this rank at the fullest moment of a step, the batch not counted. Trains one step.
+
+    Args:
+        step: of the model.
+        batch: what it is given: a dict, or microbatches.
+    """
     gc.collect()
-    watch = StepBytes(_states(step), batch.values())
+    parts = [batch] if isinstance(batch, dict) else list(batch)
+    given = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
+    watch = StepBytes(_states(step), given)
     with watch:
         step(batch)
     return watch.peak

@@ -174,6 +174,52 @@ def in_flight(columns: Columns, rank: Any) -> Array:
     return np.where(p > 1, np.minimum(m, held), 1.0)
 
 
+def fullest_moment(columns: Columns, rank: Any, one_pass: Array, gradients: Array) -> tuple[Array, Array]:
+    """Return the passes in flight and the share of gradients that are there when both together are most.
+
+    Gradients of a chunk are made in its first backward. A schedule that has run most forwards by then lets go of
+    activations while gradients grow: the two are never there whole at once.
+
+    Args:
+        columns: the plans.
+        rank: place in the pipeline.
+        one_pass: bytes of a pass's activations on the rank.
+        gradients: bytes of all gradients of the rank, where they add up over the passes.
+    """
+    p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
+    kind = _HELD.take(columns.schedule)
+    every = columns.num_micro * v
+    ahead = np.choose(np.minimum(kind, 2), [every, p - rank - 1, 2 * (p - rank - 1) + (v - 1) * p])
+    last_begins = (v - 1) * p + 1  # the backward, counted from 1, in which the last chunk's gradients are made
+    held, begun = in_flight(columns, rank), np.ones(len(columns))
+    # Those that put weight gradients off are not followed so closely, and of many passes all is there at once.
+    rows = np.flatnonzero((kind <= 2) & (p > 1) & (every - ahead <= last_begins))
+    if len(rows):
+        some = (each[rows] for each in (p, v, every, ahead, last_begins, one_pass, gradients))
+        held[rows], begun[rows] = _fullest(*some)
+    return held, begun
+
+
+def _fullest(
+    p: Array, v: Array, every: Array, ahead: Array, last_begins: Array, one_pass: Array, gradients: Array
+) -> tuple[Array, Array]:
+    """Passes in flight and share of gradients, of schedules that are still filling when gradients begin."""
+    full = np.maximum(1.0, every - ahead)  # the last backward before which as many passes as ever are in flight
+    held, begun = np.zeros(len(p)), np.ones(len(p))
+    most = np.full(len(p), -np.inf)
+    for wanted in (full, p * np.ceil(full / p) + 1, last_begins):
+        number = np.clip(wanted, full, np.maximum(full, last_begins))
+        chunks = np.minimum(every, ahead + number) - number + 1
+        made = np.minimum(v, np.ceil(number / p))
+        is_first = ((number - 1) % p == 0) & (number <= last_begins)
+        for less, later in ((0, is_first), (is_first, 0)):  # before and after a backward that makes gradients
+            passes, share = (chunks - less) / v, (made - later) / v
+            total = passes * one_pass + share * gradients
+            held, begun = np.where(total > most, passes, held), np.where(total > most, share, begun)
+            most = np.maximum(most, total)
+    return held, begun
+
+
 def sends(columns: Columns) -> Array:
     """Count the transfers between stages that the step waits for, one by one, where sends do not hide under compute."""
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import CLASSES, cut_loss_bytes, is_loss_cut, padded_vocab, rank_shares, stays_loose
-from weft.planner.cost.pipeline import in_flight
+from weft.planner.cost.pipeline import fullest_moment
 from weft.planner.measured.host.crowd import ranks_of
 from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job
 from weft.spec.plan import RECOMPUTES, RESHARDS
@@ -53,7 +53,14 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     outside = np.where(columns.sp, t, 1.0)
     whole, kept = _layer(job, columns)
-    passes = in_flight(columns, rank)
+    inside, table = rank_shares(job, columns, layers, False, False), shape.vocab * h / t
+    inside = inside.dense + inside.experts
+    both = np.minimum(embedding + head, 1.0) if shape.tied else embedding + head
+    params = inside + table * both
+    one_pass, learnt = tokens * layers * kept * width, params * np.maximum(width, 4.0)
+    piped = columns.pp > 1
+    passes, begun = fullest_moment(columns, rank, one_pass, learnt) if piped.any() else (1.0, np.ones(len(columns)))
+    passes = np.where(piped, passes, 1.0)
     saved = tokens * layers * passes * kept
     norm = (3 * h + 1) / outside
     turns = 0.0 if shape.learned_positions else 2.0 * shape.head_dim
@@ -67,16 +74,12 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     ffn = (shape.ffn or shape.top_k * shape.expert_ffn) / t
     working = tokens * (h + (2 if shape.gated else 1) * ffn) - tokens * head * norm
     again = np.where(columns.recompute == RECOMPUTES.index("none"), 0.0, tokens * (whole - h / outside))
-    inside, table = rank_shares(job, columns, layers, False, False), shape.vocab * h / t
-    inside = inside.dense + inside.experts
     unit = inside / np.maximum(1.0, layers)
-    both = np.minimum(embedding + head, 1.0) if shape.tied else embedding + head
-    params = inside + table * both
     way_last, way_first = _on_their_way(columns, layers, unit, head * vocab * h)
     last = again + working + way_last + head * np.where(cut, vocab * h, 0.0)
     first = again + working + way_first - saved * (1 - 1 / np.maximum(1.0, layers))
     states = _states(job, columns, params, width)
-    gradients, made_late = _gradients(columns, params, width, passes, tokens * layers * kept)
+    gradients, made_late = _gradients(columns, params, width, begun)
     is_first = first + made_late / width > np.maximum(last, logits)
     is_late = is_first | (last > logits)
     in_backward = np.where(is_first, first, last)
@@ -158,12 +161,12 @@ def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late
     return np.where(columns.zero == 3, here, 0.0)
 
 
-def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one_pass: Array) -> tuple[Array, Array]:
+def _gradients(columns: Columns, params: Array, width: Array, begun: Array) -> tuple[Array, Array]:
     """Bytes of gradients that the engine keeps and that autograd has made; and those that are there late alone.
 
     Those of a single pass travel from where autograd put them, so a stage keeps its part alone; those of several add
-    up whole, but under ZeRO 3. In a pipeline they add up where autograd puts them, beside what the engine keeps; a
-    schedule that runs all forwards first has let one pass go when they are there. ZeRO 3 that reduces once in a step
+    up whole, but under ZeRO 3. In a pipeline they add up where autograd puts them, and `begun` of them are there;
+    beside them is what the engine keeps, where there is more than one data rank. ZeRO 3 that reduces once in a step
     has them whole until then. On a single data rank those of a single pass stay as and where autograd made them,
     until the next step.
     """
@@ -174,9 +177,9 @@ def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one
     late = ((columns.zero == 3) & (columns.num_micro == 1)) | stay  # a step begins without
     kept_whole = (columns.zero == 0) | ((columns.zero == 1) & several)
     kept = params / np.where(kept_whole, 1.0, group)
+    kept = np.where(piped & (group * columns.dp_replicate == 1), 0.0, kept)
     made = np.where((columns.zero == 2) & several, params, 0.0)
-    beside = np.where(columns.num_micro > passes, params, np.maximum(0.0, params - one_pass))
-    made = np.where(piped & (columns.zero < 3), beside, made)
+    made = np.where(piped & (columns.zero < 3), params * begun, made)
     made = np.where((columns.zero == 3) & (columns.num_micro > 1) & columns.reduces_once, params, made)
     found = (kept + made) * np.where(stay, width, np.maximum(width, 4.0))
     return np.where(late, 0.0, found), np.where(late, found, 0.0)

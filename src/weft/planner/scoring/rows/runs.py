@@ -25,6 +25,7 @@ class PublishedRun:
 
     source: the id without its number. group: rows that repeat one configuration. recompute: "none", "full",
     "attention", "selective", "half" (full in every second layer) or "experts" (these and the norms).
+    interleaved: its pipeline has several chunks on each rank, where `virtual_stages` does not say how many.
     host_optimizer, host_activations: what is kept and done on the host. counter: what the memory counts, "allocated",
     "reserved", "total" or "" (not known). out_of_memory: the run failed so, or did not; None: not said.
     """
@@ -48,6 +49,7 @@ class PublishedRun:
     precision: str
     compile: bool
     virtual_stages: int | None
+    interleaved: bool
     microbatch: int | None
     recompute: str | None
     measured_s: float | None
@@ -134,6 +136,7 @@ def _run(name: str, row: Row) -> PublishedRun:
         precision=precision,
         compile=row.get("compile") in ("1", "true", "True"),
         virtual_stages=count(row, "virtual_stages", 0) or (1 if "before interleaving" in text or pp == 1 else None),
+        interleaved="interleaved" in text and "before interleaving" not in text and pp > 1,
         microbatch=count(row, "micro_batch", 0) or None,
         recompute=_recompute(row.get("recompute", ""), selective),
         measured_s=iteration_s(row, shape, gpus, counts_causal_half(text)),

@@ -15,12 +15,14 @@ __all__ = [
     "draw_bars",
     "draw_schedule",
     "fits",
+    "html_page",
     "memory_by_rank",
     "pareto",
     "waterfall",
 ]
 
 if TYPE_CHECKING:
+    from weft.planner.tell.pictures.answer_page import html_page
     from weft.planner.tell.pictures.canvas import Dot, Drawing, Polyline, Rect
     from weft.planner.tell.pictures.charts import memory_by_rank, pareto, waterfall
     from weft.planner.tell.pictures.timeline import Bar, draw_bars, draw_schedule, fits
@@ -36,6 +38,7 @@ __getattr__ = loads(
         "draw_bars": ".timeline",
         "draw_schedule": ".timeline",
         "fits": ".timeline",
+        "html_page": ".answer_page",
         "memory_by_rank": ".charts",
         "pareto": ".charts",
         "waterfall": ".charts",

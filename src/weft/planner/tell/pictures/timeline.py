@@ -7,10 +7,12 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from weft.planner.cost.pipeline import Durations, Timeline, simulate
+from weft.planner.tell.pictures.canvas import PALETTE
 from weft.spec.schedule import Action, Pair, Schedule, Step, parts
+from weft.units import format_seconds
 
 #: Fill of each kind; of a rank's first and of its later stages.
-_COLOURS = {"F": ("#7aa6e8", "#3f74c7"), "B": ("#7fcfa8", "#3a9d6f"), "W": ("#f2c879", "#d39a2f")}
+_COLOURS = {"F": ("#7fa9d6", PALETTE[0]), "B": ("#94c4a6", PALETTE[2]), "W": ("#ecc48b", PALETTE[1])}
 _COLOURS["BW"] = _COLOURS["B"]
 _WORDS = {"F": "forward", "B": "gradient of the input", "W": "gradient of the weights", "BW": "backward"}
 _ROW, _GAP, _LEFT, _TOP = 26, 6, 64, 40
@@ -42,7 +44,8 @@ def draw_schedule(schedule: Schedule, durations: Durations | None = None) -> str
         for rank, steps in enumerate(schedule.ranks)
     ]
     legend = [(_WORDS[kind], _COLOURS[kind][0]) for kind in _kinds(schedule)]
-    return draw_bars([(f"rank {rank}", row) for rank, row in enumerate(rows)], _title(schedule, timeline), legend)
+    named = [(f"rank {rank}", row) for rank, row in enumerate(rows)]
+    return draw_bars(named, _title(schedule, timeline), legend, has_axis=durations is not None)
 
 
 def _kinds(schedule: Schedule) -> list[str]:
@@ -77,18 +80,26 @@ def _bar(schedule: Schedule, rank: int, action: Action, start: float, end: float
     return Bar(start, end, _COLOURS[action.kind][is_later], str(action.microbatch), title)
 
 
-def draw_bars(rows: Sequence[tuple[str, Sequence[Bar]]], title: str, legend: Sequence[tuple[str, str]]) -> str:
+def draw_bars(
+    rows: Sequence[tuple[str, Sequence[Bar]]],
+    title: str,
+    legend: Sequence[tuple[str, str]],
+    *,
+    has_axis: bool = False,
+) -> str:
     """Draw rows of bars on one scale of seconds, as SVG text.
 
     Args:
         rows: (name, bars) from top to bottom.
         title: above them.
         legend: (word, colour).
+        has_axis: write seconds below the rows.
     """
     length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
     scale = (_WIDTH - _LEFT - 10) / length
     legend_top = _TOP + len(rows) * (_ROW + _GAP)
-    drawn_legend, height = _legend(legend, legend_top + 18)
+    axis = _axis(length, scale, legend_top) if has_axis else []
+    drawn_legend, height = _legend(legend, legend_top + (40 if has_axis else 18))
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
@@ -100,7 +111,19 @@ def draw_bars(rows: Sequence[tuple[str, Sequence[Bar]]], title: str, legend: Seq
         lines.append(f'<text x="10" y="{top + 17}" fill="#222222">{escape(name)}</text>')
         lines.append(f'<rect x="{_LEFT}" y="{top}" width="{length * scale:.1f}" height="{_ROW}" fill="#f0f0f0"/>')
         lines += [_drawn(bar, scale, top) for bar in bars]
-    return "\n".join([*lines, *drawn_legend, "</svg>", ""])
+    return "\n".join([*lines, *axis, *drawn_legend, "</svg>", ""])
+
+
+def _axis(length: float, scale: float, top: int) -> list[str]:
+    """Seconds from the begin of the step, at five places, each with a thin line through the rows."""
+    lines: list[str] = []
+    for part in range(5):
+        x = _LEFT + length * scale * part / 4
+        side = "start" if part == 0 else "end" if part == 4 else "middle"
+        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{top}" stroke="#bbbbbb" stroke-width="0.5"/>')
+        words = format_seconds(length * part / 4)
+        lines.append(f'<text x="{x:.1f}" y="{top + 14}" text-anchor="{side}" fill="#222222">{words}</text>')
+    return lines
 
 
 def _drawn(bar: Bar, scale: float, top: int) -> str:
