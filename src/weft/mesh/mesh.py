@@ -69,6 +69,10 @@ class Mesh:
         self._links: dict[tuple[object, ...], object] = {}
         self._staged: list[Any] = []
         self.pulse = Pulse()
+        #: The mesh that this one is a part of (`replica_mesh`): itself.
+        self.whole: Mesh = self
+        #: What `replica_mesh` made of it.
+        self.replica: Mesh | None = None
         for name in AXES:
             self._axes[(name,)] = self._build((name,))
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.errors import ModelError, WeftWarning
 from weft.memory import MOST_OF_HOST, Host, apply_recompute, offload_activations, offload_lines, open_host
-from weft.mesh import Mesh
+from weft.mesh import Mesh, replica_mesh
 from weft.parallel.batch_statistics import group_norms, watch_local_means
 from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn_of_uncompiled
 from weft.parallel.context import apply_context, context_of
@@ -20,7 +20,7 @@ from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
-from weft.parallel.zero import build_engine
+from weft.parallel.zero import build_engine, meet_rarely
 from weft.spec import Layout
 from weft.structure import repeated_blocks
 
@@ -56,7 +56,7 @@ def parallelize(
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
-    before = originals_of(model)
+    before, whole, mesh = originals_of(model), mesh, replica_mesh(mesh)
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
     watch_indices(model)
@@ -76,6 +76,7 @@ def parallelize(
         _offload(model, mesh, host)
     engine = build_engine(model, mesh, placed, host=host, seed=seed, filled_later=filled_later)
     attach(model, engine, before)
+    meet_rarely(model, engine, whole)
     guard_model(model, engine.axes)
     watch_local_means(model, mesh, groups_norms=groups is not None)
     return model

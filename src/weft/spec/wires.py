@@ -93,6 +93,25 @@ def _low_rank(rank: int) -> WireSpec:
 #: What weights may travel as under zero=3: `comm/wire/row_codes.py` has the codec, whose bytes are those of the wire.
 GATHERS = ("none", "int8")
 
+#: When replicas exchange what they learnt: gradients in every step, or weights after so many: their average, or by
+#: DiLoCo's outer step.
+SYNCS = ("step", "average", "diloco")
+_SYNC = re.compile(r"(average|diloco):([1-9][0-9]{0,5})", re.ASCII)
+
+
+def sync_of(text: str) -> tuple[str, int]:
+    """Return how `diloco:50` synchronises and after how many steps, ("diloco", 50); of "step" ("step", 1).
+
+    Raises:
+        ValueError: where it is none of SYNCS with a number of steps.
+    """
+    if text == SYNCS[0]:
+        return text, 1
+    found = _SYNC.fullmatch(text)
+    if found is None:
+        raise ValueError(text)
+    return found[1], int(found[2])
+
 
 class _Names(Sequence[str]):
     """Names of all wires, those that are registered later too."""

@@ -27,7 +27,16 @@ from weft.spec.plan.plan_choices import (
 from weft.spec.plan.plan_field import described, descriptions
 from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares, share_of
 from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
-from weft.spec.plan.plan_values import Compression, OneOf, PassCount, PolicyOrBudget, Switch, Whole, refused
+from weft.spec.plan.plan_values import (
+    Compression,
+    OneOf,
+    PassCount,
+    PolicyOrBudget,
+    Switch,
+    SyncEvery,
+    Whole,
+    refused,
+)
 from weft.spec.shares import CP_MODES, CP_WAYS
 from weft.spec.wires import COMPRESSES, GATHERS, WIRES
 
@@ -162,6 +171,15 @@ class Plan:
         "rounded to the nearest, a scale for each 256 of a row; vectors travel as they are, and masters are never "
         "rounded. It changes results; `auto` never chooses it.", needs=("dp_shard", "cp"), tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_gather.py
+    )
+    sync: str = described(
+        SyncEvery(), "step",
+        "When the ranks of dp_replicate meet, for links that are slow. step: gradients add up in every step. "
+        "average:H: each replica trains by itself, and every H steps weights are averaged. diloco:H: their mean change "
+        "is the gradient of an outer step with momentum (`train.outer_lr`, `train.outer_momentum`); with "
+        "compress=int8 it travels in bytes. It is another algorithm; `auto` never chooses it.",
+        needs=("dp_replicate",), tried=("step",),
+        divides_work=False,  # it trains otherwise: tests/parity/test_sync.py
     )
     recompute: str = described(
         PolicyOrBudget(RECOMPUTES), "none",

@@ -1,4 +1,4 @@
-"""Rules of what gradients travel as over the outermost data axis, and of what weights travel as."""
+"""Rules of what gradients and weights travel as, and of when replicas meet."""
 
 from __future__ import annotations
 
@@ -61,5 +61,32 @@ WIRE_RULES: tuple[Rule, ...] = (
         ),
         remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, or dp_replicate=2 or more",
         fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+    Rule(
+        name="sync-needs-replicas",
+        field="sync",
+        reason="sync says when the replicas of dp_replicate meet, so it needs more than one of them.",
+        predicate=lambda plan, facts: plan.sync != "step" and not asks(plan, facts, "dp_replicate"),
+        finding=lambda plan, facts: "dp_replicate is 1, so there are no replicas to meet",
+        remedy=lambda plan, facts: "Leave sync out, or use dp_replicate=2 or more",
+        fix=lambda plan, facts: plan.replace(sync="step"),
+    ),
+    Rule(
+        name="sync-compress",
+        field="compress",
+        reason="Between meetings of replicas nothing is owed: a wire that keeps what it rounds off is not built there.",
+        predicate=lambda plan, facts: plan.sync != "step" and _keeps(plan),
+        finding=lambda plan, facts: f"it keeps what it rounds off for the next step, which sync={plan.sync} does not",
+        remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, or sync=step",
+        fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+    Rule(
+        name="sync-loss-scale",
+        field="precision",
+        reason="Under fp16 each replica that trains by itself would have a loss scale of its own, which is not built.",
+        predicate=lambda plan, facts: plan.sync != "step" and plan.precision == "fp16",
+        finding=lambda plan, facts: f"its loss scale would differ between replicas under sync={plan.sync}",
+        remedy=lambda plan, facts: "Use precision=bf16, or sync=step",
+        fix=lambda plan, facts: plan.replace(precision="bf16"),
     ),
 )

@@ -18,7 +18,7 @@ from torch import nn
 
 from weft.comm import all_reduce
 from weft.data.batch import move_batch
-from weft.mesh import Mesh
+from weft.mesh import Mesh, replica_mesh
 from weft.monitor.times import Meter
 from weft.optim import LossScale, StepDecision, clip_factor
 from weft.parallel import ExpertBalance, Precision, TrainMode, data_parallel, drops_of, norm_groups_of, trust_loss
@@ -26,9 +26,11 @@ from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
 from weft.parallel.randomness import SampleNumbers
 from weft.parallel.tensor import expect_labels
+from weft.parallel.zero import rare_sync
 from weft.train.microbatch import Microbatches, call_model, microbatches_of, samples_of, values_in
 from weft.train.step.loss_check import CheckedLoss, LossFn
 from weft.train.step.oom import explains_memory
+from weft.train.step.rare_metrics import JointNumbers
 from weft.train.step.replica_watch import ReplicaWatch
 from weft.train.step.step_metrics import LateMetrics, StepMetrics, to_mean
 from weft.train.step.unsharded import fingerprint, warn_if_alike
@@ -74,7 +76,8 @@ class TrainStep:
     ):
         self.model = model
         self.optimizer = optimizer
-        self.mesh = mesh
+        self.mesh, self._data = replica_mesh(mesh), mesh.data
+        mesh = self.mesh
         self.precision = Precision.of(mesh.plan)
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm
@@ -88,6 +91,9 @@ class TrainStep:
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
+        self._rarely = rare_sync(model)
+        if self._rarely is not None:
+            self._rarely.begin()
         self._weights_follow = weights_follow
         if weights_follow:
             self._data_parallel.let_weights_follow()
@@ -99,7 +105,8 @@ class TrainStep:
         self._train_mode = TrainMode(model)
         self._looks_for_copies = mesh.data.size > 1
         self._replicas = ReplicaWatch(self._data_parallel, mesh)
-        self._may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late
+        reads_late = mesh.device.type == "cuda" if reads_late is None else reads_late
+        self._may_read_late = reads_late and self._rarely is None
         self._is_first = True
         self._unread: LateMetrics | None = None
         self._next_scale: torch.Tensor | None = None  # where the host does not know it yet
@@ -120,7 +127,7 @@ class TrainStep:
         """
         with self._meter.phase("data"):
             microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
-            samples = samples_of(batch, len(microbatches), self.mesh.data)
+            samples = samples_of(batch, len(microbatches), self._data)
         self._train_mode.enter()
         self.mesh.pulse.in_step = True
         if self._nominal is None:
@@ -162,7 +169,7 @@ class TrainStep:
                 self._replicas.check(known.pop(-2))
             self._look_for_copies(known[3:-1])
         with self._meter.phase("optimizer"):
-            metrics = self._update_unread(numbers) if known is None else self._update(known)
+            metrics = self._update_unread(numbers) if known is None else self._update_jointly(known)
         self.mesh.pulse.in_step = self._is_first = False
         return metrics
 
@@ -306,6 +313,17 @@ class TrainStep:
         if fingerprints and self.mesh.rank == 0:
             warn_if_alike(fingerprints, self.mesh.world_size, self.mesh.data.size)
         self._looks_for_copies = False
+
+    def _update_jointly(self, numbers: list[float]) -> StepMetrics:
+        """Update, and where replicas train by themselves meet them if that is due; metrics are those of all."""
+        if self._rarely is None:
+            return self._update(numbers)
+        assert self._nominal is not None
+        own = StepMetrics.of_sums(numbers, self._nominal, self._loss_scale)
+        joint = JointNumbers(own, self._rarely)  # travels while the optimizer works
+        self._update(numbers)
+        self._rarely.after_step()
+        return joint.metrics()
 
     def _update(self, numbers: list[float]) -> StepMetrics:
         """Normalise, clip and step, or skip: one decision, from numbers that all ranks share."""

@@ -1,0 +1,286 @@
+"""Replicas that meet only every H steps: what each trains by itself, and the outer step that joins them.
+
+Between two meetings a replica is a world of its own (`weft.mesh.replica_mesh`). At a meeting, with w_r the weights of
+replica r, R replicas, and the anchor that all of them started from:
+
+    d       = mean over r of (anchor - w_r)         what travels, encoded where the plan's `compress` says so
+    average: anchor -= d                            which is the mean of the weights
+    diloco:  m = mu m + d;  anchor -= lr (d + mu m)  SGD with Nesterov momentum
+    w_r     = anchor
+
+Anchor and momentum lie as the masters do: a rank has those of its part alone. Optimizer states stay each replica's own.
+Buffers that training moves, as running statistics, are averaged.
+
+Method: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo; its outer step has lr 0.7 and momentum 0.9); Stich 2019,
+arXiv 1805.09767 (averages of weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from weft.comm import all_gather, all_reduce, broadcast
+from weft.comm.wire import Coders, find_wire
+from weft.errors import CommError
+from weft.mesh import Mesh
+from weft.parallel.local_tensors import Stretch
+from weft.parallel.placement import DataParallel
+from weft.spec.wires import sync_of
+
+#: Elements that travel at once: more would need as much memory again beside the masters.
+_AT_ONCE = 2**24
+_ATTRIBUTE = "_weft_rare_sync"
+
+
+@dataclass(slots=True)
+class _Run:
+    """Tensors that travel together. anchor: theirs, one after another. momentum: of the outer step; None: it has none.
+
+    first: place of the first among all tensors that are held. sizes: of each.
+    """
+
+    anchor: torch.Tensor
+    momentum: torch.Tensor | None
+    first: int
+    sizes: tuple[int, ...]
+
+
+class RareSync:
+    """The meetings of one model's replicas, on one rank.
+
+    since: steps since the last meeting. meetings: how many there were. replicas: their number. place: which one this
+    rank is part of. outer_lr, outer_momentum: of `diloco`. meets_now: the step under way ends with a meeting, whatever
+    the plan says: it is the last.
+
+    Args:
+        model: parallelized.
+        engine: of the model, on the mesh of its replica.
+        mesh: of all replicas.
+    """
+
+    def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
+        self.way, self.every = sync_of(mesh.plan.sync)
+        self.outer_lr, self.outer_momentum = 0.7, 0.9
+        self.since = self.meetings = 0
+        self.meets_now = False
+        self.mesh, self._axis, self._engine = mesh, mesh["dp_replicate"], engine
+        self.replicas, self.place = self._axis.size, self._axis.rank
+        plan = mesh.plan
+        self._coders = None if plan.compress == "none" else Coders(find_wire(plan.compress))
+        buffers = {engine.axes.saved_name(name) for name, one in model.named_buffers() if one.is_floating_point()}
+        trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+        self._buffers = buffers - trained
+        self._names: frozenset[str] | None = None
+        self._runs: list[_Run] = []
+        self._is_away = False  # the anchor is in the model, and its weights are here
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step under way ends with a meeting."""
+        return self.meets_now or self.since + 1 >= self.every
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Let all replicas start from the first one's weights. All ranks call it, once the optimizer is adopted."""
+        if self._runs:
+            return
+        held = self.held()
+        self._check_alike(held)
+        for one in held:
+            broadcast(one.flat, self._axis)
+            _bring_home(one)
+        self._engine.publish()
+        self.take_anchor()
+
+    @torch.no_grad()
+    def take_anchor(self) -> None:
+        """Let the weights as they are be what replicas started from; the outer momentum starts at zero."""
+        self._runs = [
+            _Run(
+                torch.cat([one.flat for one in run]),
+                self._new_momentum(run),
+                first,
+                tuple(one.flat.numel() for one in run),
+            )
+            for first, run in self._cut(self.held())
+        ]
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Count a step, and meet where that is due. All ranks call it after the weights are published.
+
+        Raises:
+            CommError: where weights are not finite: nothing was exchanged then.
+        """
+        is_due, self.meets_now = self.is_due, False
+        self.since += 1
+        if is_due:
+            self._meet()
+
+    def _meet(self) -> None:
+        self._engine.arrive()
+        held = self.held()
+        self._refuse_unfit(held)
+        if self._coders is not None:
+            self._coders.take_turn(self.meetings)
+        for index, run in enumerate(self._runs):
+            here = held[run.first : run.first + len(run.sizes)]
+            delta = run.anchor - torch.cat([one.flat for one in here])
+            wire = None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {index}"]
+            all_reduce(delta, self._axis, wire=wire)
+            self._step(run, delta.div_(self.replicas), averages=self._is_buffer(here))
+            _put(here, run.anchor, run.sizes)
+        self._engine.publish()
+        self.since, self.meetings = 0, self.meetings + 1
+
+    def _step(self, run: _Run, delta: torch.Tensor, *, averages: bool) -> None:
+        """The outer step; `delta` is spent."""
+        if averages or run.momentum is None:
+            run.anchor.sub_(delta)
+            return
+        run.momentum.mul_(self.outer_momentum).add_(delta)
+        run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+
+    def held(self) -> list[Stretch]:
+        """Return what this rank trains, masters, and buffers that training moves, in its own memory; no collective."""
+        engine = self._engine
+        names = frozenset(map(engine.axes.saved_name, engine.held_weights())) | self._buffers
+        return [one for one in engine.stretches() if one.name in names and one.flat.is_floating_point()]
+
+    def anchors(self) -> list[Stretch]:
+        """Return the anchor of what `held` gives, in the same order."""
+        return self._placed([run.anchor for run in self._runs])
+
+    def momenta(self) -> list[Stretch]:
+        """Return the outer momentum of what has one."""
+        found = self._placed([run.anchor if run.momentum is None else run.momentum for run in self._runs])
+        has = [run.momentum is not None for run in self._runs for _ in run.sizes]
+        return [one for one, wanted in zip(found, has, strict=True) if wanted]
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Let the model be the anchor while inside, for evaluation and export. All ranks call it."""
+        if not self.since or self._is_away:
+            yield
+            return
+        self._swap()
+        self._is_away = True
+        try:
+            yield
+        finally:
+            self._is_away = False
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        self._engine.arrive()
+        held = self.held()
+        for run in self._runs:
+            here = held[run.first : run.first + len(run.sizes)]
+            own = torch.cat([one.flat for one in here])
+            _put(here, run.anchor, run.sizes)
+            run.anchor.copy_(own)
+        self._engine.publish()
+
+    def _placed(self, tensors: Sequence[torch.Tensor]) -> list[Stretch]:
+        held, found = self.held(), []
+        for run, flat in zip(self._runs, tensors, strict=True):
+            here = held[run.first : run.first + len(run.sizes)]
+            parts = flat.split(run.sizes)
+            found += [replace(one, flat=part, home=None) for one, part in zip(here, parts, strict=True)]
+        return found
+
+    def _new_momentum(self, run: Sequence[Stretch]) -> torch.Tensor | None:
+        if self.way != "diloco" or self._is_buffer(run):
+            return None
+        numel = sum(one.flat.numel() for one in run)
+        return torch.zeros(numel, dtype=run[0].flat.dtype, device=run[0].flat.device)
+
+    def _is_buffer(self, run: Sequence[Stretch]) -> bool:
+        return run[0].name in self._buffers
+
+    def _cut(self, held: Sequence[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
+        """Neighbours of one format and place that travel together, each with the place of the first."""
+        first, run, numel = 0, list[Stretch](), 0
+        for index, one in enumerate(held):
+            if run and (numel + one.flat.numel() > _AT_ONCE or self._kind(run[0]) != self._kind(one)):
+                yield first, run
+                first, run, numel = index, [], 0
+            run.append(one)
+            numel += one.flat.numel()
+        if run:
+            yield first, run
+
+    def _kind(self, one: Stretch) -> tuple[object, ...]:
+        return one.flat.dtype, one.flat.device, one.name in self._buffers
+
+    def _refuse_unfit(self, held: Sequence[Stretch]) -> None:
+        """CommError on all ranks, before anything travels, where weights of some are not finite."""
+        bad = sum(not bool(one.flat.isfinite().all()) for one in held)
+        total = all_reduce(torch.tensor([float(bad)], dtype=torch.float64, device=self.mesh.device), self.mesh.world)
+        if float(total):
+            own = torch.tensor([int(bad > 0)], device=self.mesh.device)
+            said = all_gather(own, self.mesh.world).tolist()
+            ranks = [str(rank) for rank, one in zip(self.mesh.world.ranks, said, strict=True) if one]
+            raise CommError(
+                f"sync={self.mesh.plan.sync}: weights of rank {', '.join(ranks)} are not finite, and nothing was "
+                "exchanged. Resume from the last checkpoint with a lower learning rate."
+            )
+
+    def _check_alike(self, held: Sequence[Stretch]) -> None:
+        """CommError on all ranks where replicas do not hold the same tensors."""
+        device = self.mesh.device
+        count = torch.tensor([len(held), sum(one.flat.numel() for one in held)], device=device)
+        most, least = (all_reduce(count.clone(), self._axis, op=op) for op in ("max", "min"))
+        unlike = (most != least).any().to(torch.float64).reshape(1)
+        if float(all_reduce(unlike, self.mesh.world)):
+            raise CommError(
+                f"sync={self.mesh.plan.sync}: replicas built different models. Build the same model on every rank."
+            )
+
+
+def _put(here: Sequence[Stretch], flat: torch.Tensor, sizes: Sequence[int]) -> None:
+    for one, part in zip(here, flat.split(list(sizes)), strict=True):
+        one.flat.copy_(part)
+        _bring_home(one)
+
+
+def _bring_home(one: Stretch) -> None:
+    if one.home is not None:
+        one.home.copy_(one.flat.view(one.home.shape))
+
+
+class _Kept:
+    """Keeps it with its module, but out of copies and pickles of that."""
+
+    def __init__(self, sync: RareSync):
+        self.sync = sync
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def meet_rarely(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
+    """Keep with a model how its replicas meet, where the plan says that they do so rarely.
+
+    Args:
+        model: parallelized.
+        engine: of the model.
+        mesh: of all replicas.
+    """
+    if mesh.plan.sync != "step":
+        setattr(model, _ATTRIBUTE, _Kept(RareSync(model, engine, mesh)))
+
+
+def rare_sync(model: nn.Module) -> RareSync | None:
+    """Return how a model's replicas meet; None where they do so in every step."""
+    kept = getattr(model, _ATTRIBUTE, None)
+    return None if kept is None else kept.sync

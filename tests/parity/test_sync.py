@@ -1,0 +1,196 @@
+"""sync=average:H and diloco:H: every layout of replicas trains as one process that trains them one after another.
+
+The oracle trains R plain models on one process, each on its part of the batch, with an optimizer and a clip of its own,
+and takes the outer step by its equations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.parity.cases import LLAMA
+from weft.mesh import build_mesh
+from weft.optim import clip_factor, global_norm
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.zero import rare_sync
+from weft.spec.plan import Plan
+from weft.spec.wires import sync_of
+from weft.testing import DecoderCase, ParityResult, train_case
+from weft.testing.parity import local_microbatches
+from weft.testing.wire_oracle import WireOracle
+from weft.train import TrainStep
+
+CASE = DecoderCase(LLAMA, num_steps=5, max_grad_norm=0.5)
+EVEN = dataclasses.replace(CASE, masked=0.0, max_grad_norm=0.0)
+TWO = ("sync=diloco:2", "sync=average:2", "sync=diloco:2 compress=int8", "accumulation=2 sync=diloco:3")
+FOUR = (
+    "dp_shard=2 zero=3 sync=diloco:2",
+    "dp_shard=2 zero=1 sync=diloco:2",
+    "tp=2 sp=on sync=diloco:2",
+    "pp=2 microbatches=2 sync=average:2",
+    "dp_shard=2 zero=2 sync=diloco:2",
+    "cp=2 zero=3 sync=average:2",
+)
+LR, MOMENTUM = 0.7, 0.9
+
+
+class PlainSgd(DecoderCase):
+    """The same with an optimizer whose step is linear in the gradient."""
+
+    def optimizer_of(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def outer_step(way: str, anchor: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor) -> None:
+    if way == "average":
+        anchor -= mean
+        return
+    momentum.mul_(MOMENTUM).add_(mean)
+    anchor -= LR * (mean + MOMENTUM * momentum)
+
+
+class Alone:
+    """R replicas on this process. encoded: what the mean of deltas by name is, where they are encoded."""
+
+    def __init__(self, case: DecoderCase, sync: str, replicas: int = 2):
+        self.case, (self.way, self.every), self.replicas = case, sync_of(sync), replicas
+        self.models = [case.model() for _ in range(replicas)]
+        self.optimizers = [case.optimizer_of(model) for model in self.models]
+        self.anchor = {name: param.detach().clone() for name, param in self.models[0].named_parameters()}
+        self.momentum = {name: torch.zeros_like(one) for name, one in self.anchor.items()}
+        self.result = ParityResult()
+
+    def step(self, index: int) -> None:
+        batch, each = self.case.batch(index), self.case.global_batch // self.replicas
+        losses, tokens, norms = 0.0, 0, 0.0
+        for place, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            own = {name: one[place * each : (place + 1) * each] for name, one in batch.items()}
+            loss_sum, number = self.case.loss(self.case.forward(model, own), own)
+            optimizer.zero_grad()
+            (loss_sum / number).backward()
+            params = list(model.parameters())
+            norm = float(global_norm([param.grad for param in params]))
+            for param in params:
+                param.grad *= clip_factor(norm, self.case.max_grad_norm)
+            optimizer.step()
+            losses, tokens, norms = losses + float(loss_sum.detach()), tokens + int(number), norms + norm
+        self.result.losses.append(losses / tokens)
+        self.result.grad_norms.append(norms / self.replicas)
+
+    @torch.no_grad()
+    def meet(self, mean: Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]] | None = None) -> None:
+        deltas = [
+            {name: self.anchor[name] - param.detach() for name, param in model.named_parameters()}
+            for model in self.models
+        ]
+        found = mean(deltas) if mean else {
+            name: sum(delta[name] for delta in deltas) / self.replicas for name in self.anchor
+        }  # fmt: skip
+        for name, anchor in self.anchor.items():
+            outer_step(self.way, anchor, self.momentum[name], found[name])
+            for model in self.models:
+                model.get_parameter(name).copy_(anchor)
+
+    def train(self, mean=None) -> ParityResult:
+        for index in range(self.case.num_steps):
+            self.step(index)
+            if (index + 1) % self.every == 0:
+                self.meet(mean)
+        self.result.weights = dict(self.anchor)
+        return self.result
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a rank found. own: its replica's weights between meetings. order: names in the order that they travel."""
+
+    result: ParityResult
+    own: dict[str, torch.Tensor]
+    order: list[list[str]]
+    sent: dict[str, int]
+
+
+def train(plan_text: str, case: DecoderCase) -> Trained:
+    plan = Plan.parse(f"dp_replicate=2 {plan_text} precision=fp64")
+    mesh = build_mesh(plan)
+    model = parallelize(case.model(), mesh)
+    step = TrainStep(
+        model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=case.max_grad_norm
+    )
+    result = ParityResult()
+    for index in range(case.num_steps):
+        metrics = step(local_microbatches(case.batch(index), plan, mesh.data.rank))
+        result.losses.append(metrics.loss)
+        result.grad_norms.append(metrics.grad_norm)
+    sync = rare_sync(model)
+    own = {name: one.clone() for name, one in data_parallel(model).weights()}
+    with sync.anchored():
+        result.weights = {name: one.clone() for name, one in data_parallel(model).weights()}
+    back = dict(data_parallel(model).weights())
+    assert all(torch.equal(back[name], own[name]) for name in own)
+    held = [one.name for one in sync.held()]
+    order = [held[run.first : run.first + len(run.sizes)] for run in sync._runs]
+    return Trained(result, own, order, {})
+
+
+def train_all(plans: tuple[str, ...], case: DecoderCase) -> list[Trained]:
+    return [train(plan, case) for plan in plans]
+
+
+def coded_mean(order: list[list[str]], every: int) -> Callable:
+    """The mean of deltas that travelled as int8, in the order in which a rank holds them."""
+    oracle, turn = WireOracle("int8"), 0
+
+    def mean(deltas: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        nonlocal turn
+        found = {}
+        for index, names in enumerate(order):
+            oracle.turn, oracle.calls = turn, 0
+            flats = [torch.cat([delta[name].reshape(-1) for name in names]) for delta in deltas]
+            summed = oracle.all_reduce(flats, f"sync {index}") / len(deltas)
+            parts = summed.split([deltas[0][name].numel() for name in names])
+            found |= {name: part.view_as(deltas[0][name]) for name, part in zip(names, parts, strict=True)}
+        turn += 1
+        return found
+
+    return mean
+
+
+def check(pool, plans: tuple[str, ...], case: DecoderCase) -> None:
+    answers = pool.run(train_all, plans, case)
+    for index, plan in enumerate(plans):
+        alone = Alone(case, next(word for word in plan.split() if word.startswith("sync="))[5:])
+        mean = coded_mean(answers[0][index].order, alone.every) if "int8" in plan else None
+        wanted = alone.train(mean)
+        for rank, answer in enumerate(answers):
+            found = answer[index]
+            assert found.result.largest_difference(wanted) < 1e-10, (plan, rank)
+            place = next(
+                place
+                for place, model in enumerate(alone.models)
+                if all(torch.allclose(found.own[n], p, rtol=1e-9, atol=1e-10) for n, p in model.named_parameters())
+            )
+            assert place in (0, 1)
+            first = answers[0][index].result.weights
+            assert all(torch.equal(one, first[name]) for name, one in found.result.weights.items()), plan
+
+
+def test_two_replicas_train_as_one_process_that_trains_each(ranks2):
+    check(ranks2, TWO, CASE)
+
+
+def test_so_do_replicas_of_several_ranks(ranks4):
+    check(ranks4, FOUR, CASE)
+
+
+def test_average_after_each_step_of_sgd_is_plain_data_parallelism(ranks2):
+    case = PlainSgd(**{field.name: getattr(EVEN, field.name) for field in dataclasses.fields(EVEN)})
+    plain = train_case("precision=fp64", case)
+    for (found,) in ranks2.run(train_all, ("sync=average:1",), case):
+        assert found.result.losses == pytest.approx(plain.losses, rel=1e-10)
+        for name, weight in found.result.weights.items():
+            assert (weight - plain.weights[name]).abs().max() < 1e-10
