@@ -17,6 +17,7 @@ from weft.mesh import build_mesh
 from weft.optim import clip_factor, global_norm
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.zero import rare_sync
+from weft.spec import shares
 from weft.spec.plan import Plan
 from weft.spec.wires import sync_of
 from weft.testing import DecoderCase, ParityResult, train_case
@@ -56,19 +57,27 @@ def outer_step(way: str, anchor: torch.Tensor, momentum: torch.Tensor, mean: tor
 class Alone:
     """R replicas on this process. encoded: what the mean of deltas by name is, where they are encoded."""
 
-    def __init__(self, case: DecoderCase, sync: str, replicas: int = 2):
-        self.case, (self.way, self.every), self.replicas = case, sync_of(sync), replicas
+    def __init__(self, case: DecoderCase, plan: Plan):
+        self.case, (self.way, self.every), self.replicas = case, sync_of(plan.sync), plan.dp_replicate
+        self.plan, replicas = plan, plan.dp_replicate
         self.models = [case.model() for _ in range(replicas)]
         self.optimizers = [case.optimizer_of(model) for model in self.models]
         self.anchor = {name: param.detach().clone() for name, param in self.models[0].named_parameters()}
         self.momentum = {name: torch.zeros_like(one) for name, one in self.anchor.items()}
         self.result = ParityResult()
 
+    def samples(self, place: int) -> list[int]:
+        """Those of the global batch that a replica's ranks read."""
+        shard, passes = self.plan.dp_shard, self.plan.microbatches_per_step
+        ranks = range(place * shard, (place + 1) * shard)
+        runs = [shares.microbatch_samples(self.case.global_batch, self.plan.dp_size, passes, rank) for rank in ranks]
+        return sorted(number for run in runs for part in run for number in part)
+
     def step(self, index: int) -> None:
-        batch, each = self.case.batch(index), self.case.global_batch // self.replicas
+        batch = self.case.batch(index)
         losses, tokens, norms = 0.0, 0, 0.0
         for place, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            own = {name: one[place * each : (place + 1) * each] for name, one in batch.items()}
+            own = {name: one[self.samples(place)] for name, one in batch.items()}
             loss_sum, number = self.case.loss(self.case.forward(model, own), own)
             optimizer.zero_grad()
             (loss_sum / number).backward()
@@ -141,20 +150,18 @@ def train_all(plans: tuple[str, ...], case: DecoderCase) -> list[Trained]:
     return [train(plan, case) for plan in plans]
 
 
-def coded_mean(order: list[list[str]], every: int) -> Callable:
+def coded_mean(order: list[list[str]]) -> Callable:
     """The mean of deltas that travelled as int8, in the order in which a rank holds them."""
-    oracle, turn = WireOracle("int8"), 0
+    oracle = WireOracle("int8")
 
     def mean(deltas: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        nonlocal turn
         found = {}
         for index, names in enumerate(order):
-            oracle.turn, oracle.calls = turn, 0
             flats = [torch.cat([delta[name].reshape(-1) for name in names]) for delta in deltas]
             summed = oracle.all_reduce(flats, f"sync {index}") / len(deltas)
             parts = summed.split([deltas[0][name].numel() for name in names])
             found |= {name: part.view_as(deltas[0][name]) for name, part in zip(names, parts, strict=True)}
-        turn += 1
+        oracle.commit()
         return found
 
     return mean
@@ -163,8 +170,8 @@ def coded_mean(order: list[list[str]], every: int) -> Callable:
 def check(pool, plans: tuple[str, ...], case: DecoderCase) -> None:
     answers = pool.run(train_all, plans, case)
     for index, plan in enumerate(plans):
-        alone = Alone(case, next(word for word in plan.split() if word.startswith("sync="))[5:])
-        mean = coded_mean(answers[0][index].order, alone.every) if "int8" in plan else None
+        alone = Alone(case, Plan.parse(f"dp_replicate=2 {plan}"))
+        mean = coded_mean(answers[0][index].order) if "int8" in plan else None
         wanted = alone.train(mean)
         for rank, answer in enumerate(answers):
             found = answer[index]
