@@ -7,16 +7,19 @@ and takes the outer step by its equations.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 
+import weft
 from tests.parity.cases import LLAMA
+from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.optim import clip_factor, global_norm
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero import rare_sync
+from weft.parallel.zero import anchored, rare_sync
 from weft.spec import shares
 from weft.spec.plan import Plan
 from weft.spec.wires import sync_of
@@ -137,12 +140,12 @@ def train(plan_text: str, case: DecoderCase) -> Trained:
         result.grad_norms.append(metrics.grad_norm)
     sync = rare_sync(model)
     own = {name: one.clone() for name, one in data_parallel(model).weights()}
-    with sync.anchored():
+    with anchored(model):
         result.weights = {name: one.clone() for name, one in data_parallel(model).weights()}
     back = dict(data_parallel(model).weights())
     assert all(torch.equal(back[name], own[name]) for name in own)
     held = [one.name for one in sync.held()]
-    order = [held[run.first : run.first + len(run.sizes)] for run in sync._runs]
+    order = [[held[place] for place in run.places] for run in sync._runs]
     return Trained(result, own, order, {})
 
 
@@ -156,9 +159,9 @@ def coded_mean(order: list[list[str]]) -> Callable:
 
     def mean(deltas: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         found = {}
-        for index, names in enumerate(order):
+        for names in order:
             flats = [torch.cat([delta[name].reshape(-1) for name in names]) for delta in deltas]
-            summed = oracle.all_reduce(flats, f"sync {index}") / len(deltas)
+            summed = oracle.all_reduce(flats, f"sync {names[0]}") / len(deltas)
             parts = summed.split([deltas[0][name].numel() for name in names])
             found |= {name: part.view_as(deltas[0][name]) for name, part in zip(names, parts, strict=True)}
         oracle.commit()
@@ -201,3 +204,101 @@ def test_average_after_each_step_of_sgd_is_plain_data_parallelism(ranks2):
         assert found.result.losses == pytest.approx(plain.losses, rel=1e-10)
         for name, weight in found.result.weights.items():
             assert (weight - plain.weights[name]).abs().max() < 1e-10
+
+
+class Script:
+    """A script of one's own under a plan, which may go on from a checkpoint."""
+
+    def __init__(self, plan_text: str):
+        plan = Plan.parse(f"{plan_text} precision=fp64")
+        self.run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
+        self.model = self.run.parallelize(CASE.model(), outer_lr=0.5, outer_momentum=0.8)
+        self.step = self.run.train_step(
+            self.model, CASE.optimizer_of(self.model), CASE.loss, forward=CASE.forward, max_grad_norm=0.5
+        )
+
+    def train(self, first: int, last: int) -> list[float]:
+        axis = self.run.mesh.data
+        return [
+            self.step(local_microbatches(CASE.batch(index), self.run.plan, axis.rank)).loss
+            for index in range(first, last)
+        ]
+
+    def own(self) -> dict[str, torch.Tensor]:
+        """This replica's weights."""
+        return {name: one.clone() for name, one in data_parallel(self.model).weights()}
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        return self.run.full_state_dict(self.model, everywhere=True)
+
+    def evaluate(self) -> float:
+        axis = self.run.mesh.data
+        batch = {name: one.tensor_split(axis.size)[axis.rank] for name, one in CASE.batch(99).items()}
+        return self.run.evaluate(self.model, [batch], CASE.loss, forward=CASE.forward).loss
+
+
+def save_and_go_on(plan_text: str, folder: str, at: int, end: int):
+    """Losses, weights, and the anchor at the save."""
+    script = Script(plan_text)
+    script.train(0, at)
+    script.run.save(folder, step=at, model=script.model, optimizer=script.step)
+    anchor, loss = script.whole(), script.evaluate()
+    return script.train(at, end), script.own(), script.whole(), anchor, loss
+
+
+def load_and_go_on(plan_text: str, folder: str, at: int, end: int):
+    script = Script(plan_text)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        script.run.load(folder, model=script.model, optimizer=script.step)
+    anchor, loss = script.whole(), script.evaluate()
+    lines = [str(one.message) for one in said if "replicas" in str(one.message)]
+    return script.train(at, end), script.own(), script.whole(), anchor, loss, lines
+
+
+def go_on_twice(pool, plan: str, folder, at: int, end: int = 7, then: str = ""):
+    saved = pool.run(save_and_go_on, plan, str(folder), at, end)
+    return saved, pool.run(load_and_go_on, then or plan, str(folder), at, end)
+
+
+@pytest.mark.parametrize("at", [3, 5])
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "dp_shard=2 zero=1", "tp=2", "pp=2 microbatches=2"])
+def test_a_resume_at_and_between_meetings_gives_the_same_bits(plan, at, ranks4, tmp_path):
+    saved, loaded = go_on_twice(ranks4, f"dp_replicate=2 {plan} sync=diloco:3 compress=int8", tmp_path, at)
+    for before, after in zip(saved, loaded, strict=True):
+        assert before[0] == after[0] and before[4] == after[4] and not after[5]
+        for ours, theirs in zip(before[1:4], after[1:4], strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        # What several ranks of a replica hold was encoded alike on all of them.
+        assert all(torch.equal(after[2][name], loaded[0][2][name]) for name in after[2])
+
+
+def test_another_plan_inside_goes_on_alike(ranks4, tmp_path):
+    saved, loaded = go_on_twice(
+        ranks4, "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:3", tmp_path, 5,
+        then="dp_replicate=2 tp=2 sync=diloco:3",
+    )  # fmt: skip
+    for before, after in zip(saved, loaded, strict=True):
+        assert after[0] == pytest.approx(before[0], rel=1e-10)
+        assert max((before[2][name] - after[2][name]).abs().max() for name in before[2]) < 1e-10
+
+
+@pytest.mark.parametrize("then", ["dp_replicate=4 sync=diloco:3", "dp_replicate=4", "dp_shard=4 zero=3"])
+def test_other_replicas_go_on_from_the_anchor_and_say_what_is_lost(then, ranks4, tmp_path):
+    saved, loaded = go_on_twice(ranks4, "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:3", tmp_path, 5, then=then)
+    more = "" if "sync" in then else ", the outer momentum"
+    for before, after in zip(saved, loaded, strict=True):
+        assert all(torch.equal(before[3][name], after[3][name]) for name in before[3])
+        assert after[4] == pytest.approx(before[4], rel=1e-12)
+    assert loaded[0][5] == [
+        "step_00000005: the run goes on from the weights of the last meeting of 2 replicas. What each of them learnt in "
+        f"the 2 steps since{more} and the optimizer states of all but the first are lost."
+    ]
+
+
+def test_meetings_fall_on_the_same_steps_where_replicas_met_in_every_step_before(ranks2, tmp_path):
+    _, loaded = go_on_twice(ranks2, "dp_replicate=2", tmp_path, 4, then="dp_replicate=2 sync=average:3")
+    # Steps 5, 6 and 7: after the sixth they meet, and the seventh is each one's own.
+    ours, theirs = loaded[0], loaded[1]
+    assert all(torch.equal(ours[2][name], theirs[2][name]) for name in ours[2])
+    assert any(not torch.equal(ours[1][name], ours[2][name]) for name in ours[1])

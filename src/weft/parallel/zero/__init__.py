@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from weft.parallel.zero.choose_engine import build_engine
 from weft.parallel.zero.magnitudes import load_base, start_magnitudes
-from weft.parallel.zero.rare_sync import RareSync, meet_rarely, rare_sync
+from weft.parallel.zero.rare_sync import RareSync, anchored, meet_rarely, rare_sync
 from weft.parallel.zero.wire_states import carried_here, load_carried
 
 __all__ = [
     "RareSync",
+    "anchored",
     "build_engine",
     "carried_here",
     "load_base",

@@ -17,8 +17,8 @@ arXiv 1805.09767 (averages of weights).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,13 +41,18 @@ _ATTRIBUTE = "_weft_rare_sync"
 class _Run:
     """Tensors that travel together. anchor: theirs, one after another. momentum: of the outer step; None: it has none.
 
-    first: place of the first among all tensors that are held. sizes: of each.
+    places: of each among all tensors that are held. sizes: of each. name: the same on all ranks that hold the same.
     """
 
     anchor: torch.Tensor
     momentum: torch.Tensor | None
-    first: int
+    places: tuple[int, ...]
     sizes: tuple[int, ...]
+    name: str
+
+    def among(self, held: Sequence[Stretch]) -> list[Stretch]:
+        """Those of what is held that are its own."""
+        return [held[place] for place in self.places]
 
 
 class RareSync:
@@ -100,15 +105,15 @@ class RareSync:
     @torch.no_grad()
     def take_anchor(self) -> None:
         """Let the weights as they are be what replicas started from; the outer momentum starts at zero."""
-        self._runs = [
-            _Run(
-                torch.cat([one.flat for one in run]),
-                self._new_momentum(run),
-                first,
-                tuple(one.flat.numel() for one in run),
-            )
-            for first, run in self._cut(self.held())
-        ]
+        held = self.held()
+        self._runs = []
+        for places in self._cut(held):
+            run = [held[place] for place in places]
+            anchor = torch.cat([one.flat for one in run])
+            has_momentum = self.way == "diloco" and not self._is_buffer(run)
+            momentum = torch.zeros_like(anchor) if has_momentum else None
+            sizes = tuple(one.flat.numel() for one in run)
+            self._runs.append(_Run(anchor, momentum, tuple(places), sizes, run[0].name))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -128,10 +133,10 @@ class RareSync:
         self._refuse_unfit(held)
         if self._coders is not None:
             self._coders.take_turn(self.meetings)
-        for index, run in enumerate(self._runs):
-            here = held[run.first : run.first + len(run.sizes)]
+        for run in self._runs:
+            here = run.among(held)
             delta = run.anchor - torch.cat([one.flat for one in here])
-            wire = None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {index}"]
+            wire = None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
             all_reduce(delta, self._axis, wire=wire)
             self._step(run, delta.div_(self.replicas), averages=self._is_buffer(here))
             _put(here, run.anchor, run.sizes)
@@ -153,14 +158,12 @@ class RareSync:
         return [one for one in engine.stretches() if one.name in names and one.flat.is_floating_point()]
 
     def anchors(self) -> list[Stretch]:
-        """Return the anchor of what `held` gives, in the same order."""
-        return self._placed([run.anchor for run in self._runs])
+        """Return the anchor of what `held` gives."""
+        return self._placed((run, run.anchor) for run in self._runs)
 
     def momenta(self) -> list[Stretch]:
         """Return the outer momentum of what has one."""
-        found = self._placed([run.anchor if run.momentum is None else run.momentum for run in self._runs])
-        has = [run.momentum is not None for run in self._runs for _ in run.sizes]
-        return [one for one, wanted in zip(found, has, strict=True) if wanted]
+        return self._placed((run, run.momentum) for run in self._runs if run.momentum is not None)
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
@@ -181,43 +184,41 @@ class RareSync:
         self._engine.arrive()
         held = self.held()
         for run in self._runs:
-            here = held[run.first : run.first + len(run.sizes)]
+            here = run.among(held)
             own = torch.cat([one.flat for one in here])
             _put(here, run.anchor, run.sizes)
             run.anchor.copy_(own)
         self._engine.publish()
 
-    def _placed(self, tensors: Sequence[torch.Tensor]) -> list[Stretch]:
-        held, found = self.held(), []
-        for run, flat in zip(self._runs, tensors, strict=True):
-            here = held[run.first : run.first + len(run.sizes)]
-            parts = flat.split(run.sizes)
-            found += [replace(one, flat=part, home=None) for one, part in zip(here, parts, strict=True)]
+    def _placed(self, tensors: Iterable[tuple[_Run, torch.Tensor]]) -> list[Stretch]:
+        held, found = self.held(), list[Stretch]()
+        for run, flat in tensors:
+            parts = zip(run.among(held), flat.split(list(run.sizes)), strict=True)
+            found += [replace(one, flat=part, home=None) for one, part in parts]
         return found
-
-    def _new_momentum(self, run: Sequence[Stretch]) -> torch.Tensor | None:
-        if self.way != "diloco" or self._is_buffer(run):
-            return None
-        numel = sum(one.flat.numel() for one in run)
-        return torch.zeros(numel, dtype=run[0].flat.dtype, device=run[0].flat.device)
 
     def _is_buffer(self, run: Sequence[Stretch]) -> bool:
         return run[0].name in self._buffers
 
-    def _cut(self, held: Sequence[Stretch]) -> Iterator[tuple[int, list[Stretch]]]:
-        """Neighbours of one format and place that travel together, each with the place of the first."""
-        first, run, numel = 0, list[Stretch](), 0
-        for index, one in enumerate(held):
-            if run and (numel + one.flat.numel() > _AT_ONCE or self._kind(run[0]) != self._kind(one)):
-                yield first, run
-                first, run, numel = index, [], 0
-            run.append(one)
-            numel += one.flat.numel()
-        if run:
-            yield first, run
+    def _cut(self, held: Sequence[Stretch]) -> Iterator[list[int]]:
+        """Places of what travels together: of one format, and held by the same ranks.
 
-    def _kind(self, one: Stretch) -> tuple[object, ...]:
-        return one.flat.dtype, one.flat.device, one.name in self._buffers
+        What several ranks of a replica hold must be encoded alike on all of them, or their copies would part: a scale
+        covers neighbours, and ranks of tp have other parts of what is cut beside what they share.
+        """
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for place, one in enumerate(held):
+            kind = one.flat.dtype, one.flat.device, one.name in self._buffers, frozenset(one.deal.ranks)
+            kinds.setdefault(kind, []).append(place)
+        for places in kinds.values():
+            run, numel = list[int](), 0
+            for place in sorted(places, key=lambda place: held[place].name):
+                if run and numel + held[place].flat.numel() > _AT_ONCE:
+                    yield run
+                    run, numel = [], 0
+                run.append(place)
+                numel += held[place].flat.numel()
+            yield run
 
     def _refuse_unfit(self, held: Sequence[Stretch]) -> None:
         """CommError on all ranks, before anything travels, where weights of some are not finite."""
@@ -284,3 +285,9 @@ def rare_sync(model: nn.Module) -> RareSync | None:
     """Return how a model's replicas meet; None where they do so in every step."""
     kept = getattr(model, _ATTRIBUTE, None)
     return None if kept is None else kept.sync
+
+
+def anchored(model: nn.Module) -> AbstractContextManager[None]:
+    """Let a model be what its replicas had at their last meeting while inside; itself where they meet in every step."""
+    sync = rare_sync(model)
+    return nullcontext() if sync is None else sync.anchored()
