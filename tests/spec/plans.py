@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from weft.spec.plan import PLAN_FIELDS, Plan
 from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares
-from weft.spec.plan.plan_values import Kind, OneOf, PolicyOrBudget, Switch, Whole
+from weft.spec.plan.plan_values import Kind, OneOf, PolicyOrBudget, Switch, SyncEvery, Whole
 
 _budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB", "MB", "kib"])) | st.builds(
     "{}%".format, st.integers(1, 99)
@@ -39,6 +39,9 @@ def _values(kind: Kind) -> st.SearchStrategy:
             return st.dictionaries(st.sampled_from(kind.known), _shares).map(
                 lambda found: tuple(name + share for name, share in found.items())
             )
+        case SyncEvery():
+            ways = st.builds("{}:{}".format, st.sampled_from(["average", "diloco"]), st.integers(1, 999_999))
+            return st.just("step") | ways
     raise TypeError(f"draw values of {type(kind).__name__} here")
 
 
