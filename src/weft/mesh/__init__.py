@@ -23,7 +23,6 @@ __all__ = [
     "open_store",
     "pick_device",
     "library_settings",
-    "replica_mesh",
 ]
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     )
     from weft.mesh.places import members_of
     from weft.mesh.pulse import Pulse, Wait
-    from weft.mesh.replica_mesh import replica_mesh
 
 __getattr__ = loads(
     __name__,
@@ -64,6 +62,5 @@ __getattr__ = loads(
         "open_store": ".mesh",
         "pick_device": ".mesh",
         "library_settings": ".gpu_settings",
-        "replica_mesh": ".replica_mesh",
     },
 )

@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.errors import ModelError, WeftWarning
 from weft.memory import MOST_OF_HOST, Host, apply_recompute, offload_activations, offload_lines, open_host
-from weft.mesh import Mesh, replica_mesh
+from weft.mesh import Mesh
 from weft.parallel.batch_statistics import group_norms, watch_local_means
 from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn_of_uncompiled
 from weft.parallel.context import apply_context, context_of
@@ -56,7 +56,7 @@ def parallelize(
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
-    before, whole, mesh = originals_of(model), mesh, replica_mesh(mesh)
+    before, whole, mesh = originals_of(model), mesh, mesh.replica
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
     watch_indices(model)

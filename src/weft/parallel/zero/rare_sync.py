@@ -1,6 +1,6 @@
 """Replicas that meet only every H steps: what each trains by itself, and the outer step that joins them.
 
-Between two meetings a replica is a world of its own (`weft.mesh.replica_mesh`). At a meeting, with w_r the weights of
+Between two meetings a replica is a world of its own (`Mesh.replica`). At a meeting, with w_r the weights of
 replica r, R replicas, and the anchor that all of them started from:
 
     d       = mean over r of (anchor - w_r)         what travels, encoded where the plan's `compress` says so
@@ -30,7 +30,6 @@ from weft.errors import CommError
 from weft.mesh import Mesh
 from weft.parallel.local_tensors import Stretch
 from weft.parallel.placement import DataParallel
-from weft.spec.wires import sync_of
 
 #: Elements that travel at once: more would need as much memory again beside the masters.
 _AT_ONCE = 2**24
@@ -69,7 +68,7 @@ class RareSync:
     """
 
     def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
-        self.way, self.every = sync_of(mesh.plan.sync)
+        self.way, self.every = mesh.plan.sync_way, mesh.plan.sync_every
         self.outer_lr, self.outer_momentum = 0.7, 0.9
         self.since = self.meetings = 0
         self.meets_now = False

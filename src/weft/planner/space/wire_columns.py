@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 
 from weft.planner.space.columns import Columns
 from weft.spec import COMPRESSES, GATHERS, WIRES, WireSpec, wire_spec
+from weft.spec.plan import PLAN_FIELDS
 
 Array = NDArray[np.float64]
 #: The ways of gradients: to the ranks that divide them, and over dp_replicate.
 Way = Literal["shard", "replicas"]
+#: The code of sync=diloco in columns.
+_DILOCO, _ = PLAN_FIELDS["sync"].kind.encode("diloco:1")
 
 
 def wire_bytes(columns: Columns, numel: Array, own_bytes: float, way: Way = "shard") -> Array:
@@ -31,6 +34,24 @@ def wire_bytes(columns: Columns, numel: Array, own_bytes: float, way: Way = "sha
 
     plain, encoded = _of_rows(columns, of), _of_outer(columns, of)
     return np.where(_is_outer(columns, way), encoded, plain)
+
+
+def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
+    """Return bytes on the wire over dp_replicate: of gradients, or of weights where replicas meet rarely.
+
+    Args:
+        columns: the plans.
+        numel: how many.
+        own_bytes: of each gradient where nothing is encoded; weights are masters, of 4 bytes.
+    """
+    encoded = _of_outer(columns, lambda wire: wire.num_bytes(numel, 4.0))
+    weights = np.where(columns.compress > 0, encoded, numel * 4.0)
+    return np.where(columns.sync > 0, weights, wire_bytes(columns, numel, own_bytes, "replicas"))
+
+
+def outer_bytes(columns: Columns) -> Array:
+    """Return bytes per master that replicas keep which meet rarely: the anchor, and the momentum of an outer step."""
+    return np.where(columns.sync == 0, 0.0, np.where(columns.sync == _DILOCO, 8.0, 4.0))
 
 
 def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float) -> Array:

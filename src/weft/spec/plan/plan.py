@@ -38,7 +38,7 @@ from weft.spec.plan.plan_values import (
     refused,
 )
 from weft.spec.shares import CP_MODES, CP_WAYS
-from weft.spec.wires import COMPRESSES, GATHERS, WIRES
+from weft.spec.wires import COMPRESSES, GATHERS, WIRES, sync_of
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
@@ -225,6 +225,16 @@ class Plan:
     def microbatches_per_step(self) -> int:
         """Forward passes per optimizer step on one data-parallel rank."""
         return self.microbatches if self.pp > 1 else self.accumulation
+
+    @property
+    def sync_way(self) -> str:
+        """How replicas exchange what they learnt: "step", "average" or "diloco"."""
+        return sync_of(self.sync)[0]
+
+    @property
+    def sync_every(self) -> int:
+        """After how many steps they do so."""
+        return sync_of(self.sync)[1]
 
     @property
     def recompute_policy(self) -> str:

@@ -117,7 +117,7 @@ def resume_replicas(
 
 def _lost(since: int, replicas: int, more: str = "") -> str:
     """What does not come along where other replicas go on, as a line for people."""
-    learnt = [f"what each of them learnt in the {since} step{'s' * (since > 1)} since"] * bool(since)
+    learnt = [f"what each of them learnt in the {f'{since} steps' if since > 1 else 'step'} since"] * bool(since)
     parts = [*learnt, *([more] if more else []), "the optimizer states of all but the first"]
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
     start = f"the run goes on from the weights of the last meeting of {replicas} replicas"

@@ -18,7 +18,7 @@ from torch import nn
 
 from weft.comm import all_reduce
 from weft.data.batch import move_batch
-from weft.mesh import Mesh, replica_mesh
+from weft.mesh import Mesh
 from weft.monitor.times import Meter
 from weft.optim import LossScale, StepDecision, clip_factor
 from weft.parallel import ExpertBalance, Precision, TrainMode, data_parallel, drops_of, norm_groups_of, trust_loss
@@ -76,7 +76,7 @@ class TrainStep:
     ):
         self.model = model
         self.optimizer = optimizer
-        self.mesh, self._data = replica_mesh(mesh), mesh.data
+        self.mesh, self._data = mesh.replica, mesh.data
         mesh = self.mesh
         self.precision = Precision.of(mesh.plan)
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)

@@ -32,10 +32,11 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     sent = wire_columns.wire_bytes(columns, params, VALUE)
     reduce = pieces * clock.travel("reduce_scatter", sent / pieces, group, stride)
     # At zero=0 the ranks of dp_shard are replicas too, and one collective serves both.
-    alone = (columns.zero == 0) & (columns.compress == 0)
-    beside = wire_columns.wire_bytes(columns, params / group, VALUE, "replicas")
+    alone = (columns.zero == 0) & (columns.compress == 0) & (columns.sync == 0)
+    beside = wire_columns.replica_bytes(columns, params / group, VALUE)
     apart = np.where(alone, replicas, columns.dp_replicate)
-    reduce = reduce + pieces * clock.travel("all_reduce", beside / pieces, apart, stride * group)
+    across = pieces * clock.travel("all_reduce", beside / pieces, apart, stride * group)
+    reduce = reduce + across / columns.sync_every
     within = np.where(alone | (columns.zero > 0), 1.0, shard)
     reduce = reduce + pieces * clock.travel("all_reduce", sent / pieces, within, stride)
     reduce = reduce + _encoding(columns, clock, params, float(job.shape.hidden))
@@ -61,7 +62,8 @@ def _params(job: Job, columns: Columns, crowd: Crowd) -> tuple[Array, Array]:
 def _encoding(columns: Columns, clock: CrowdedLaws, params: Array, width: float) -> Array:
     """Gradients into what travels and back: a copy each, where a wire encodes them and somebody is there to send to."""
     encodes = (wire_columns.copy_bytes(columns, VALUE) > 0) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
-    return np.where(encodes, 2 * clock.of("copy", params / width, width), 0.0)
+    every = np.where(columns.reduce == 0, columns.sync_every, 1)  # `compress` alone encodes what meets rarely
+    return np.where(encodes, 2 * clock.of("copy", params / width, width) / every, 0.0)
 
 
 def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends: Array, m: Array) -> Array:
@@ -81,8 +83,10 @@ def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends:
         gather = gather + np.where(columns.gather > 0, clock.of("copy", params / units * (1 + 1 / group) / h, h), 0.0)
         sent = wire_columns.wire_bytes(columns, params / units, VALUE)
         reduce = clock.travel("reduce_scatter", sent, group, stride) + moved
-        beside = wire_columns.wire_bytes(columns, params / units / group, VALUE, "replicas")
-        reduce = reduce + clock.travel("all_reduce", beside, columns.dp_replicate, stride * group)
+        beside = wire_columns.replica_bytes(columns, params / units / group, VALUE)
+        across = clock.travel("all_reduce", beside, columns.dp_replicate, stride * group)
+        reduce = reduce + np.where(columns.sync > 0, 0.0, across)
+        total = total + np.where(columns.sync > 0, units * across / columns.sync_every, 0.0)
         reduce = reduce + _encoding(columns, clock, params / units, h)
         total = total + units * (gather * again * np.where(once, 1.0, m) + reduce * np.where(once, 1.0, m))
     return total
