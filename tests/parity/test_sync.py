@@ -16,6 +16,7 @@ import torch
 import weft
 from tests.parity.cases import LLAMA
 from weft.comm import Ledger
+from weft.errors import CommError, ModelError
 from weft.mesh import build_mesh
 from weft.optim import clip_factor, global_norm
 from weft.parallel import data_parallel, parallelize
@@ -301,3 +302,95 @@ def test_meetings_fall_on_the_same_steps_where_replicas_met_in_every_step_before
     ours, theirs = loaded[0], loaded[1]
     assert all(torch.equal(ours[2][name], theirs[2][name]) for name in ours[2])
     assert any(not torch.equal(ours[1][name], ours[2][name]) for name in ours[1])
+
+
+def sent_in_each_step(plan_text: str, num_steps: int) -> list[int]:
+    """Bytes of each step that go over dp_replicate."""
+    ledger, plan = Ledger(), Plan.parse(plan_text)
+    mesh = build_mesh(plan, record=ledger.record)
+    model = parallelize(CASE.model(), mesh)
+    step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward)
+    totals = [_over_replicas(ledger)]
+    for index in range(num_steps):
+        step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
+        totals.append(_over_replicas(ledger))
+    return [after - before for before, after in zip(totals, totals[1:], strict=False)]
+
+
+def _over_replicas(ledger: Ledger) -> int:
+    return sum(found.num_bytes for axis, _, found in ledger.rows() if "dp_replicate" in axis or axis == "world")
+
+
+def test_between_meetings_replicas_exchange_the_numbers_of_a_step_alone(ranks4):
+    plan = "dp_replicate=2 dp_shard=2 zero=1"
+    plain = ranks4.run(sent_in_each_step, plan, 2)[0]
+    exact = ranks4.run(sent_in_each_step, f"{plan} sync=diloco:3", 6)[0]
+    coded = ranks4.run(sent_in_each_step, f"{plan} sync=diloco:3 compress=int8", 6)[0]
+    for found in (exact, coded):
+        assert found[:2] == found[3:5] == [40, 40]
+        assert found[2] == found[5]
+    assert 0.9 * plain[1] < exact[2] < 1.1 * plain[1]
+    assert coded[2] < 0.5 * exact[2] / 1.5
+
+
+def lead_apart(plan_text: str, spoils: int) -> tuple[list[str | None], list[bool], str]:
+    """Why steps were left out, whether the replica's weights moved, and what a meeting of unfit weights says."""
+    plan = Plan.parse(plan_text)
+    mesh = build_mesh(plan)
+    model = parallelize(CASE.model(), mesh)
+    spoilt: list[float] = []
+
+    def loss(output, batch):
+        loss_sum, number = CASE.loss(output, batch)
+        return (loss_sum * spoilt.pop() if spoilt else loss_sum), number
+
+    step = TrainStep(model, CASE.optimizer_of(model), loss, mesh, forward=CASE.forward)
+    why, moved = [], []
+    for index in range(2):
+        before = {name: one.clone() for name, one in data_parallel(model).held_weights().items()}
+        if index == 1 and mesh.rank == spoils:
+            spoilt.append(float("nan"))
+        why.append(step(local_microbatches(CASE.batch(index), plan, mesh.data.rank)).skipped)
+        after = data_parallel(model).held_weights()
+        moved.append(any(not torch.equal(one, after[name]) for name, one in before.items()))
+    if mesh.rank == spoils:
+        next(iter(data_parallel(model).held_weights().values())).fill_(torch.inf)
+    anchors = [one.flat.clone() for one in rare_sync(model).anchors()]
+    with pytest.raises(CommError) as caught:
+        rare_sync(model).after_step()
+    assert all(torch.equal(one.flat, was) for one, was in zip(rare_sync(model).anchors(), anchors, strict=True))
+    return why, moved, str(caught.value)
+
+
+def test_a_replica_that_goes_wrong_is_told_to_all_and_spoils_no_other(ranks2):
+    first, second = ranks2.run(lead_apart, "dp_replicate=2 sync=average:3", 1)
+    assert first == ([None, "1 of 2 replicas left it out"], [True, True], second[2])
+    assert second[:2] == ([None, "1 of 2 replicas left it out, this one for: loss is nan"], [True, False])
+    assert first[2] == (
+        "sync=average:3: weights of rank 1 are not finite, and nothing was exchanged. Resume from the last checkpoint "
+        "with a lower learning rate."
+    )
+
+
+def own_loop(plan_text: str) -> list[str]:
+    said = []
+    mesh = build_mesh(Plan.parse(plan_text))
+    model = parallelize(CASE.model(), mesh)
+    optimizer = CASE.optimizer_of(model)
+    for _ in range(2):
+        with pytest.raises(ModelError) as caught:
+            loss_sum, number = CASE.loss(CASE.forward(model, CASE.batch(0)), CASE.batch(0))
+            (loss_sum / number).backward()
+            optimizer.step()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("inside", ["dp_shard=1", "dp_shard=2 zero=3"])
+def test_a_loop_of_ones_own_is_refused(inside, ranks2, ranks4):
+    pool = ranks2 if "1" in inside else ranks4
+    for said in pool.run(own_loop, f"dp_replicate=2 {inside} sync=diloco:5"):
+        assert set(said) == {
+            "sync=diloco:5: backward() came outside of a train step, which alone counts the steps until replicas meet. "
+            "Use run.train_step, or sync=step."
+        }
