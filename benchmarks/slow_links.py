@@ -2,8 +2,8 @@
 
 Hosts are network and process namespaces. Each has one interface, limited to a rate by a token bucket, and a bridge
 joins them; ranks of one host reach each other over its own loopback interface or shared memory. What leaves a host is
-read from its interface, so bytes are exact however busy the machine is. Seconds are those of the slowest rank. Figures are
-medians, and of plans with sync= means over whole rounds: give --turns as a multiple of their steps.
+read from its interface, so bytes are exact however busy the machine is. Seconds are those of the slowest rank.
+Figures are medians, and of plans with sync= means over whole rounds: give --turns as a multiple of their steps.
 
     sudo python benchmarks/slow_links.py [--rates 100mbit,1gbit] [--hosts 2] [--ranks 2] [--turns 7] [--only ddp,weft]
 
