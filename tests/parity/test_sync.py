@@ -7,6 +7,7 @@ and takes the outer step by its equations.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable
 
@@ -314,7 +315,7 @@ def sent_in_each_step(plan_text: str, num_steps: int) -> list[int]:
     for index in range(num_steps):
         step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
         totals.append(_over_replicas(ledger))
-    return [after - before for before, after in zip(totals, totals[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(totals)]
 
 
 def _over_replicas(ledger: Ledger) -> int:
@@ -372,6 +373,12 @@ def test_a_replica_that_goes_wrong_is_told_to_all_and_spoils_no_other(ranks2):
     )
 
 
+def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss_sum, number = CASE.loss(CASE.forward(model, CASE.batch(0)), CASE.batch(0))
+    (loss_sum / number).backward()
+    optimizer.step()
+
+
 def own_loop(plan_text: str) -> list[str]:
     said = []
     mesh = build_mesh(Plan.parse(plan_text))
@@ -379,9 +386,7 @@ def own_loop(plan_text: str) -> list[str]:
     optimizer = CASE.optimizer_of(model)
     for _ in range(2):
         with pytest.raises(ModelError) as caught:
-            loss_sum, number = CASE.loss(CASE.forward(model, CASE.batch(0)), CASE.batch(0))
-            (loss_sum / number).backward()
-            optimizer.step()
+            by_hand(model, optimizer)
         said.append(str(caught.value))
     return said
 

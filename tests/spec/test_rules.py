@@ -49,6 +49,12 @@ CASES = [
     ("compress-state-over-shard", "dp_shard=2 zero=3 compress=block8", Facts(),
      "compress=block8: it keeps what it rounds off, a whole gradient on every rank, which zero=3 has no room for. "
      "Use compress=int8, which keeps nothing, or dp_replicate=2 or more.", "dp_shard=2 zero=3 compress=int8"),
+    ("gather-differences-zero", "dp_shard=2 zero=3 gather=diff4", Facts(),
+     "gather=diff4: zero=3 keeps no weights to which a difference could be sent. Use gather=int8, or use zero=1.",
+     "dp_shard=2 zero=3 gather=int8"),
+    ("gather-differences-alone", "dp_shard=2 zero=1 offload=optimizer gather=diff4", Facts(),
+     "gather=diff4: differences to masters on the host are not built. Leave gather or offload=optimizer out.",
+     "dp_shard=2 zero=1 offload=optimizer"),
     ("sync-needs-replicas", "dp_shard=2 zero=1 sync=diloco:50", Facts(),
      "sync=diloco:50: dp_replicate is 1, so there are no replicas to meet. "
      "Leave sync out, or use dp_replicate=2 or more.", "dp_shard=2 zero=1"),

@@ -90,8 +90,16 @@ def _low_rank(rank: int) -> WireSpec:
     )
 
 
-#: What weights may travel as under zero=3: `comm/wire/row_codes.py` has the codec, whose bytes are those of the wire.
-GATHERS = ("none", "int8")
+#: What weights may travel as: under zero=3 as `comm/wire/row_codes.py` encodes them, and under zero=1 and 2 as
+#: differences; in the bytes of these wires.
+_GATHER_WIRES = {"int8": "int8", "diff4": "int4"}
+GATHERS = ("none", *_GATHER_WIRES)
+
+
+def gather_wire(name: str) -> WireSpec:
+    """Return the wire that has the bytes of one of GATHERS."""
+    return wire_spec(_GATHER_WIRES[name])
+
 
 #: When replicas exchange what they learnt: gradients in every step, or weights after so many: their average, or by
 #: DiLoCo's outer step.

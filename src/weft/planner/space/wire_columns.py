@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from weft.planner.space.columns import Columns
 from weft.spec import COMPRESSES, GATHERS, WIRES, WireSpec, wire_spec
 from weft.spec.plan import PLAN_FIELDS
+from weft.spec.wires import gather_wire
 
 Array = NDArray[np.float64]
 #: The ways of gradients: to the ranks that divide them, and over dp_replicate.
@@ -65,7 +66,7 @@ def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float) -> Ar
     found = numel * own_bytes
     for code in np.unique(columns.gather):
         if code:
-            found = np.where(columns.gather == code, wire_spec(GATHERS[int(code)]).num_bytes(numel), found)
+            found = np.where(columns.gather == code, gather_wire(GATHERS[int(code)]).num_bytes(numel), found)
     return found
 
 

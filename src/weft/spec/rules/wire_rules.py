@@ -19,10 +19,40 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="gather-needs-zero3",
         field="gather",
-        reason="gather says what weights travel as where zero=3 gathers them; other stages keep whole weights.",
-        predicate=lambda plan, facts: plan.gather != "none" and plan.zero != 3,
+        reason="gather=int8 says what weights travel as where zero=3 gathers them; other stages keep whole weights.",
+        predicate=lambda plan, facts: plan.gather not in ("none", "diff4") and plan.zero != 3,
         finding=lambda plan, facts: f"zero={plan.zero} gathers no weights before it uses them",
         remedy=lambda plan, facts: "Leave gather out, or use zero=3",
+        fix=lambda plan, facts: plan.replace(gather="none"),
+    ),
+    Rule(
+        name="gather-differences-zero",
+        field="gather",
+        reason="gather=diff4 sends differences to weights that ranks keep, as zero=1 and 2 do that send new ones.",
+        predicate=lambda plan, facts: plan.gather == "diff4" and plan.zero not in (1, 2),
+        finding=lambda plan, facts: (
+            "zero=3 keeps no weights to which a difference could be sent"
+            if plan.zero == 3
+            else "zero=0 sends gradients and no weights"
+        ),
+        remedy=lambda plan, facts: f"{'Use gather=int8' if plan.zero == 3 else 'Leave gather out'}, or use zero=1",
+        fix=lambda plan, facts: plan.replace(gather="int8" if plan.zero == 3 else "none"),
+    ),
+    Rule(
+        name="gather-differences-alone",
+        field="gather",
+        reason="Differences of weights to masters on the host, or of replicas that meet rarely, are not built.",
+        predicate=lambda plan, facts: (
+            plan.gather == "diff4" and (plan.offload_share("optimizer") > 0 or plan.sync != "step")
+        ),
+        finding=lambda plan, facts: (
+            f"differences under sync={plan.sync} are not built"
+            if plan.sync != "step"
+            else "differences to masters on the host are not built"
+        ),
+        remedy=lambda plan, facts: (
+            "Leave gather out, or use sync=step" if plan.sync != "step" else "Leave gather or offload=optimizer out"
+        ),
         fix=lambda plan, facts: plan.replace(gather="none"),
     ),
     Rule(

@@ -274,8 +274,13 @@ class ScriptState:
         Call `update()` after each step, and evaluate inside of `with ema.swapped():`. `save` and `load` take it.
 
         Raises:
-            ModelError: where replicas meet rarely: each would average weights of its own.
+            ModelError: where replicas meet rarely: each would average weights of its own. Under gather=diff4.
         """
+        if self.mesh.plan.gather == "diff4":
+            raise ModelError(
+                "gather=diff4: averages would be encoded as differences each time that they change places with the "
+                "weights, and change the training. Leave run.ema out, or gather."
+            )
         if self.mesh.plan.sync != "step":
             raise ModelError(
                 f"sync={self.mesh.plan.sync}: an average of weights would be another one on each replica. Leave "

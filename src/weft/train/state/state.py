@@ -24,7 +24,7 @@ from weft.optim import build_optimizer, exact_moment, freeze
 from weft.parallel import DataParallel, data_parallel
 from weft.parallel.local_tensors import SavedTensor, Stretch
 from weft.parallel.placement import pieces_allowed
-from weft.parallel.zero import carried_here, load_carried, rare_sync
+from weft.parallel.zero import carried_here, load_carried, rare_sync, seen_stretches, take_seen
 from weft.spec.config import OptimizerSection
 from weft.train.state.base import check_base, names_left_out
 from weft.train.state.replicas import SavedReplicas, counts_here, replica_stretches, resume_replicas
@@ -111,6 +111,7 @@ def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Save
         return
     yield from written("model", (one for one in engine.stretches() if one.name not in left_out), engine)
     yield from written("optimizer", engine.state_stretches(optimizer), engine)
+    yield from written("seen", seen_stretches(engine), engine)
     yield from written("owed", engine.debts.stretches(), engine)
     yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
 
@@ -206,6 +207,7 @@ def resume(
     told, states = resume_replicas(model, optimizer, SavedReplicas(checkpoint, GroupSource))
     engine.load_states(optimizer, states)
     _match_formats(optimizer)
+    take_seen(engine, GroupSource(checkpoint, "seen"))
     told += load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
     return [*told, *engine.debts.take(GroupSource(checkpoint, "owed"))]
 
