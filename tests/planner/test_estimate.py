@@ -19,7 +19,7 @@ from weft.planner.space.stack import Stack
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import decoder_spec
 from weft.spec.plan import RECOMPUTES, SCHEDULES
-from weft.spec.wires import COMPRESSES
+from weft.spec.wires import COMPRESSES, GATHERS
 from weft.testing.matrix import legal, sample
 
 SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
@@ -203,6 +203,17 @@ def test_a_meeting_in_int8_sends_a_quarter():
     alone = estimate(JOB, CLUSTER, Columns.make(2, dp_shard=8, zero=1), TABLES).terms["dp_exposed"]
     ratio = (coded.terms["dp_exposed"] - alone) / (plain.terms["dp_exposed"] - alone)
     assert ratio == pytest.approx(0.252, rel=0.05)
+
+
+def test_differences_of_weights_travel_in_an_eighth_beside_masters_of_their_own():
+    columns = Columns.make(2, dp_shard=8, zero=1, precision=0)
+    slow = replace(JOB, stack=Stack(overlap_grads=False, overlap_params=False))
+    coded = columns.with_arrays(gather=np.full(2, GATHERS.index("diff4"), np.uint8))
+    plain, found = estimate(slow, CLUSTER, columns, TABLES), estimate(slow, CLUSTER, coded, TABLES)
+    assert (found.terms["dp_exposed"] < 0.8 * plain.terms["dp_exposed"]).all()
+    masters = found.memory["optimizer"] - plain.memory["optimizer"]
+    assert masters == pytest.approx(found.memory["parameters"] / 8)
+    assert (found.memory["gradients"] == plain.memory["gradients"]).all()
 
 
 def test_every_legal_plan_gets_an_estimate():

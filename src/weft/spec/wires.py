@@ -61,10 +61,10 @@ def register(wire: WireSpec) -> WireSpec:
 
 
 def wire_spec(name: str) -> WireSpec:
-    """Return the wire of that name; of `powersgd:4` the one of that rank."""
+    """Return the wire of that name, or of one of GATHERS; of `powersgd:4` the one of that rank."""
     if name not in _KNOWN and (rank := rank_of(name)) is not None:
         register(_low_rank(rank))
-    return _KNOWN[name]
+    return _KNOWN["int4" if name == GATHERS[2] else name]
 
 
 #: Low rank, whose name ends with the rank: more than so much would send more than int8 of usual matrices.
@@ -91,15 +91,8 @@ def _low_rank(rank: int) -> WireSpec:
 
 
 #: What weights may travel as: under zero=3 as `comm/wire/row_codes.py` encodes them, and under zero=1 and 2 as
-#: differences; in the bytes of these wires.
-_GATHER_WIRES = {"int8": "int8", "diff4": "int4"}
-GATHERS = ("none", *_GATHER_WIRES)
-
-
-def gather_wire(name: str) -> WireSpec:
-    """Return the wire that has the bytes of one of GATHERS."""
-    return wire_spec(_GATHER_WIRES[name])
-
+#: differences, in the bytes of int4.
+GATHERS = ("none", "int8", "diff4")
 
 #: When replicas exchange what they learnt: gradients in every step, or weights after so many: their average, or by
 #: DiLoCo's outer step.

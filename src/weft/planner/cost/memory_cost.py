@@ -284,7 +284,7 @@ def _states(job: Job, columns: Columns, shares: Shares, trained: Shares, late: N
         gradients += count * each / np.where(_whole_gradients(job, columns), 1.0, size)
         carried += count * wire_columns.state_bytes(columns)
         kept = np.where((zero == 3) & ~full32, main - master, main)
-        kept = kept + wire_columns.outer_bytes(columns)
+        kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.apart_bytes(columns), 0.0)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
     # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
     gone = ((zero == 3) & ~late & (columns.num_micro == 1)) | (stack.travel_once & stays_loose(columns) & ~late)

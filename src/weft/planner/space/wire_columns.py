@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from weft.planner.space.columns import Columns
 from weft.spec import COMPRESSES, GATHERS, WIRES, WireSpec, wire_spec
 from weft.spec.plan import PLAN_FIELDS
-from weft.spec.wires import gather_wire
 
 Array = NDArray[np.float64]
 #: The ways of gradients: to the ranks that divide them, and over dp_replicate.
@@ -50,6 +49,11 @@ def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
     return np.where(columns.sync > 0, weights, wire_bytes(columns, numel, own_bytes, "replicas"))
 
 
+def apart_bytes(columns: Columns) -> Array:
+    """Return bytes per master that lies beside the weight which differences bring to it, where both are fp32."""
+    return np.where(columns.gather == GATHERS.index("diff4"), 4.0, 0.0)
+
+
 def outer_bytes(columns: Columns) -> Array:
     """Return bytes per master that replicas keep which meet rarely: the anchor, and the momentum of an outer step."""
     return np.where(columns.sync == 0, 0.0, np.where(columns.sync == _DILOCO, 8.0, 4.0))
@@ -66,7 +70,7 @@ def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float) -> Ar
     found = numel * own_bytes
     for code in np.unique(columns.gather):
         if code:
-            found = np.where(columns.gather == code, gather_wire(GATHERS[int(code)]).num_bytes(numel), found)
+            found = np.where(columns.gather == code, wire_spec(GATHERS[int(code)]).num_bytes(numel), found)
     return found
 
 

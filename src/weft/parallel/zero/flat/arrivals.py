@@ -20,7 +20,6 @@ from weft.comm.wire import find_wire
 from weft.models.adapters import adapted
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.private_torch import uncompiled
-from weft.spec.wires import gather_wire
 from weft.structure import become, hugging_face, layers, repeated_blocks
 
 
@@ -78,7 +77,7 @@ class Arrival:
             found.wait()
 
 
-class Difference:
+class WeightDifference:
     """A bucket's weights on their way to its masters, in place of a gather, under gather=diff4.
 
         seen += D(E(master - seen))
@@ -90,7 +89,7 @@ class Difference:
 
     @torch.no_grad()
     def __init__(self, bucket: Bucket):
-        self._wire, self._bucket = find_wire(gather_wire("diff4").name), bucket
+        self._wire, self._bucket = find_wire("diff4"), bucket
         step = bucket.master.detach() - bucket.weights[bucket.own].to(bucket.master.dtype)
         codes, _ = self._wire.encode(step.view(1, -1), None)
         self._pending = start_all_gather(codes.view(-1), bucket.over.shard)
@@ -146,7 +145,7 @@ class Arrivals:
         """Let a bucket's masters travel into the weights of all ranks. A collective over its shard axis."""
         own = bucket.weights[bucket.own]
         if bucket.differs and self.is_step:
-            bucket.arriving = Difference(bucket)
+            bucket.arriving = WeightDifference(bucket)
             self._waiting.append(bucket)
             return
         if bucket.host is not None:

@@ -27,7 +27,6 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     replicas = columns.dp_replicate * np.where(columns.zero > 0, 1.0, shard)
     stride = columns.tp
     m = columns.num_micro.astype(float)
-    whole = params * VALUE
     pieces = np.maximum(1.0, np.ceil(params / (bucket_bytes("cpu") // 4)))
     sent = wire_columns.wire_bytes(columns, params, VALUE)
     reduce = pieces * clock.travel("reduce_scatter", sent / pieces, group, stride)
@@ -40,8 +39,12 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     within = np.where(alone | (columns.zero > 0), 1.0, shard)
     reduce = reduce + pieces * clock.travel("all_reduce", sent / pieces, within, stride)
     reduce = reduce + _encoding(columns, clock, params, float(job.shape.hidden))
+    whole = wire_columns.weight_bytes(columns, params, VALUE)
     gather = pieces * clock.travel("all_gather", whole / pieces, group, stride)
-    flat = reduce + gather
+    # Each rank encodes the differences of its part, and decodes those of all.
+    width = float(job.shape.hidden)
+    coded = clock.of("copy", params * (1 + 1 / group) / width, width)
+    flat = reduce + gather + np.where((columns.gather > 0) & (group > 1), coded, 0.0)
     travel = np.where(columns.zero == 3, _sharded(job, columns, clock, dense, ends, m), flat)
     own = params / group
     added = np.where(columns.zero == 3, own, params)
