@@ -73,6 +73,37 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {}),
     "phi": ("PhiConfig", "PhiForCausalLM", _KV),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"num_key_value_heads": 4}),
+    "glm": ("GlmConfig", "GlmForCausalLM", {**_KV, "head_dim": 4}),  # rotates neighbouring features
+    "deepseek_v3": (  # latent attention: layers that stay whole come before the cut ones, and a key that heads share
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 2,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 3,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "gpt_oss": (  # a sink for each head, which is cut with the heads
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            **_KV,
+            "head_dim": 4,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "experts_implementation": "eager",
+            "attn_implementation": "eager",
+            "sliding_window": 4,
+        },
+    ),
+    "bloom": (  # attention that stays whole, since it reads biases of all heads
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    ),
     "bert": ("BertConfig", "BertForMaskedLM", _NO_DROP),
     "vit": (
         "ViTConfig",

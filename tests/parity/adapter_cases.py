@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.parity.cases import GPT2, LLAMA, cases
+from tests.parity.families import FAMILIES, FamilyCase, shape_of
 from tests.parity.moe_cases import MOE, MoECase
 from tests.parity.plans import Subject
 from weft.models.adapters import add_adapter
@@ -47,13 +48,14 @@ class AdapterCase:
 def adapter_subjects() -> dict[str, Subject]:
     """By name: what differs in how layers are cut (heads, shared keys, transposed and fused weights, experts)."""
     chosen = cases()
-    experts = MoECase(MOE, num_steps=3)
+    experts, latent = MoECase(MOE, num_steps=3), FAMILIES["deepseek-v3"]
     return {
         "decoder-lora": Subject(AdapterCase(chosen["decoder"]), LLAMA),
         "decoder-dora": Subject(AdapterCase(chosen["decoder"], kind="dora"), LLAMA),
         "hf-qwen2-dora": Subject(AdapterCase(chosen["hf-qwen2"], kind="dora"), LLAMA),
         "hf-gpt2-dora": Subject(AdapterCase(chosen["hf-gpt2"], kind="dora"), GPT2),
         "hf-gpt2-some": Subject(AdapterCase(chosen["hf-gpt2"], kind="rslora", targets=("c_attn", "h.1.mlp.*")), GPT2),
+        "hf-latent-dora": Subject(AdapterCase(FamilyCase("deepseek-v3"), kind="dora"), shape_of(latent)),
         "experts": Subject(AdapterCase(experts, kind="rslora"), MOE),
     }
 
@@ -64,4 +66,5 @@ def dropping_subjects() -> dict[str, Subject]:
     return {
         "drop-lora": Subject(AdapterCase(chosen["decoder"], dropout=0.3), LLAMA),
         "drop-dora": Subject(AdapterCase(chosen["hf-gpt2"], kind="dora", dropout=0.3), GPT2),
+        "drop-latent": Subject(AdapterCase(FamilyCase("deepseek-v3"), dropout=0.3), shape_of(FAMILIES["deepseek-v3"])),
     }

@@ -84,6 +84,22 @@ FAMILIES: dict[str, Family] = {
         # The grouped matrix product that transformers prefers refuses float64.
         {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
     ),
+    "deepseek-v3": Family(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        # Latent attention, without experts: layers that stay whole, and a key for all heads, come before cut layers.
+        {
+            **_SIZES,
+            "num_key_value_heads": HEADS,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 2,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 3,
+            "first_k_dense_replace": LAYERS,
+        },
+        kv_heads=HEADS,
+    ),
     "bert": Family(
         "BertForMaskedLM",
         "BertConfig",

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from tests.parallel.tensor_cases import LLAMA, build
 from weft.errors import LayoutError, PlanError
 from weft.models import build_decoder
-from weft.parallel.tensor.cut_tensors import check_layout
+from weft.parallel.tensor.read_layout import check_layout, read_own
 from weft.spec.layout import Layout
 from weft.structure import explain_layout, find_layout, hugging_face
 from weft.structure.feature_flow import follow_reshape
-from weft.structure.layout_trace import trace_layout
+from weft.structure.layouts.layout_trace import trace_layout
 
 FOUND = {
     "gpt2": "transformer.wte=vocab transformer.h.*.attn.c_attn=colwise:3 transformer.h.*.attn.c_proj=rowwise "
@@ -46,6 +46,24 @@ def test_an_encoder_decoder_is_traced_with_the_inputs_of_both_halves():
         assert f"model.{half}.layers.*.{attention}.out_proj=rowwise" in text
     assert "model.decoder.embed_tokens=vocab" in text
     assert "proj_out=vocab" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("deepseek_v3", "model.layers.*.self_attn.{q_a_proj,q_a_layernorm,kv_a_proj_with_mqa,kv_a_layernorm}=partial "
+         "model.layers.*.self_attn.{q_b_proj,kv_b_proj}=colwise"),
+        ("gpt_oss", "model.layers.*.self_attn.{q_proj,k_proj,v_proj,sinks}=colwise"),
+        ("glm", "model.layers.*.self_attn.{q_proj,k_proj,v_proj}=colwise"),
+    ],
+)  # fmt: skip
+def test_attention_is_cut_with_what_its_heads_share_and_have_for_themselves(name, cut):
+    found = find_layout(build(name)).format()
+    assert f"{cut} model.layers.*.self_attn.o_proj=rowwise" in found
+
+
+def test_attention_that_reads_biases_of_all_heads_stays_whole():
+    assert "self_attention" not in find_layout(build("bloom")).format()
 
 
 def test_both_towers_of_a_model_of_images_and_text_are_cut():
@@ -240,6 +258,16 @@ def test_layouts_that_do_not_fit(layout, text):
     with pytest.raises(LayoutError) as caught:
         check_layout(build_decoder(LLAMA, device="meta"), Layout.parse(layout), 2)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("style", ["rowwise", "vocab", "colwise:2"])
+def test_a_parameter_by_itself_is_cut_by_heads_or_not_at_all(style):
+    model, layout = build("gpt_oss"), f"model.layers.*.self_attn.q_proj=colwise model.layers.*.self_attn.sinks={style}"
+    with pytest.raises(LayoutError) as caught:
+        read_own(Layout.parse(layout), dict(model.named_modules()))
+    assert str(caught.value) == (
+        f"model.layers.0.self_attn.sinks={style}: a parameter is colwise, partial or replicate. Use one."
+    )
 
 
 def test_a_published_plan_that_leaves_out_norms_of_heads_is_not_believed():

@@ -151,15 +151,16 @@ class _Begin:
 
 
 class DropSite:
-    """Where one module drops. path: its name. cuts_tokens: there each rank of tp has a part of the tokens."""
+    """Where one module drops. path: its name."""
 
-    def __init__(self, drops: Drops, path: str, cuts_tokens: bool):
+    def __init__(self, drops: Drops, path: str):
         self.calls = 0
         self.keys: Tensor | None = None  # of the first calls, for compiled blocks
         self.handle = Handle()  # of attention, for compiled blocks
         self._drops = drops  # None once the module went through a pickle: then it is a plain one
         self._path = path
-        self._cuts_tokens = cuts_tokens
+        self._cuts_tokens = drops.part.sees_cut_tokens(path)  # each rank of tp has a part of them
+        self._sees_all = drops.part.sees_all(path)
 
     @property
     def is_plain(self) -> bool:
@@ -205,13 +206,13 @@ class DropSite:
         drops = self._drops
         places = [torch.arange(size, device=x.device) for size in x.shape]
         places[0] = drops.samples(x.shape[0], x.device)
-        is_inside = drops.part.is_open
+        is_inside = drops.part.is_open and not self._sees_all
         if is_inside:
             own = 1 if x.ndim > 3 else x.ndim - 1
             places[own] = places[own] + drops.part.axis.rank * x.shape[own]
-        if x.ndim == 3:
+        if x.ndim == 3 or (x.ndim == 4 and x.shape[1] == 1):  # what all heads share has a dim for them
             is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
-            places[1] = drops.tokens(x.shape[1], is_cut, x.device)
+            places[x.ndim - 2] = drops.tokens(x.shape[-2], is_cut, x.device)
         return torch.where(kept_at(key, places, rate), x * (1.0 / (1.0 - rate)), 0.0)
 
     def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:
@@ -347,7 +348,7 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | Non
     by_module: dict[nn.Module, DropSite] = {}
     for path, module in found.items():
         kind = PositionDropout if _is_dropout(module) else FunctionalDropout
-        site = DropSite(drops, path, part is not None and part.sees_cut_tokens(path))
+        site = DropSite(drops, path)
         become(module, kind, site=site)
         by_module[module] = site
         drops.sites.append(site)

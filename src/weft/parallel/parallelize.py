@@ -23,6 +23,7 @@ from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero import build_engine, meet_rarely
 from weft.spec import Layout
 from weft.structure import repeated_blocks
+from weft.structure.layouts import expect_parts_named
 
 
 def parallelize(
@@ -87,8 +88,10 @@ def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str,
     plan, tensor_layout = mesh.plan, layout
     if plan.pp > 1:
         expect_experts(model, layout, plan.ep)
-    if plan.tp > 1 and (plan.pp > 1 or plan.sp):
-        # Of the whole model: a stage alone cannot be traced, and lacks modules that the layout names.
+    if plan.tp > 1 and layout is not None:
+        expect_parts_named(model, layout)
+    if plan.tp > 1:
+        # Of the model as it came: a stage alone, or experts that are spread over ranks, cannot be traced.
         tensor_layout = check_whole_model(model, mesh, layout)
     stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     pipeline = pipeline_of(model)

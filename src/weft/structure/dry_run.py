@@ -44,7 +44,10 @@ def call_without_numbers(
     meta = {name: _on_meta(tensor.detach(), dtype or tensor.dtype) for name, tensor in named}
     args, kwargs = as_arguments(moved)
     try:
-        with _unchanged(model), torch.no_grad(), torch.device("meta"), _layer_by_layer(), mode:
+        with (
+            _unchanged(model), hugging_face.experts_at_once(model), torch.no_grad(), torch.device("meta"),
+            _layer_by_layer(), mode,
+        ):  # fmt: skip
             model.eval()
             return torch.func.functional_call(model, meta, args, kwargs, tie_weights=True)
     except Exception as error:  # the model's own code, called with what it may not expect

@@ -26,6 +26,9 @@ _POINTWISE = frozenset((
     "minimum", "nan_to_num", "logical_not", "_to_copy", "alias",
 ))  # fmt: skip
 _SUMS = frozenset(("mean", "sum", "var", "amax", "amin", "norm"))
+#: What they give has a shape of its own, and nothing of the numbers.
+_FRESH = frozenset(("new_empty", "new_zeros", "new_ones", "new_full"))
+_ALIKE = frozenset(("empty_like", "zeros_like", "ones_like", "full_like"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +45,22 @@ class Mark:
 
 
 class FeatureFlow(TorchFunctionMode):
-    """Marks of all tensors of one forward. `inside` is true in a layer whose own operations are of no interest."""
+    """Marks of all tensors of one forward. `inside` is true in a layer whose own operations are of no interest.
+
+    broken: why a layer cannot be cut. alone: those of them whose features met by themselves, and not with another's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.inside = False
         self.broken: dict[str, str] = {}
+        self.alone: set[str] = set()
         self.segments: dict[str, set[tuple[int, int]]] = {}
         self.together: list[frozenset[str]] = []
         self.counts: dict[str, int] = {}
         self._marks: dict[int, tuple[torch.Tensor, Mark]] = {}  # the tensors are kept, so that ids stay theirs
+        self._fresh: dict[int, tuple[torch.Tensor, set[int]]] = {}  # made to be filled; dims that say nothing so far
+        self._views: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = {}  # of fresh tensors, and their indices
 
     def mark(self, tensor: torch.Tensor, mark: Mark) -> None:
         """From here this tensor carries these features."""
@@ -62,14 +71,16 @@ class FeatureFlow(TorchFunctionMode):
                 self.segments.setdefault(source, set()).add(mark.segment)
 
     def of(self, value: Any) -> Mark | None:
-        """The features that a value carries."""
+        """The features that a value carries; None where their layers are known to stay whole on every rank."""
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
-        return found[1] if found is not None else None
+        return found[1] if found is not None and not found[1].sources <= self.alone else None
 
-    def end(self, mark: Mark, reason: str) -> None:
-        """These features meet others: their layers cannot be cut."""
+    def end(self, mark: Mark, reason: str, alone: bool = True) -> None:
+        """These features meet others: their layers cannot be cut. alone: each other, and no other layers' features."""
         for source in mark.sources:
             self.broken.setdefault(source, reason)
+        if alone and len(mark.sources) == 1:
+            self.alone |= mark.sources
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -77,6 +88,8 @@ class FeatureFlow(TorchFunctionMode):
             return False  # "is there padding in these ids?", "is this mask causal?" have no answer without numbers
         result = func(*args, **kwargs)
         if self.inside:
+            return result
+        if self._fills(getattr(func, "__name__", ""), args, result):
             return result
         marked = [leaf for leaf in tree_leaves((args, kwargs)) if self.of(leaf) is not None]
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -87,14 +100,60 @@ class FeatureFlow(TorchFunctionMode):
     def _pass_on(self, func: Any, args: Any, kwargs: Any, marked: list[Any], outputs: list[torch.Tensor]) -> None:
         marks = [mark for leaf in marked if (mark := self.of(leaf)) is not None]
         step = FlowStep(self, plain_name(func), args, kwargs, marks, outputs)
+        if step.name in _FRESH:
+            self._fresh |= {id(output): (output, set(range(output.dim()))) for output in outputs}
+            return
         made = list(step.marks(marked))
-        if len({mark.sources for mark in marks}) > 1:
+        alone = len({mark.sources for mark in marks}) == 1
+        if not alone:
             self.together.append(frozenset[str]().union(*(mark.sources for mark in marks)))
         if not made:
             for mark in marks:
-                self.end(mark, step.reason or f"its features meet in `{step.name}`")
+                self.end(mark, step.reason or f"its features meet in `{step.name}`", alone)
         for tensor, mark in made:
             self.mark(tensor, mark)
+
+    def _fills(self, name: str, args: Any, result: Any) -> bool:
+        """Whether this sets a part of a tensor, by its index or in a view of one that was made to be filled."""
+        if name == "__getitem__" and id(args[0]) in self._fresh:
+            self._views[id(result)] = (result, args[0], args[1])
+        elif name == "__setitem__":
+            self._fill(*args)
+        elif name == "copy_" and id(args[0]) in self._views:
+            self._fill(*self._views[id(args[0])][1:], args[1])
+        else:
+            return False
+        return True
+
+    def _fill(self, target: torch.Tensor, index: Any, value: Any) -> None:
+        """A part of `target` is set: it carries what the value does, where pieces stay where they were."""
+        mark, known = self.of(value), self.of(target)
+        if mark is None:
+            if known is not None and not uniform(value, known.dim - target.dim()):
+                self.end(known, "its features meet numbers that are written among them")
+            elif (fresh := self._fresh.get(id(target))) is not None:
+                fresh[1].intersection_update([dim for dim in fresh[1] if uniform(value, dim - target.dim())])
+            return
+        index = index if isinstance(index, tuple) else (index,)
+        plain = all(part is Ellipsis or _is_slice(part) for part in index) and value.dim() == target.dim()
+        whole = plain and value.shape[mark.dim] == target.shape[mark.dim]
+        fresh = self._fresh.get(id(target))
+        if whole and known is None and fresh is not None and mark.dim in fresh[1]:
+            self.mark(target, replace(mark, segment=None))
+        elif whole and known is not None and known.dim == mark.dim:
+            self.together.append(mark.sources | known.sources)
+            self.mark(target, replace(known, sources=mark.sources | known.sources, segment=None))
+        else:
+            for each in (mark, known):
+                if each is not None:
+                    self.end(each, "its features are written into a tensor", known is None)
+
+
+def uniform(value: Any, dim: int) -> bool:
+    """Whether a value is the same at every place of `dim` (from the end), so that any part of it is as good."""
+    if not isinstance(value, torch.Tensor) or -dim > value.dim():
+        return True
+    return value.shape[dim] == 1 or value.stride()[dim] == 0
 
 
 def plain_name(func: Any) -> str:
@@ -124,6 +183,9 @@ class FlowStep:
         if self.name in _POINTWISE:
             yield from self._pointwise(marked)
             return
+        if self.name in _ALIKE:
+            yield from self._keep(self.first.dim)
+            return
         rule = getattr(self, f"_{self.name}", None)
         if self.name in _SUMS:
             rule = self._reduce
@@ -148,7 +210,7 @@ class FlowStep:
             if mark is not None and mark.dim + shift != self.first.dim + output.dim() - marked[0].dim():
                 return
             place = self.first.dim + output.dim() - marked[0].dim() - shift
-            if mark is None and place >= 0 and leaf.shape[place] != 1:
+            if mark is None and place >= 0 and not uniform(leaf, place - leaf.dim()):
                 self.reason = f"its features meet a tensor in `{self.name}` that no cut layer made"
                 return
         yield from self._keep(self.first.dim + output.dim() - marked[0].dim())
@@ -162,6 +224,12 @@ class FlowStep:
         if self.first.dim not in dims:
             lost = 0 if self._argument(2, "keepdim", False) else sum(dim < self.first.dim for dim in dims)
             yield from self._keep(self.first.dim - lost)
+
+    def _max(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        if isinstance(self._argument(1, "dim"), int):
+            yield from self._reduce()
+
+    _min = _logsumexp = _max
 
     def _softmax(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         if self._argument(1, "dim", -1) % self.args[0].dim() != self.first.dim:
@@ -204,12 +272,27 @@ class FlowStep:
         yield from self._keep(self.first.dim, self.first.count)
 
     def _cat(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        parts = [part for part in self._argument(0, "tensors") if part.numel()]  # an empty cache joins nothing
         dim = self._argument(1, "dim", 0) % self.outputs[0].dim()
-        if dim != self.first.dim and all((mark := self.flow.of(part)) and mark.dim == self.first.dim for part in parts):
+        if dim != self.first.dim and self._stay():
             yield from self._keep(self.first.dim)
 
     _concat = _cat
+
+    def _stay(self) -> bool:
+        """Whether all of a list of tensors have their features in one dim."""
+        parts = [part for part in self._argument(0, "tensors") if part.numel()]  # an empty cache joins nothing
+        for part in parts:
+            mark = self.flow.of(part)
+            if mark is None and not uniform(part, self.first.dim - part.dim()):
+                return False
+            if mark is not None and mark.dim != self.first.dim:
+                return False
+        return True
+
+    def _stack(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        if self._stay():
+            dim = self._argument(1, "dim", 0) % self.outputs[0].dim()
+            yield from self._keep(self.first.dim + (dim <= self.first.dim))
 
     def _split(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         dim: int = self._argument(2, "dim", 0) % self.args[0].dim()
@@ -300,6 +383,8 @@ def follow_reshape(old: tuple[int, ...], new: tuple[int, ...], dim: int) -> int 
         if first_i <= dim < i:
             if any(size != 1 for size in old[first_i:dim]):
                 return None
+            while len(old) == 1 and first_j < j - 1 and new[first_j] == 1:
+                first_j += 1  # a number a head, in the shape of scores; else a one is the number of heads
             return first_j if first_j < len(new) else None
     return None
 

@@ -19,7 +19,7 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 _GROUPS = ("num_key_value_groups", "n_rep", "num_kv_groups")
 #: Widths that follow the heads. `embed_dim` and `hidden_size` are not here: they are the model's as often.
 _WIDTHS = ("split_size", "all_head_size", "inner_dim")
-_HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_kv", "dim_head", "key_value_proj_dim")
+_HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_kv", "dim_head", "key_value_proj_dim", "qk_head_dim")
 
 
 @dataclass(frozen=True, slots=True)

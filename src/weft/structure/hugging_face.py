@@ -37,6 +37,10 @@ _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 TOKENS = ("input_ids", "decoder_input_ids")
 
 
+#: Where a config of transformers keeps how its experts are multiplied.
+_EXPERTS = "_experts_implementation_internal"
+
+
 def is_hugging_face(model: nn.Module) -> bool:
     """Whether this is a model of transformers; without importing it."""
     library = sys.modules.get("transformers.modeling_utils")
@@ -289,3 +293,17 @@ def one_document() -> Generator[None]:
         yield
     finally:
         masks.find_packed_sequence_indices = look
+
+
+@contextlib.contextmanager
+def experts_at_once(model: nn.Module) -> Generator[None]:
+    """Within, transformers' experts are one batched product: a loop over those that tokens chose has no shapes."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    before = [(one, one.__dict__[_EXPERTS]) for one in configs.values() if _EXPERTS in getattr(one, "__dict__", ())]
+    try:
+        for config, _ in before:
+            setattr(config, _EXPERTS, "batched_mm")
+        yield
+    finally:
+        for config, chosen in before:
+            setattr(config, _EXPERTS, chosen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -121,3 +121,14 @@ def _asked(model: nn.Module, name: str) -> nn.Module | None:
     except (AttributeError, NotImplementedError):
         return None
     return found if isinstance(found, nn.Module) else None
+
+
+def own_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Return by path the parameters that modules hold themselves beside linear layers, such as one number a head."""
+    return {
+        f"{path}.{name}" if path else name: param
+        for path, module in modules.items()
+        if any(is_linear(child) for child in module.children())
+        for name, param in module.named_parameters(recurse=False)
+        if param.dim()
+    }

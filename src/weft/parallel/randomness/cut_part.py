@@ -24,6 +24,7 @@ class CutPart:
         self.axis = axis
         self.is_open = self.is_whole = False
         self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
+        self.whole_paths: tuple[str, ...] = ()  # modules there, or in a cut part, that get all tokens and features
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CutPart:
         return self  # a copy of the module runs on the same ranks
@@ -43,7 +44,15 @@ class CutPart:
 
     def sees_cut_tokens(self, path: str) -> bool:
         """Return whether the module of that path is given this rank's part of the tokens."""
-        return any(path == place or path.startswith(f"{place}.") for place in self.token_paths)
+        return _is_in(path, self.token_paths) and not self.sees_all(path)
+
+    def sees_all(self, path: str) -> bool:
+        """Return whether the module of that path is given what one process would give it, wherever it stands."""
+        return _is_in(path, self.whole_paths)
+
+
+def _is_in(path: str, places: tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(f"{place}.") for place in places)
 
 
 def keep_part(model: nn.Module, part: CutPart) -> None:

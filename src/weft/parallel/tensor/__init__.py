@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from weft.parallel.tensor.cut_linear import SharedLayer
-from weft.parallel.tensor.cut_tensors import check_layout, check_whole_model, cut_tensors, expect_used, fuse_whole_head
+from weft.parallel.tensor.cut_tensors import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.tensor.head import HeadLogProbs, HeadLoss, expect_labels
 from weft.parallel.tensor.head_loss import token_loss
+from weft.parallel.tensor.read_layout import check_layout, expect_used
 
 __all__ = [
     "HeadLogProbs",

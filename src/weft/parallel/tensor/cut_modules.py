@@ -29,12 +29,16 @@ class Entry:
     """Where activations enter a cut part. members: the column-cut layers that read them. width: their features.
 
     part: opened here; None in front of a head, after which nothing comes. is_compiled: its layers are; then each is a
-    product of its own behind one collective, which the compiler can follow.
+    product of its own behind one collective, which the compiler can follow. is_ahead: layers that are whole come first,
+    and the members read what those make.
     """
 
-    def __init__(self, line: SharedLayer, width: int, part: CutPart | None, *, is_compiled: bool = False):
+    def __init__(
+        self, line: SharedLayer, width: int, part: CutPart | None, *, is_compiled: bool = False, is_ahead: bool = False
+    ):
         self.line = line
         self.is_compiled = is_compiled
+        self.is_ahead = is_ahead
         self.width = width
         self.part = part
         self.members: list[nn.Module] = []
@@ -44,10 +48,13 @@ class Entry:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """All tokens of activations of which this rank has a part; the gradient is summed and cut again."""
-        if x.dim() < 3:
-            token_share(x.shape, self.line.axis)
-        inner = gather_from(x, self.line.axis, TOKENS)
-        if not self.is_compiled:
+        if self.line.cuts_tokens:
+            if x.dim() < 3:
+                token_share(x.shape, self.line.axis)
+            inner = gather_from(x, self.line.axis, TOKENS)
+        else:
+            inner = copy_to(x, self.line.axis)
+        if not self.is_compiled and not self.is_ahead:
             self._begin(inner, x)
         elif self.part is not None:
             self.part.is_open = True
@@ -56,6 +63,8 @@ class Entry:
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The member's product with x. Members that read the same tensor are one product with one collective."""
         weight, bias = layers.weight_of(member), layers.bias_of(member)
+        if self.is_ahead:
+            return F.linear(x, weight, bias)  # autograd knows how it was made of what came in
         if self.is_compiled:
             if not self.line.cuts_tokens and x is not self._inner:
                 self._begin(x, copy_to(x, self.line.axis))
@@ -87,7 +96,7 @@ class Entry:
 
     def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, Alone]:
         """What the adapter of a layer reads in place of x, and who shares it: where tokens are cut, this rank's."""
-        if not self.line.cuts_tokens:
+        if not self.line.cuts_tokens and not self.is_ahead:
             return x, ColumnAdapter(self.line.axis, self.part)
         if x is self._inner and self._outer is not None:
             return self._outer, TokenAdapter(self.line.axis, self.part)
@@ -110,7 +119,7 @@ class Enter:
         self._ends = ends
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Bring all tokens of the activations among the arguments; only needed where tokens are cut."""
+        """Bring all tokens of the activations among the arguments; where tokens are cut, or layers ahead whole."""
         values = [*args, *kwargs.values()]
         for place, value in enumerate(values):
             if (

@@ -7,16 +7,15 @@ by rows of the vocabulary, padded where tp does not divide it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
 
 from weft.comm import broadcast
 from weft.comm.autograd import prepare_operators
-from weft.errors import LayoutError, PlanError
+from weft.errors import LayoutError
 from weft.mesh import Axis, Mesh
-from weft.parallel.layers import StandIn
 from weft.parallel.placement import Placement
 from weft.parallel.randomness import CutPart, keep_part
 from weft.parallel.tensor.cut_linear import SharedLayer
@@ -30,9 +29,17 @@ from weft.parallel.tensor.cut_modules import (
 )
 from weft.parallel.tensor.head import fuse_head, make_head
 from weft.parallel.tensor.head_loss import LossWay
+from weft.parallel.tensor.read_layout import (
+    check_sizes,
+    find_heads,
+    is_wide,
+    makes_ahead,
+    parent_of,
+    read_own,
+    read_styles,
+)
 from weft.parallel.tensor.sequence import TokenCut, cut_tokens, plan_sequence
 from weft.spec import Layout, Style
-from weft.spec.rules import alternatives
 from weft.structure import Heads, become, find_layout, hugging_face, layers, token_flow
 
 
@@ -85,25 +92,13 @@ def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> La
     """
     layout = find_layout(model) if layout is None else layout
     modules = dict(model.named_modules())
-    styles = _read_styles(layout, modules, mesh.plan.tp)
+    styles = read_styles(layout, modules, mesh.plan.tp)
     if mesh.plan.sp:
-        width = plan_sequence(model, layout, styles).width
-        parents = {_parent(path) for path, style in styles.items() if style.name == "colwise"}
+        sequence = plan_sequence(model, layout, styles)
+        parents = {parent_of(path) for path, style in styles.items() if style.name == "colwise"}
         gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
-        token_flow.check_tokens(model, styles, gathering, width)
+        token_flow.check_tokens(model, styles, gathering.union(sequence.whole), sequence.width)
     return layout
-
-
-def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:
-    """Whether the module around column-cut layers is more than one cut part: then each layer is an entry."""
-    if parent == "":
-        return True
-    module = modules[parent]
-    inside = [name for path in styles if (name := path.removeprefix(f"{parent}.")) != path]
-    nested = any("." in name for name in inside)
-    norms = any("norm" in type(child).__name__.lower() for child in module.children())
-    styled = any(styles[f"{parent}.{n}"].name == "partial" for n in inside)
-    return nested or (norms and not styled)
 
 
 class _Cutter:
@@ -121,7 +116,8 @@ class _Cutter:
         self.taken, self.device = taken, mesh.device
         self.modules = dict(model.named_modules())
         self.names = {id(module): path for path, module in self.modules.items()}
-        self.styles = _read_styles(layout, self.modules, mesh.plan.tp)
+        self.styles = read_styles(layout, self.modules, mesh.plan.tp)
+        self.own = read_own(layout, self.modules)
         self.sequence: TokenCut | None = plan_sequence(model, layout, self.styles, runs) if mesh.plan.sp else None
         self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp)
         ends_cut = self.sequence is not None and self.sequence.with_ends
@@ -136,8 +132,8 @@ class _Cutter:
             prepare_operators(self.axis)
 
     def cut(self) -> dict[str, Placement]:
-        heads = _find_heads(self.modules, self.styles)
-        _check_sizes(self.modules, self.styles, heads, self.axis.size)
+        heads = find_heads(self.modules, self.styles)
+        check_sizes(self.modules, self.styles, heads, self.axis.size)
         _settle(self.model, self.axis, self.taken)
         self._check_partial(heads)
         for path, style in self.styles.items():
@@ -146,20 +142,30 @@ class _Cutter:
                 self._replace(module, "weight", Placement(cut=("tp",)), dim=1)
                 module.embedding_dim = module.weight.shape[1]
             elif style.name == "colwise":
-                self._column(path, module, style, heads[_parent(path)])
+                self._column(path, module, style, heads[parent_of(path)])
             elif style.name == "vocab":
                 self._vocab(path, module)
         for path, style in self.styles.items():
             if style.name == "rowwise":
                 self._row(path, self.modules[path])
+        for path, style in self.own.items():
+            if style.name == "colwise":
+                around, _, name = path.rpartition(".")
+                self._replace(self.modules[around], name, Placement(cut=("tp",)), dim=0)
         self._follow_ties()
         for path, found in heads.items():
             localise(self.modules[path], found, self.axis.size)
+        ahead = [path for path, style in self.styles.items() if style.name == "partial" and self._is_linear(path)]
+        self.part.whole_paths = tuple(ahead)
         if self.sequence is not None:
             cut_tokens(self.model, self.sequence, self.line)
             self.part.token_paths = self.sequence.modules
+            self.part.whole_paths += self.sequence.whole
         keep_part(self.model, self.part)
         return self._placements()
+
+    def _is_linear(self, path: str) -> bool:
+        return layers.is_linear(self.modules[path])
 
     def _check_partial(self, heads: dict[str, Heads]) -> None:
         """LayoutError where a module inside a cut part has parameters, and nobody says what it sees."""
@@ -168,7 +174,8 @@ class _Cutter:
                 continue
             for name, module in self.modules[parent].named_modules():
                 path = f"{parent}.{name}" if name else parent
-                if path not in self.styles and next(module.parameters(recurse=False), None) is not None:
+                own = [each for each, _ in module.named_parameters(recurse=False) if f"{path}.{each}" not in self.own]
+                if path not in self.styles and own:
                     raise LayoutError(
                         f"layout: {path} has parameters between cut layers, and no pattern of the layout covers it. "
                         f"Add {path}=partial where it works on this rank's heads or features, or {path}=replicate "
@@ -177,17 +184,21 @@ class _Cutter:
 
     def _entry(self, path: str, module: nn.Module) -> Entry:
         """In front of the module around the layer, or of the layer itself."""
-        parent = _parent(path)
+        parent = parent_of(path)
         around = self.modules[parent]
         alone = is_wide(parent, self.modules, self.styles) or bool(getattr(around, "is_cross_attention", False))
         place = path if alone else parent
         if place not in self.entries:
-            entry = Entry(self.line, layers.weight_of(module).shape[1], self.part, is_compiled=self.is_compiled)
+            rows = [name for name, one in self.styles.items() if one.name == "rowwise" and parent_of(name) == parent]
+            ahead = not alone and bool(rows) and makes_ahead(parent, self.modules, self.styles)
+            # What comes in has as many features as go out; the first layer that is cut may read fewer.
+            width = layers.weight_of(self.modules[rows[0]]).shape[0] if ahead else layers.weight_of(module).shape[1]
+            entry = Entry(self.line, width, self.part, is_compiled=self.is_compiled, is_ahead=ahead)
             self.entries[place] = entry
             if not alone:
                 ends = any(one.name == "rowwise" and name.startswith(f"{parent}.") for name, one in self.styles.items())
                 hooks = Enter(entry, ends)
-                if self.line.cuts_tokens:
+                if self.line.cuts_tokens or ahead:
                     around.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 around.register_forward_hook(hooks.after)
         return self.entries[place]
@@ -206,7 +217,7 @@ class _Cutter:
         self._replace(module, "weight", placement, dim=1 if layers.is_transposed(module) else 0)
         for name in ("bias", "lora_B", "lora_magnitude"):
             self._replace(module, name, placement, dim=0)
-        if self.line.cuts_tokens:
+        if self.line.cuts_tokens or entry.is_ahead:
             self._partial(module, "lora_A")
         _set_sizes(module)
         become(module, ColumnLinear, entry=entry, enters=self.line.cuts_tokens and self.entries.get(path) is entry)
@@ -280,104 +291,15 @@ class _Cutter:
         named = dict(self.model.named_parameters())
         placements = {name: self.placed[id(param)] for name, param in named.items() if id(param) in self.placed}
         partial = [path for path, style in self.styles.items() if style.name == "partial"]
+        alone = {path for path, style in self.own.items() if style.name == "partial"}
         if self.sequence is not None:
             partial += self.sequence.modules
         for name in named:
             if name in placements or name in self.taken:
                 continue
-            if any(name.startswith(f"{path}.") for path in partial):
+            if name in alone or any(name.startswith(f"{path}.") for path in partial):
                 placements[name] = Placement(partial=("tp",))
         return placements
-
-
-def _read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> dict[str, Style]:
-    """The style of each module that the layout names. LayoutError where the module cannot have it."""
-    if not any(isinstance(module, StandIn) for module in modules.values()):
-        expect_used(layout, modules)
-    here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # of this stage's modules
-    styles = {path: style for path in here if (style := layout.style(path)) is not None}
-    for path, style in styles.items():
-        module = modules[path]
-        # A column of an embedding is a head's or a feature's; a row is an entry of the vocabulary.
-        tables = isinstance(module, nn.Embedding) and style.name in ("colwise", "vocab")
-        if style.name in ("colwise", "rowwise", "vocab") and not (tables or layers.is_linear(module)):
-            what = "a linear layer" if style.name == "rowwise" else "an embedding or a linear layer"
-            raise LayoutError(
-                f"{path}={style.name}: {what} is needed, and this is a {type(module).__name__}. Use {path}=replicate."
-            )
-    if not any(style.name in ("colwise", "rowwise", "vocab") for style in styles.values()):
-        raise LayoutError(f"tp={tp}: the layout cuts nothing of this model. Use tp=1, or give a layout.")
-    return styles
-
-
-def expect_used(layout: Layout, modules: Mapping[str, nn.Module]) -> None:
-    """Refuse a layout with a pattern that fits no module. modules: of the whole model; a stage has not all of them.
-
-    Raises:
-        LayoutError: names the first such pattern.
-    """
-    if unused := layout.unused(modules):
-        raise LayoutError(f"layout pattern {unused[0]!r}: the model has no such module. See `weft layout MODEL`.")
-
-
-def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
-    """Return the numbers of ranks that can share the model by this layout, at most eight.
-
-    Args:
-        model: the whole.
-        layout: how its modules are cut.
-        tp: a number that must be among them; 0: none.
-
-    Raises:
-        LayoutError: where the layout does not fit the model.
-        PlanError: where tp is none of the numbers.
-    """
-    modules = dict(model.named_modules())
-    styles = _read_styles(layout, modules, tp)
-    return _check_sizes(modules, styles, _find_heads(modules, styles), tp or 1)
-
-
-def _find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[str, Heads]:
-    """Heads of the module around each column-cut layer."""
-    parents = dict.fromkeys(_parent(path) for path, style in styles.items() if style.name == "colwise")
-    return {path: Heads.of(modules[path]) for path in parents}
-
-
-def _check_sizes(
-    modules: dict[str, nn.Module], styles: dict[str, Style], heads: dict[str, Heads], tp: int
-) -> list[int]:
-    """PlanError with the legal values where tp does not divide what it cuts. Returns the legal values."""
-    problems: list[str] = []
-    counts: set[tuple[int, bool]] = set()
-    for path, style in styles.items():
-        if style.name not in ("colwise", "rowwise"):
-            continue
-        weight = layers.weight_of(modules[path])
-        is_table = isinstance(modules[path], nn.Embedding)  # its columns are cut one by one
-        found = Heads() if is_table else heads.get(_parent(path), Heads())
-        pieces = (
-            found.pieces(style, weight.shape[1 if is_table else 0])
-            if style.name == "colwise"
-            else [(weight.shape[1], 1, False)]
-        )
-        for size, unit, repeats in pieces:
-            counts.add((size // unit, repeats))
-            if not _fits(size // unit, repeats, tp):
-                what = "features" if unit == 1 else "heads"
-                problems.append(f"{path} has {size // unit} {what}, and {size // unit} is not a multiple of {tp}")
-    least = min((count for count, repeats in counts if not repeats), default=1)
-    legal = [ranks for ranks in range(1, least + 1) if all(_fits(count, again, ranks) for count, again in counts)]
-    if problems:
-        raise PlanError(f"tp={tp}: {problems[0]}. {alternatives(legal, 'tp')}.")
-    return legal[:8]
-
-
-def _fits(count: int, repeats: bool, tp: int) -> bool:
-    return count % tp == 0 or (repeats and tp % count == 0)
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _set_sizes(module: nn.Module) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm.autograd import gather_slice, slice_to
+from weft.comm.autograd import gather_from, gather_slice, slice_to
 from weft.errors import LayoutError
 from weft.models import Decoder
 from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer, token_share
@@ -32,7 +32,8 @@ class TokenCut:
     """What works on a part of the tokens. blocks: paths, in order. modules: those whose gradients are partial sums.
 
     runs: the first and the last block of each stage that is here. with_ends: embedding and head are cut along too, and
-    stages of a pipeline hand parts of the tokens to each other. width: features of the residual stream.
+    stages of a pipeline hand parts of the tokens to each other. width: features of the residual stream. whole: modules
+    that mix tokens and that the layout leaves whole: every rank brings all tokens together for them, and does all.
     """
 
     blocks: tuple[str, ...]
@@ -40,6 +41,7 @@ class TokenCut:
     modules: tuple[str, ...]
     with_ends: bool
     width: int
+    whole: tuple[str, ...] = ()
 
 
 def plan_sequence(
@@ -57,18 +59,20 @@ def plan_sequence(
         raise LayoutError(
             f"sp=on: one chain of blocks is needed, and {type(model).__name__} has {len(lists)}. Use sp=off."
         )
-    for path, block in blocks.items():
-        _check_block(path, block, styles)
+    whole = tuple(place for path, block in blocks.items() for place in _left_whole(path, block, styles))
     begin = f"{next(iter(blocks))}."
     first = next((path for path in styles if path.startswith(begin) and _is(styles, path, "colwise")), None)
     if first is None:
         raise LayoutError(f"sp=on: the layout cuts no layer of {begin[:-1]} by columns. Use sp=off.")
-    width = layers.weight_of(dict(model.named_modules())[first]).shape[1]
+    # The features of the residual stream: what is cut first may read a latent of fewer.
+    row = next((path for path in styles if path.startswith(begin) and _is(styles, path, "rowwise")), None)
+    modules = dict(model.named_modules())
+    width = layers.weight_of(modules[first]).shape[1] if row is None else layers.weight_of(modules[row]).shape[0]
     # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
     ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
     outside = ("norm", "pos_embed") if ends else ()
     here = [tuple(blocks)] if runs is None else runs
-    return TokenCut(tuple(blocks), tuple((run[0], run[-1]) for run in here), (*blocks, *outside), ends, width)
+    return TokenCut(tuple(blocks), tuple((run[0], run[-1]) for run in here), (*blocks, *outside), ends, width, whole)
 
 
 def _is_vocab(style: Style | None) -> bool:
@@ -79,23 +83,27 @@ def _is(styles: Mapping[str, Style], path: str, name: str) -> bool:
     return path in styles and styles[path].name == name
 
 
-def _check_block(path: str, block: nn.Module, styles: Mapping[str, Style]) -> None:
+def _left_whole(path: str, block: nn.Module, styles: Mapping[str, Style]) -> list[str]:
+    """The outermost modules of a block that mix tokens and have no cut layer near."""
     cut = [place for place in styles if place.startswith(f"{path}.") and styles[place].name in ("colwise", "rowwise")]
+    found: list[str] = []
     for name, module in block.named_modules():
-        place = f"{path}.{name}" if name else path
-        if not name or not token_flow.mixing(module):
+        place = f"{path}.{name}"
+        if not name or any(place.startswith(f"{one}.") for one in found) or not token_flow.mixing(module):
             continue
         near = any(one.startswith(f"{place}.") or place.startswith(f"{one.rpartition('.')[0]}.") for one in cut)
         if not near and place not in cut:
-            raise LayoutError(
-                f"sp=on: {place} ({type(module).__name__}) mixes tokens, and the layout does not cut it, so it would "
-                f"see only a part of them. Cut it in the layout, or use sp=off."
-            )
+            found.append(place)
+    return found
 
 
 def cut_tokens(model: nn.Module, sequence: TokenCut, line: SharedLayer) -> None:
     """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
     modules = dict(model.named_modules())
+    for path in sequence.whole:
+        together = _Together(line, sequence.width)
+        modules[path].register_forward_pre_hook(together.before, with_kwargs=True)
+        modules[path].register_forward_hook(together.after)
     if sequence.with_ends:
         if (table := modules.get("pos_embed")) is not None:
             table.register_forward_pre_hook(_TakePositions(line).before)
@@ -130,12 +138,49 @@ class _Edge:
         return tree_unflatten(leaves, tree)
 
     def _find(self, leaves: list[Any], module: nn.Module) -> int:
+        return _find_hidden(leaves, self._width, module)
+
+
+class _Together:
+    """Hooks of a module that mixes tokens and is whole on every rank: all tokens go in, and this rank's come out.
+
+    Each rank's gradients are those of its own tokens, so that they add up as those of the block's other modules do.
+    """
+
+    def __init__(self, line: SharedLayer, width: int):
+        self._line, self._width = line, width
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """All tokens of the hidden states, and of what else has their shape."""
+        leaves, tree = tree_flatten((args, kwargs))
+        hidden = leaves[_find_hidden(leaves, self._width, module)]
+        if hidden.dim() < 3:
+            token_share(hidden.shape, self._line.axis)
+        joined: dict[int, torch.Tensor] = {}
         for place, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (self._width,):
-                return place
-        raise LayoutError(
-            f"sp=on: no hidden states of {self._width} features go into or out of {type(module).__name__}. Use sp=off."
-        )
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape == hidden.shape:
+                if id(leaf) not in joined:
+                    joined[id(leaf)] = gather_from(leaf, self._line.axis, TOKENS)
+                leaves[place] = joined[id(leaf)]
+        return tree_unflatten(leaves, tree)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """This rank's tokens."""
+        del args
+        leaves, tree = tree_flatten(output)
+        place = _find_hidden(leaves, self._width, module)
+        axis, tokens = self._line.axis, leaves[place].shape[TOKENS]
+        leaves[place] = leaves[place].narrow(TOKENS, axis.rank * tokens // axis.size, tokens // axis.size)
+        return tree_unflatten(leaves, tree)
+
+
+def _find_hidden(leaves: list[Any], width: int, module: nn.Module) -> int:
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (width,):
+            return place
+    raise LayoutError(
+        f"sp=on: no hidden states of {width} features go into or out of {type(module).__name__}. Use sp=off."
+    )
 
 
 class _TakePositions:

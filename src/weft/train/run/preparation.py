@@ -118,12 +118,14 @@ def _with_own_layout(config: RunConfig, task: Task, plan: Plan) -> RunConfig:
     if not config.layout:
         return config
     from weft.parallel.tensor import check_layout, expect_used
+    from weft.structure.layouts import expect_parts_named
 
     layout = Layout.read(config.layout)
     model = task.shapes()
     expect_used(layout, dict(model.named_modules()))
     if plan.tp > 1:
         check_layout(model, layout, plan.tp)
+        expect_parts_named(model, layout)
     return config.model_copy(update={"layout": layout.format()})
 
 

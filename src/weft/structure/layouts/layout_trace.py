@@ -20,7 +20,7 @@ from weft.private_torch import named_modules, tree_leaves
 from weft.spec import Layout
 from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, is_named, without_numbers
 from weft.structure.feature_flow import FeatureFlow, Mark
-from weft.structure.layers import input_embeddings, is_linear, weight_of
+from weft.structure.layers import input_embeddings, is_linear, own_parameters, weight_of
 
 #: Styles of layers that are no first layer of a pair.
 ENDS = ("rowwise", "vocab", "partial")
@@ -49,8 +49,18 @@ def trace_layout(model: nn.Module, example: Any = None) -> FoundLayout:
             f"layout: nothing in {type(model).__name__} can be cut: no two linear layers with only pointwise or "
             f"attention operations between them, and no vocabulary. Use tp=1, or give a layout."
         )
-    pairs, why = generalise(styles, reasons, dict(named_modules(model)))
+    modules = dict(named_modules(model))
+    pairs, why = generalise(styles, reasons, (*modules, *own_parameters(modules)))
     return FoundLayout(Layout(tuple(pairs.items())), "found by tracing one forward", why)
+
+
+def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset[str]]:
+    """Return the modules with parameters that work on features of linear layers piece by piece, and those layers.
+
+    example: as for `trace_layout`. Raises LayoutError where the forward fails without numbers.
+    """
+    example = example_of(model) if example is None else example
+    return in_some_format(lambda dtype: _Trace(model, dtype).run(example)).pieces()
 
 
 class _Trace:
@@ -61,9 +71,11 @@ class _Trace:
         self.flow = FeatureFlow()
         self.paths = {id(module): path for path, module in named_modules(model)}
         self.order: list[str] = []
+        self.own: list[str] = []  # parameters that modules hold beside linear layers
         self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
         self.sizes: dict[str, tuple[int, int]] = {}
         self.inside: dict[str, frozenset[str]] = {}  # modules with parameters that work on marked features
+        self.gives: dict[str, frozenset[str]] = {}  # modules around linear layers, and whose features they give out
         table = input_embeddings(model)
         self.embedding: str | None = None if table is None else self.paths.get(id(table))
         self.ids: list[torch.Tensor] = []
@@ -97,8 +109,12 @@ class _Trace:
         elif isinstance(module, nn.Embedding):
             yield module.register_forward_pre_hook(self._before_embedding)
             yield module.register_forward_hook(self._after_embedding)
-        elif next(module.parameters(recurse=False), None) is not None:
-            yield module.register_forward_pre_hook(self._before_other, with_kwargs=True)
+        else:
+            if next(module.parameters(recurse=False), None) is not None:
+                yield module.register_forward_pre_hook(self._before_other, with_kwargs=True)
+            if any(is_linear(child) for child in module.children()):
+                yield module.register_forward_pre_hook(self._before_around)
+                yield module.register_forward_hook(self._after_around)
 
     def _before_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         path, mark = self.paths[id(module)], self.flow.of(args[0]) if args else None
@@ -145,6 +161,24 @@ class _Trace:
                 path = self.paths[id(module)]
                 self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
 
+    def _before_around(self, module: nn.Module, args: Any) -> None:
+        """Its own parameters may have a number a head, as sinks of attention do: they are cut with the heads."""
+        del args
+        for path, param in own_parameters({self.paths[id(module)]: module}).items():
+            if path not in self.own:
+                self.own.append(path)
+            self.flow.mark(param, Mark(frozenset((path,)), 0, param.shape[0]))
+
+    def _after_around(self, module: nn.Module, args: Any, output: Any) -> None:
+        del args
+        first = next((leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)), None)
+        mark = self.flow.of(first)
+        self.gives[self.paths[id(module)]] = frozenset() if mark is None else mark.sources
+
+    def pieces(self) -> dict[str, frozenset[str]]:
+        """Modules with parameters that read features of layers whose features stay apart there."""
+        return dict(self.inside)
+
     def styles(self) -> tuple[dict[str, str], dict[str, str]]:
         """Style and reason of each module that is cut, or works on what is cut, in the order of the forward."""
         styles: dict[str, str] = {}
@@ -158,8 +192,8 @@ class _Trace:
             family = frozenset[str]().union(*(families[source] for source in sources))
             if any(source in self.flow.broken or styles.get(source) in ENDS for source in family):
                 continue
-            names = ", ".join(sorted({source.rpartition(".")[2] for source in family}))
-            for source in sorted(family - styles.keys(), key=self.order.index):
+            names = ", ".join(sorted({source.rpartition(".")[2] for source in family.difference(self.own)}))
+            for source in sorted(family - styles.keys(), key=(*self.order, *self.own).index):
                 styles[source], reasons[source] = self._column(source, path)
             styles[path] = "rowwise"
             reasons[path] = f"reads the outputs of {names}, with nothing between that mixes features"
@@ -167,13 +201,37 @@ class _Trace:
                 if seen & family:
                     styles[inner] = "partial"
                     reasons[inner] = f"works on the outputs of {names} piece by piece"
-        position = {path: place for place, (path, _) in enumerate(named_modules(self.model))}
+        self._ahead(styles, reasons)
+        modules = dict(named_modules(self.model))
+        position = {path: place for place, path in enumerate((*modules, *own_parameters(modules)))}
         ordered = sorted(styles, key=lambda path: position[path])
         return {path: styles[path] for path in ordered}, reasons
 
+    def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
+        """Linear layers that stay whole within a cut part: latent attention makes queries and keys of all heads so.
+
+        What the part gives out is the sum over ranks, and what comes in feeds the heads of one: all that stands between
+        has partial gradients.
+        """
+        for row in [path for path, style in styles.items() if style == "rowwise"]:
+            around = _parent(row)
+            inside = {path: style for path, style in styles.items() if _parent(path) == around}
+            cut = [path.rpartition(".")[2] for path, style in inside.items() if style.startswith("colwise")]
+            if not around or not cut or self.gives.get(around) != {row}:
+                continue
+            rest = [
+                path
+                for path, module in named_modules(self.model)
+                if path.startswith(f"{around}.") and path not in styles
+                if next(module.parameters(recurse=False), None) is not None
+            ]
+            if any(path in self.sizes for path in rest):
+                for path in rest:
+                    styles[path], reasons[path] = "partial", f"makes what {', '.join(sorted(cut))} read, for all heads"
+
     def _families(self) -> dict[str, frozenset[str]]:
         """Layers whose features meet each other piece by piece: they are cut alike or not at all."""
-        families = {path: frozenset((path,)) for path in self.order}
+        families = {path: frozenset((path,)) for path in (*self.order, *self.own)}
         for group in self.flow.together:
             joined = frozenset[str]().union(*(families[path] for path in group))
             for path in joined:
@@ -181,6 +239,8 @@ class _Trace:
         return families
 
     def _column(self, source: str, end: str) -> tuple[str, str]:
+        if source in self.own:
+            return "colwise", f"a number for each head, whose features reach {end.rpartition('.')[2]}"
         outputs = self.sizes[source][0]
         segments = sorted(self.flow.segments.get(source, ()))
         count = self.flow.counts[source]
@@ -214,11 +274,14 @@ class _Trace:
 
 
 def generalise(
-    styles: dict[str, str], reasons: dict[str, str], modules: dict[str, nn.Module]
+    styles: dict[str, str], reasons: dict[str, str], paths: Iterable[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Patterns in the place of paths: `*` for numbers where all blocks are alike, `{q,k}` for siblings of one style."""
+    """Patterns in the place of paths: `*` for numbers where all blocks are alike, `{q,k}` for siblings of one style.
+
+    paths: all that there are.
+    """
     by_pattern: dict[str, list[str]] = {}
-    for path in modules:
+    for path in paths:
         by_pattern.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path), []).append(path)
     pairs: dict[str, str] = {}
     why: dict[str, str] = {}
@@ -243,6 +306,10 @@ def generalise(
             result[pattern] = pairs[first]
             result_why[pattern] = why[first]
     return result, result_why
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 def _plain(output: Any) -> Any:

@@ -10,8 +10,11 @@ from torch import nn
 from weft.errors import LayoutError
 from weft.private_torch import named_modules
 from weft.spec import Layout
+from weft.structure.blocks import repeated_blocks
 from weft.structure.layers import KnownModel, find_lm_head, input_embeddings
-from weft.structure.layout_trace import FoundLayout, trace_layout
+from weft.structure.layouts.covered import says_too_little
+from weft.structure.layouts.layout_trace import FoundLayout, trace_layout
+from weft.structure.token_flow import mixing
 
 #: How the styles of a `base_model_tp_plan` of transformers are called here.
 _HF_STYLES = {
@@ -39,9 +42,35 @@ def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
         reasons: Mapping[str, str] = {} if model.has_routers else trace_layout(model).reasons
         return FoundLayout(model.tensor_layout(), f"the project's own layout of {model.family}", reasons)
     found = _from_tp_plan(model)
-    if found is not None:
+    if found is None:
+        return trace_layout(model, example)
+    return _with_attention(model, example, found) if _leaves_attention(model, found.layout) else found
+
+
+def _leaves_attention(model: nn.Module, layout: Layout) -> bool:
+    """Whether it leaves the attention of blocks whole on every rank, as the plans published for latent attention do."""
+    cut = [path for path, _ in named_modules(model) if layout.match(path) in ("colwise", "rowwise")]
+    for path, block in repeated_blocks(model).items():
+        for name, module in block.named_modules():
+            around = f"{path}.{name}."
+            if name and mixing(module) == "attention" and not any(each.startswith(around) for each in cut):
+                return True
+    return False
+
+
+def _with_attention(model: nn.Module, example: Any, found: FoundLayout) -> FoundLayout:
+    """What tracing finds where that cuts all that `found` does, and more; else `found`."""
+    try:
+        traced = trace_layout(model, example)
+    except LayoutError:
         return found
-    return trace_layout(model, example)
+    paths = [path for path, _ in named_modules(model)]
+    kept = all(
+        (traced.layout.match(path) or "").partition(":")[0] == style
+        for path in paths
+        if (style := found.layout.match(path)) in ("colwise", "rowwise", "vocab")
+    )
+    return traced if kept else found
 
 
 def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
@@ -64,27 +93,9 @@ def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
             return None
         pairs[pattern] = _HF_STYLES[style]
         reasons[pattern] = f"{style} in the model's base_model_tp_plan"
-    if not pairs or _says_too_little(pairs, paths):
+    if not pairs or says_too_little(Layout(tuple(pairs.items())), paths):
         return None
     return FoundLayout(_with_vocab(model, pairs, reasons), "the model's own base_model_tp_plan", reasons)
-
-
-def _says_too_little(pairs: Mapping[str, str], paths: Mapping[str, nn.Module]) -> bool:
-    """Whether a module with parameters stands beside layers cut by columns and by rows, and no style covers it.
-
-    It may work on this rank's heads, and its gradient is then a partial sum (norms of queries and keys, which some
-    families have only where their config asks for them): only tracing tells.
-    """
-    layout = Layout(tuple(pairs.items()))
-    covered = {path: style.name for path in paths if (style := layout.style(path)) is not None}
-    for around in {path.rpartition(".")[0] for path, style in covered.items() if style == "colwise"}:
-        inside = {path: style for path, style in covered.items() if path.rpartition(".")[0] == around}
-        if "rowwise" not in inside.values():
-            continue
-        for name, child in paths[around].named_children() if around else ():
-            if f"{around}.{name}" not in inside and next(child.parameters(recurse=False), None) is not None:
-                return True
-    return False
 
 
 def _with_vocab(model: nn.Module, pairs: dict[str, str], reasons: dict[str, str]) -> Layout:

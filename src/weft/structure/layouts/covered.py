@@ -1,0 +1,115 @@
+"""Does a layout say what stands between the layers that it cuts? Parameters there see a part of the features.
+
+Such a parameter's gradient is a partial sum (the norm of queries is the common case), which no shape tells: where the
+layout leaves it out, or calls it whole, training goes on with wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from weft.errors import LayoutError
+from weft.private_torch import named_modules
+from weft.spec import Layout
+from weft.structure.layouts.layout_trace import works_on_parts
+
+#: Styles that answer for whatever a module holds.
+_ANSWERS = ("partial", "replicate", "expert")
+
+
+def uncovered(around: str, styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the modules inside `around` that have parameters of their own and that no style answers for.
+
+    Args:
+        around: the path of a module that holds layers cut by columns.
+        styles: names of styles by path.
+        modules: all of the model's by path.
+    """
+    prefix = f"{around}." if around else ""
+    for path, module in modules.items():
+        if not path.startswith(prefix) or path == around or path in styles:
+            continue
+        above = (path[:place] for place, letter in enumerate(path) if letter == "." and place > len(around))
+        if any(styles.get(each) in _ANSWERS for each in above):
+            continue
+        if next(module.parameters(recurse=False), None) is not None:
+            yield path
+
+
+def says_too_little(layout: Layout, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module with parameters stands beside layers cut by columns and by rows, and the layout leaves it out.
+
+    It may work on this rank's heads: only tracing tells. Some families have norms of queries and keys only where
+    their config asks for them, and publish one plan for both.
+    """
+    styles = _names(layout, modules)
+    for around in {_parent(path) for path, style in styles.items() if style == "colwise"} - {""}:
+        cut = {path: style for path, style in styles.items() if path.startswith(f"{around}.")}
+        if "rowwise" in cut.values() and next(uncovered(around, styles, modules), None) is not None:
+            return True
+    return False
+
+
+def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) -> None:
+    """Refuse a layout by hand that does not call partial what works on a part of what it cuts.
+
+    Args:
+        model: the whole; it is called once without numbers where a module may work on a part.
+        layout: as the user wrote it.
+        example: arguments of a forward, for a model that takes neither ids nor images.
+
+    Raises:
+        LayoutError: names the module, and the style to add.
+    """
+    modules = dict(named_modules(model))
+    styles = _names(layout, modules)
+    around = {_parent(path) for path, style in styles.items() if style == "colwise"}
+    whole = [path for path, style in styles.items() if style == "replicate" and _within(path, around)]
+    doubtful = [path for each in sorted(around) for path in uncovered(each, styles, modules)]
+    if not whole and not doubtful:
+        return
+    try:
+        found = works_on_parts(model, example)
+    except LayoutError:
+        beside = [path for path in doubtful if _parent(path) in around - {""}]
+        if beside:
+            raise LayoutError(
+                f"layout: {beside[0]} has parameters beside cut layers, no pattern of the layout covers it, and the "
+                f"model cannot be traced to see what it works on. {_remedy(beside[0])}"
+            ) from None
+        return
+    for path, sources in found.items():
+        cut = sorted(source for source in sources if styles.get(source) == "colwise")
+        if cut and not _is_partial(path, styles):
+            said = "calls it replicate" if path in whole else "leaves it out"
+            raise LayoutError(
+                f"layout: {path} works on features of {cut[0]}, which the layout cuts, and the layout {said}. Each "
+                f"rank's gradient of it would be a part of the sum. Add {path}=partial"
+                f"{' in its place' if path in whole else ''}."
+            )
+
+
+def _remedy(path: str) -> str:
+    return (
+        f"Add {path}=partial where it works on this rank's heads or features, or {path}=replicate where it comes "
+        "before or after them."
+    )
+
+
+def _names(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    return {path: style.name for path in modules if (style := layout.style(path)) is not None}
+
+
+def _is_partial(path: str, styles: Mapping[str, str]) -> bool:
+    return any(style == "partial" and (path == each or path.startswith(f"{each}.")) for each, style in styles.items())
+
+
+def _within(path: str, around: set[str]) -> bool:
+    return any(not each or path.startswith(f"{each}.") for each in around)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
