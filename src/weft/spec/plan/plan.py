@@ -29,6 +29,7 @@ from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares, share_of
 from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
 from weft.spec.plan.plan_values import (
     Compression,
+    LetsGo,
     OneOf,
     PassCount,
     PolicyOrBudget,
@@ -108,9 +109,11 @@ class Plan:
         searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
     )
     reshard: str = described(
-        OneOf(RESHARDS), RESHARDS[0],
+        LetsGo(RESHARDS), RESHARDS[0],
         "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "
-        "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same.",
+        "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same. "
+        "after_forward:8 keeps an eighth of them on each of 8 neighbouring ranks of dp_shard, from which backward "
+        "gathers: on one host, so that only forward's gathers cross hosts.",
         needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
     )
     sp: bool = described(
@@ -227,6 +230,11 @@ class Plan:
     def microbatches_per_step(self) -> int:
         """Forward passes per optimizer step on one data-parallel rank."""
         return self.microbatches if self.pp > 1 else self.accumulation
+
+    @property
+    def second_shards(self) -> int:
+        """On how many neighbouring ranks of dp_shard zero=3 keeps second shards for backward; 0: none."""
+        return int(self.reshard.partition(":")[2] or 0)
 
     @property
     def sync_way(self) -> str:

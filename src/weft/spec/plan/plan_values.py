@@ -207,6 +207,41 @@ class Compression(OneOf):
 
 
 @dataclass(frozen=True, slots=True)
+class LetsGo(OneOf):
+    """When gathered parameters go; the first word also with among how many ranks their second shards lie."""
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:
+            number = value.partition(":")[2]
+            if not _BLOCKS.fullmatch(number) or number == "1":
+                raise refused(
+                    name,
+                    f"{name}={shown(value)}: second shards lie on a number of neighbouring ranks, from 2 to 999999. "
+                    f"Use {name}={self.known[0]}:8, for 8 ranks on a host.",
+                )
+            return value
+        return choice(name, value, self.known)
+
+    def words(self) -> str:
+        return f"{listed(self.known)}; `{self.known[0]}:N` with a number N of neighbouring ranks"
+
+    def schema(self) -> Schema:
+        pattern = f"^{self.known[0]}:[1-9][0-9]{{0,5}}$"
+        return {"anyOf": [{"enum": list(self.known)}, {"type": "string", "pattern": pattern}]}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "uint8"), PlanColumn(f"{name}_within", "int64"))
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        word, _, number = str(value).partition(":")
+        return self.known.index(word), int(number or 0)
+
+    def decode(self, *numbers: Any) -> str:
+        word = self.known[int(numbers[0])]
+        return f"{word}:{int(numbers[1])}" if numbers[1] else word
+
+
+@dataclass(frozen=True, slots=True)
 class SyncEvery(Kind):
     """When replicas meet: "step", or a way and after how many steps ("diloco:50")."""
 
