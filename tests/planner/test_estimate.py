@@ -216,6 +216,15 @@ def test_differences_of_weights_travel_in_an_eighth_beside_masters_of_their_own(
     assert (found.memory["gradients"] == plain.memory["gradients"]).all()
 
 
+def test_second_shards_cost_memory_and_save_gathers_between_hosts():
+    columns = Columns.make(3, dp_shard=64, zero=3, num_micro=4, reshard_within=[0, 8, 16])
+    slow = replace(JOB, stack=Stack(overlap_grads=False, overlap_params=False))
+    found = estimate(slow, CLUSTER, columns, TABLES)
+    exposed, kept = found.terms["dp_exposed"], found.total_bytes
+    assert exposed[1] < exposed[2] <= exposed[0]
+    assert kept[1] > kept[2] > kept[0]
+
+
 def test_every_legal_plan_gets_an_estimate():
     """Of all plans that tests of the runtime may try on 4 ranks."""
     spec = decoder_spec("small")

@@ -111,6 +111,10 @@ GOLDEN = {
     "reshard=never": (
         "reshard=never: not one of after_forward, after_backward, after_step. Use reshard=after_forward."
     ),
+    "zero=3 reshard=after_forward:1": (
+        "reshard=after_forward:1: second shards lie on a number of neighbouring ranks, from 2 to 999999. Use "
+        "reshard=after_forward:8, for 8 ranks on a host."
+    ),
     "sync=diloco": (
         "sync=diloco: not step, and not average or diloco with a number of steps from 1 to 999999. Use sync=step, or "
         "e.g. sync=diloco:50."

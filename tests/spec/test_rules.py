@@ -55,6 +55,9 @@ CASES = [
     ("gather-differences-alone", "dp_shard=2 zero=1 offload=optimizer gather=diff4", Facts(),
      "gather=diff4: differences to masters on the host are not built. Leave gather or offload=optimizer out.",
      "dp_shard=2 zero=1 offload=optimizer"),
+    ("second-shards-divide", "dp_shard=6 zero=3 reshard=after_forward:4", Facts(),
+     "reshard=after_forward:4: dp_shard=6 is not 2 or more groups of 4 ranks. "
+     "Use reshard=after_forward, or a divisor of dp_shard below it.", "dp_shard=6 zero=3"),
     ("sync-needs-replicas", "dp_shard=2 zero=1 sync=diloco:50", Facts(),
      "sync=diloco:50: dp_replicate is 1, so there are no replicas to meet. "
      "Leave sync out, or use dp_replicate=2 or more.", "dp_shard=2 zero=1"),

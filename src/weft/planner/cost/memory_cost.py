@@ -325,6 +325,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     moving = (trained.dense + trained.experts) / np.maximum(1.0, layers)
     held = np.where(columns.reshard == _AFTER_FORWARD, unit + largest, every)
     codes = np.where(columns.gather > 0, wire_columns.weight_bytes(columns, largest, 0.0), 0.0)  # of one unit at a time
+    held = held + np.where(columns.reshard_within > 0, every / np.maximum(1, columns.reshard_within), 0.0)
     gathered = np.where(zero == 3, stack.gather_bytes * held + codes, np.where(zero > 0, stack.bucket_bytes, 0.0))
     travels = stack.reduce_bytes + wire_columns.copy_bytes(columns, stack.reduce_bytes)
     flat = np.where(zero == 2, travels * moving, 0.0)

@@ -44,7 +44,15 @@ def exposed_s(
     gathers, reduces = _traffic(job, columns, fabric, shares, units)
     once = columns.reduces_once
     passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
-    gathers_b = np.where(sharded & (columns.reshard == 0), gathers, 0.0)
+    again = gathers
+    if columns.reshard_within.any():
+        # From second shards, over neighbours, in the compute format.
+        has = columns.reshard_within > 0
+        near = columns.with_arrays(
+            dp_shard=np.where(has, columns.reshard_within, columns.dp_shard), gather=np.zeros_like(columns.gather)
+        )
+        again = np.where(has, _traffic(job, near, fabric, shares, units)[0], gathers)
+    gathers_b = np.where(sharded & (columns.reshard == 0), again, 0.0)
     open_f, busy_f = _hide(gathers, window.forward, units, tables, stack.overlap_params)
     # Under a pipeline ZeRO 3 reduces when the schedule is at its end, beside nothing.
     hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1))

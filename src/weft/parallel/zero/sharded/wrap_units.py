@@ -89,7 +89,7 @@ def shard_units(
         settings = {"mp_policy": policy, "ignored_params": plain}
         settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
         unit = fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
-        if lets_go and second is not None and axes[index].size > 1:
+        if lets_go and second is not None and axes[index].ranks == mesh["dp_shard"].ranks:
             keep_second_shards(unit, second)
         # The gradient of an embedding needs its tokens, not its weights.
         unit.set_unshard_in_backward(not embeds)

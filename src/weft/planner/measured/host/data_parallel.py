@@ -84,6 +84,11 @@ def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends:
         gather = clock.travel("all_gather", each, group, stride) + moved
         # Of what is gathered as codes each rank encodes its part and decodes all.
         gather = gather + np.where(columns.gather > 0, clock.of("copy", params / units * (1 + 1 / group) / h, h), 0.0)
+        # Backward gathers from second shards as they are, where there are some.
+        near = (
+            clock.travel("all_gather", params / units * VALUE, np.maximum(1.0, columns.reshard_within), stride) + moved
+        )
+        both = gather + np.where(again == 2.0, np.where(columns.reshard_within > 0, near, gather), 0.0)
         sent = wire_columns.wire_bytes(columns, params / units, VALUE)
         reduce = clock.travel("reduce_scatter", sent, group, stride) + moved
         beside = wire_columns.replica_bytes(columns, params / units / group, VALUE)
@@ -91,5 +96,5 @@ def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends:
         reduce = reduce + np.where(columns.sync > 0, 0.0, across)
         total = total + np.where(columns.sync > 0, units * across / columns.sync_every, 0.0)
         reduce = reduce + _encoding(columns, clock, params / units, h)
-        total = total + units * (gather * again * np.where(once, 1.0, m) + reduce * np.where(once, 1.0, m))
+        total = total + units * (both * np.where(once, 1.0, m) + reduce * np.where(once, 1.0, m))
     return total

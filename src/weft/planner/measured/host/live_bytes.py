@@ -155,7 +155,8 @@ def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late
     """
     lets_go = columns.reshard == RESHARDS.index("after_forward")
     here = np.where(lets_go, np.where(is_late, 2 * unit, head), params)
-    return np.where(columns.zero == 3, here, 0.0)
+    second = np.where(columns.reshard_within > 0, params / np.maximum(1, columns.reshard_within), 0.0)
+    return np.where(columns.zero == 3, here + second, 0.0)
 
 
 def _gradients(columns: Columns, params: Array, width: Array, passes: Array, one_pass: Array) -> tuple[Array, Array]:
