@@ -34,11 +34,16 @@ EVEN = dataclasses.replace(CASE, masked=0.0, max_grad_norm=0.0)
 TWO = ("sync=diloco:2", "sync=average:2", "sync=diloco:2 compress=int8", "accumulation=2 sync=diloco:3")
 FOUR = (
     "dp_shard=2 zero=3 sync=diloco:2",
-    "dp_shard=2 zero=1 sync=diloco:2",
     "tp=2 sp=on sync=diloco:2",
+)
+MORE = (
+    "dp_shard=2 zero=1 sync=diloco:2",
     "pp=2 microbatches=2 sync=average:2",
     "dp_shard=2 zero=2 sync=diloco:2",
     "cp=2 zero=3 sync=average:2",
+    "dp_shard=2 zero=3 offload=params+optimizer sync=diloco:2",
+    "dp_shard=2 zero=1 offload=optimizer sync=diloco:2",
+    "dp_shard=2 zero=3 recompute=full reshard=after_step accumulation=2 sync=diloco:2",
 )
 LR, MOMENTUM = 0.7, 0.9
 
@@ -198,6 +203,11 @@ def test_so_do_replicas_of_several_ranks(ranks4):
     check(ranks4, FOUR, CASE)
 
 
+@pytest.mark.full
+def test_so_do_more_layouts(ranks4):
+    check(ranks4, MORE, CASE)
+
+
 def test_average_after_each_step_of_sgd_is_plain_data_parallelism(ranks2):
     case = PlainSgd(**{field.name: getattr(EVEN, field.name) for field in dataclasses.fields(EVEN)})
     plain = train_case("precision=fp64", case)
@@ -262,8 +272,24 @@ def go_on_twice(pool, plan: str, folder, at: int, end: int = 7, then: str = ""):
     return saved, pool.run(load_and_go_on, then or plan, str(folder), at, end)
 
 
-@pytest.mark.parametrize("at", [3, 5])
-@pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "dp_shard=2 zero=1", "tp=2", "pp=2 microbatches=2"])
+@pytest.mark.parametrize(
+    ("plan", "at"),
+    [
+        ("dp_shard=2 zero=3", 5),
+        ("pp=2 microbatches=2", 3),
+        *(
+            pytest.param(plan, at, marks=pytest.mark.full)
+            for plan, at in [
+                ("dp_shard=2 zero=3", 3),
+                ("dp_shard=2 zero=1", 3),
+                ("dp_shard=2 zero=1", 5),
+                ("tp=2", 3),
+                ("tp=2", 5),
+                ("pp=2 microbatches=2", 5),
+            ]
+        ),
+    ],
+)
 def test_a_resume_at_and_between_meetings_gives_the_same_bits(plan, at, ranks4, tmp_path):
     saved, loaded = go_on_twice(ranks4, f"dp_replicate=2 {plan} sync=diloco:3 compress=int8", tmp_path, at)
     for before, after in zip(saved, loaded, strict=True):
@@ -284,7 +310,10 @@ def test_another_plan_inside_goes_on_alike(ranks4, tmp_path):
         assert max((before[2][name] - after[2][name]).abs().max() for name in before[2]) < 1e-10
 
 
-@pytest.mark.parametrize("then", ["dp_replicate=4 sync=diloco:3", "dp_replicate=4", "dp_shard=4 zero=3"])
+@pytest.mark.parametrize(
+    "then",
+    ["dp_replicate=4 sync=diloco:3", "dp_shard=4 zero=3", pytest.param("dp_replicate=4", marks=pytest.mark.full)],
+)
 def test_other_replicas_go_on_from_the_anchor_and_say_what_is_lost(then, ranks4, tmp_path):
     saved, loaded = go_on_twice(ranks4, "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:3", tmp_path, 5, then=then)
     more = "" if "sync" in then else ", the outer momentum"

@@ -95,6 +95,11 @@ def state_bytes(columns: Columns) -> Array:
     return plain + np.where((columns.compress > 0) & sends, outer, 0.0)
 
 
+def low_rank(columns: Columns) -> Array:
+    """Return the rank of the matrices that `compress` sends in place of larger ones; 0 where it encodes by value."""
+    return _of_outer(columns, lambda wire: np.full(len(columns), float(wire.rank)))
+
+
 def _is_outer(columns: Columns, way: Way) -> NDArray[np.bool_]:
     """Rows whose `compress` is for this way."""
     return (columns.compress > 0) & ((columns.dp_replicate > 1) == (way == "replicas"))

@@ -12,6 +12,8 @@ from weft.planner.space import Columns, Job, wire_columns
 from weft.spec.shares import bucket_bytes
 
 Array = NDArray[np.float64]
+#: Rows and columns of the matrices that low rank is thought of, as `spec/wires.py` does.
+_SIDE = 1024.0
 
 
 def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd) -> tuple[Array, Array, Array]:
@@ -66,7 +68,16 @@ def _encoding(columns: Columns, clock: CrowdedLaws, params: Array, width: float)
     """Gradients into what travels and back: a copy each, where a wire encodes them and somebody is there to send to."""
     encodes = (wire_columns.copy_bytes(columns, VALUE) > 0) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
     every = np.where(columns.reduce == 0, columns.sync_every, 1)  # `compress` alone encodes what meets rarely
-    return np.where(encodes, 2 * clock.of("copy", params / width, width) / every, 0.0)
+    values = np.where(encodes, 2 * clock.of("copy", params / width, width) / every, 0.0)
+    rank = wire_columns.low_rank(columns)
+    if not rank.any():
+        return values
+    # Of low rank: M Q and M^T P, P Q^T, and what is left of M. Over replicas each rank has its part of the sums.
+    divided = (columns.dp_replicate > 1) & (columns.zero > 0)
+    rows = params / np.where(divided, columns.dp_shard * columns.cp, 1) / _SIDE
+    thin = np.maximum(rank, 1.0)
+    products = 2 * clock.of("linear_f", rows, _SIDE, thin) + clock.of("linear_f", rows, thin, _SIDE)
+    return values + np.where(encodes & (rank > 0), products + clock.of("add_to", rows, _SIDE), 0.0)
 
 
 def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends: Array, m: Array) -> Array:
