@@ -100,6 +100,22 @@ FAMILIES: dict[str, Family] = {
         },
         kv_heads=HEADS,
     ),
+    # Norms take the queries of all heads together, and the keys.
+    "olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", {**_GROUPED, "tie_word_embeddings": False}),
+    "gpt-oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        # A sink for each head; layers with a window take turns with layers without.
+        {
+            **_GROUPED,
+            "head_dim": 4,
+            "sliding_window": 3,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "experts_implementation": "eager",
+            "attn_implementation": "eager",
+        },
+    ),
     "bert": Family(
         "BertForMaskedLM",
         "BertConfig",

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.parallel.tensor_cases import LLAMA, build
+from tests.parity.families import FamilyCase
 from weft.errors import LayoutError, PlanError
 from weft.models import build_decoder
 from weft.parallel.tensor.read_layout import check_layout, read_own
@@ -55,10 +56,12 @@ def test_an_encoder_decoder_is_traced_with_the_inputs_of_both_halves():
          "model.layers.*.self_attn.{q_b_proj,kv_b_proj}=colwise"),
         ("gpt_oss", "model.layers.*.self_attn.{q_proj,k_proj,v_proj,sinks}=colwise"),
         ("glm", "model.layers.*.self_attn.{q_proj,k_proj,v_proj}=colwise"),
+        ("olmo2", "model.layers.*.self_attn.{q_proj,k_proj,v_proj,q_norm,k_norm}=colwise"),
     ],
 )  # fmt: skip
 def test_attention_is_cut_with_what_its_heads_share_and_have_for_themselves(name, cut):
-    found = find_layout(build(name)).format()
+    model = FamilyCase(name).model() if name == "olmo2" else build(name)
+    found = find_layout(model).format()
     assert f"{cut} model.layers.*.self_attn.o_proj=rowwise" in found
 
 

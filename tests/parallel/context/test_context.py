@@ -224,7 +224,9 @@ def misused_model(kind):
         model.config.num_attention_heads = 3
     elif kind == "layer":
         model.model.layers[1].self_attn = WithoutAttention()
-    asked = {"sinks": {"s_aux": torch.zeros(4)}, "own mask": {"attention_mask": torch.zeros(8, 4, 8, 8)}}.get(kind, {})
+    asked = {"bias": {"position_bias": torch.zeros(4)}, "own mask": {"attention_mask": torch.zeros(8, 4, 8, 8)}}.get(
+        kind, {}
+    )
     model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, **asked}), with_kwargs=True
     )
@@ -260,7 +262,7 @@ def misuse(kind):
             model(input_ids=batch["input_ids"])
 
 
-MODELS = ("neighbours", "free", "heads", "dropout", "sinks", "layer", "own mask", *FOREIGN)
+MODELS = ("neighbours", "free", "heads", "dropout", "bias", "layer", "own mask", *FOREIGN)
 REFUSALS = {
     "neighbours": "cp=2: LlamaForCausalLM reads the embeddings of neighbouring tokens together (trigram_input), and a "
     "rank has only its own. Use cp=1 for this model.",
@@ -270,7 +272,7 @@ REFUSALS = {
     "Use cp_mode=ring or cp_mode=gather.",
     "dropout": "cp=2: LlamaAttention drops 0.1 of its attention weights in training, and Weft finds that rate under "
     "none of the usual names. Store it as module.attention_dropout, or set it to 0.",
-    "sinks": "cp=2: LlamaAttention passes s_aux to its attention, and attention over a cut sequence does not "
+    "bias": "cp=2: LlamaAttention passes position_bias to its attention, and attention over a cut sequence does not "
     "support it. Use cp=1.",
     "state space": "cp=2: MambaForCausalLM gives no single number of attention heads, and Weft cuts sequences "
     "only through attention. Use cp=1 for this model.",

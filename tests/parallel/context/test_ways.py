@@ -47,6 +47,12 @@ def inputs(heads: int, kv_heads: int, seq_len: int, dtype: torch.dtype, value_wi
 
 def dense(q, k, v, borders, scoring):
     """Attention with a mask over all pairs, by the definition."""
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return dense_scores(q, k, borders, scoring).softmax(-1) @ v
+
+
+def dense_scores(q, k, borders, scoring):
+    """Scores of all pairs, -inf where a query does not see a key."""
     seq_len, sight = q.shape[2], scoring.sight
     distance = torch.arange(seq_len)[:, None] - torch.arange(seq_len)
     before, after = (seq_len if reach is None else reach for reach in (sight.before, sight.after))
@@ -56,11 +62,11 @@ def dense(q, k, v, borders, scoring):
         ids[list(starts[1:-1])] = 1
         ids = ids.cumsum(0)
         mask[row] &= ids[:, None] == ids[None]
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q @ k.transpose(-1, -2) * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * (scores / scoring.softcap).tanh()
-    return scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1) @ v
+    return scores.masked_fill(~mask[:, None], -torch.inf)
 
 
 def reference(heads, kv_heads, seq_len, dtype, borders, scoring=PLAIN, value_width=WIDTH):
@@ -160,3 +166,35 @@ def test_what_is_kept_for_backward_falls_with_the_number_of_ranks(mode, document
     four = max(kept for _, _, kept in ranks4.run(attend_on_ranks, *case))
     token = (4 * 4 * WIDTH + 4) * 8  # queries, keys, values, output of all heads, and one sum for each
     assert (two, four) == (BATCH * 24 * token, BATCH * 12 * token)
+
+
+def sinks_on_ranks(mode, scoring, borders):
+    """This rank's output, and gradients of its queries and, summed over ranks, of the sinks."""
+    size = torch.distributed.get_world_size()
+    axis = build_mesh(Plan(cp=size))["cp"]
+    order = SequenceOrder(mode, size, axis.rank, 48)
+    *qkv, grad = (order.cut(x.transpose(1, 2)).transpose(1, 2) for x in inputs(8, 4, 48, torch.float64))
+    qkv = [x.clone().requires_grad_() for x in qkv]
+    sink_H = torch.linspace(-1, 2, 8, dtype=torch.float64).requires_grad_()
+    out = attend_cut(*qkv, scoring, View(axis, order, borders), sink_H)
+    out.backward(grad)
+    torch.distributed.all_reduce(sink_H.grad)
+    return [out.detach(), *(x.grad for x in qkv)], sink_H.grad, None
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("scoring", "documents"), [("causal", "whole"), ("window", "unlike"), ("softcap", "same")])
+def test_a_sink_of_each_head_takes_its_share_of_the_weights(mode, scoring, documents, ranks4):
+    asked, borders = SCORINGS.get(scoring, PLAIN), DOCUMENTS[documents]
+    results = ranks4.run(sinks_on_ranks, mode, asked, borders)
+    *qkv, grad = inputs(8, 4, 48, torch.float64)
+    qkv = [x.requires_grad_() for x in qkv]
+    sink_H = torch.linspace(-1, 2, 8, dtype=torch.float64).requires_grad_()
+    # By the definition: one more key, whose score is the sink and whose value is zero.
+    whole = dense_scores(qkv[0], qkv[1], borders, asked)
+    scores = torch.cat((whole, sink_H[None, :, None, None].expand(BATCH, -1, 48, 1)), -1)
+    out = scores.softmax(-1)[..., :-1] @ qkv[2].repeat_interleave(2, 1)
+    out.backward(grad)
+    for found, wanted in zip(joined(results, mode, 48), [out.detach(), *(x.grad for x in qkv)], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(results[0][1], sink_H.grad, rtol=1e-10, atol=1e-12)

@@ -37,7 +37,7 @@ _SITE = "_weft_site"  # where dropout by position put what it knows of a module
 #: Inputs that models of several kinds of data merge into their tokens, or read beside them.
 _BESIDE_TOKENS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 #: What some models ask of attention and a cut sequence does not have yet.
-_UNKNOWN = ("s_aux", "position_bias", "head_mask", "indices")
+_UNKNOWN = ("position_bias", "head_mask", "indices")
 
 
 def replace_attention(model: Any, context: Context) -> None:
@@ -82,9 +82,11 @@ def hold_attention(model: nn.Module, opaque: Opaque) -> None:
 
 
 def _attend(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-    (query, key, value), ids_BT = inputs[:3], inputs[3] if len(inputs) > 3 else None
+    query, key, value = inputs[:3]
+    ids_BT = inputs[3] if len(inputs) > 3 and inputs[3].numel() else None
     scaling, is_causal, window, softcap = (None if math.isnan(one) else one for one in numbers)
-    asked = {"sliding_window": None if window is None else int(window), "softcap": softcap}
+    sink_H = inputs[4] if len(inputs) > 4 else None
+    asked = {"sliding_window": None if window is None else int(window), "softcap": softcap, "s_aux": sink_H}
     causal = None if is_causal is None else bool(is_causal)
     return _attend_cut(module, getattr(module, _ATTRIBUTE), query, key, value, ids_BT, 0.0, scaling, causal, asked)
 
@@ -133,7 +135,10 @@ def attend_by_name(
     handle: Handle | None = getattr(module, _HANDLE, None)
     known = (scaling, is_causal, kwargs.get("sliding_window"), kwargs.get("softcap"))
     if handle is not None and handle.is_open and not dropout and not _unknown(kwargs):
-        inputs = [query, key, value] if ids_BT is None else [query, key, value, ids_BT]
+        sink_H = kwargs.get("s_aux")
+        ids = ids_BT if ids_BT is not None else query.new_empty(0, dtype=torch.int64)
+        beside = [ids, sink_H] if sink_H is not None else [ids] if ids_BT is not None else []
+        inputs = [query, key, value, *beside]
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return handle(shape, query.dtype, inputs, [math.nan if one is None else float(one) for one in known]), None
     return _attend_cut(module, context, query, key, value, ids_BT, dropout, scaling, is_causal, kwargs), None
@@ -164,7 +169,7 @@ def _attend_cut(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     drop = getattr(module, _SITE).attention(dropout, *query.shape[:2], query.device) if dropout else None
     scoring = Scoring(scale, Sight(before, 0 if causal else before), asked.get("softcap"), drop)
-    return context.attend(query, key, value, scoring, ids_BT).transpose(1, 2)
+    return context.attend(query, key, value, scoring, ids_BT, asked.get("s_aux")).transpose(1, 2)
 
 
 def _refuse(module: nn.Module, context: Context, dropout: float, asked: dict[str, Any]) -> None:

@@ -107,7 +107,10 @@ class Context:
         """Return the place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
         return self.order(num_tokens * self.axis.size).places(device)
 
-    def attend(self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, ids_BT: Tensor | None) -> Tensor:
+    def attend(
+        self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, ids_BT: Tensor | None,
+        sink_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the attention over the whole sequence; (B, H, T, C).
 
         Args:
@@ -116,6 +119,7 @@ class Context:
             v_BKTC: values of the same tokens.
             scoring: scale, softcap, what each query sees, and dropout.
             ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
+            sink_H: a score of each head beside those of the keys, without a value.
 
         Raises:
             ModelError: where there are more keys than queries, as from a cache.
@@ -126,7 +130,8 @@ class Context:
                 f"cp={self.axis.size}: {q_BHTC.shape[2]} queries of {k_BKTC.shape[2]} keys; a cut sequence has no "
                 f"cache. Generate outside of training steps: there the model takes whole sequences."
             )
-        return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, self.divide(q_BHTC.shape[2] * self.axis.size, ids_BT))
+        view = self.divide(q_BHTC.shape[2] * self.axis.size, ids_BT)
+        return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, view, sink_H)
 
     def divide(self, seq_len: int, ids_BT: Tensor | None) -> View:
         """Return how this rank sees sequences of so many tokens, divided into documents by `ids_BT`.
@@ -154,11 +159,14 @@ class Context:
             )
 
 
-def context_attention(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
+def context_attention(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
+) -> Tensor:
     """`attend_cut`, seen as one call by modes that look for attention, such as recompute=attention."""
-    if has_torch_function((q_BHTC, k_BKTC, v_BKTC)):
-        return handle_torch_function(context_attention, (q_BHTC, k_BKTC, v_BKTC), q_BHTC, k_BKTC, v_BKTC, scoring, view)
-    return attend_cut(q_BHTC, k_BKTC, v_BKTC, scoring, view)
+    given = (q_BHTC, k_BKTC, v_BKTC)
+    if has_torch_function(given):
+        return handle_torch_function(context_attention, given, *given, scoring, view, sink_H)
+    return attend_cut(*given, scoring, view, sink_H)
 
 
 #: What `weft.memory` looks for.

@@ -47,9 +47,25 @@ class Seen:
             whole_out.addcmul_(out.to(whole_out.dtype), (lse - total).exp_()[..., None])
             whole_lse.copy_(total)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        """Output (B, H, T, C) in the queries' format, and log-sum-exp (B, H, T)."""
+    def result(self, sink_H: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Output (B, H, T, C) in the queries' format, and log-sum-exp (B, H, T).
+
+        sink_H: a score of each head beside those of the keys, which takes its share of the weights and adds nothing.
+        """
+        if sink_H is not None:
+            total = torch.logaddexp(self._lse, sink_H.to(self._lse.dtype)[:, None])
+            self._out.mul_((self._lse - total).exp_()[..., None])
+            self._lse = total
         return self._out.to(self._q.dtype), self._lse
+
+
+def sink_gradient(grad_BHTC: Tensor, out_BHTC: Tensor, lse_BHT: Tensor, sink_H: Tensor | None) -> Tensor | None:
+    """Gradient of the sinks from that of the output; out, lse: with the sinks among the scores."""
+    if sink_H is None:
+        return None
+    share_BHT = (sink_H.to(lse_BHT.dtype)[:, None] - lse_BHT).exp_()
+    product_BHT = (grad_BHTC.to(lse_BHT.dtype) * out_BHTC).sum(-1)
+    return share_BHT.mul_(product_BHT).sum((0, 2)).neg_().to(sink_H.dtype)
 
 
 class Gradients:

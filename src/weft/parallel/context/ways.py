@@ -30,7 +30,7 @@ from weft.models.attention import repeat_heads, takes_groups
 from weft.parallel.context.kernel import Scoring, sum_dtype
 from weft.parallel.context.order import SequenceOrder
 from weft.parallel.context.pieces import CAUSAL, Borders, Piece, Sight, pieces
-from weft.parallel.context.seen import Gradients, Seen
+from weft.parallel.context.seen import Gradients, Seen, sink_gradient
 from weft.private_torch import without_modes
 
 
@@ -64,20 +64,23 @@ class View:
         return self._pieces[None, sight]
 
 
-def attend_cut(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
+def attend_cut(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
+) -> Tensor:
     """Attention over the whole sequence, of which each rank holds its own tokens; (B, H, T, C).
 
     Values may have another width than queries and keys (multi-head latent attention); the output has that of values.
     The narrower ones travel padded with zeros, which change no product: keys and values stay one message.
+    sink_H: a score of each head that takes a share of the weights, and has no value (attention sinks of GPT-OSS).
     """
     width = v_BKTC.shape[-1]
     widest = max(width, q_BHTC.shape[-1])
     q_BHTC, k_BKTC, v_BKTC = (_padded(x, widest) for x in (q_BHTC, k_BKTC, v_BKTC))
     if view.order.mode == "ulysses":
-        out_BHTC = _ulysses(q_BHTC, k_BKTC, v_BKTC, scoring, view)
+        out_BHTC = _ulysses(q_BHTC, k_BKTC, v_BKTC, scoring, view, sink_H)
     else:
         function = _Gather if view.order.mode == "gather" else _Ring
-        out_BHTC = function.apply(q_BHTC, k_BKTC, v_BKTC, scoring, view)
+        out_BHTC = function.apply(q_BHTC, k_BKTC, v_BKTC, sink_H, scoring, view)
     return out_BHTC if width == widest else out_BHTC[..., :width]
 
 
@@ -87,20 +90,22 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
+    def forward(
+        ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sink_H: Tensor | None, scoring: Scoring, view: View
+    ) -> Tensor:
         with without_modes():
             kv_2BKTC = torch.stack((k_BKTC, v_BKTC))
             seen = Seen(q_BHTC, scoring, view.places(view.axis.rank, q_BHTC.device))
             for source, kv in enumerate(_gathered(kv_2BKTC, view.axis)):
                 seen.meet(kv, view.pieces(source, scoring.sight), view.places(source, q_BHTC.device))
-            out_BHTC, lse_BHT = seen.result()
-        ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT)
+            out_BHTC, lse_BHT = seen.result(sink_H)
+        ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H)
         ctx.scoring, ctx.view = scoring, view
         return out_BHTC
 
     @staticmethod
-    def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q_BHTC, kv_2BKTC, out_BHTC, lse_BHT = ctx.saved_tensors
+    def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H = ctx.saved_tensors
         view, axis, dtype, device = ctx.view, ctx.view.axis, sum_dtype(q_BHTC.dtype), q_BHTC.device
         all_kv = _gathered(kv_2BKTC, axis)
         all_grads = torch.zeros_like(all_kv, dtype=dtype)
@@ -108,12 +113,14 @@ class _Gather(torch.autograd.Function):
         for source, kv in enumerate(all_kv):
             grads.meet(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), all_grads[source])
         own = reduce_scatter(all_grads, axis, out=torch.empty_like(kv_2BKTC, dtype=dtype))
-        return _returned(grads, own, q_BHTC)
+        return *_returned(grads, own, q_BHTC), sink_gradient(grad_BHTC, out_BHTC, lse_BHT, sink_H), None, None
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
+    def forward(
+        ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sink_H: Tensor | None, scoring: Scoring, view: View
+    ) -> Tensor:
         with without_modes():
             kv_2BKTC = kv = torch.stack((k_BKTC, v_BKTC))
             axis, device = view.axis, q_BHTC.device
@@ -123,14 +130,14 @@ class _Ring(torch.autograd.Function):
                 source = (axis.rank - step) % axis.size
                 seen.meet(kv, view.pieces(source, scoring.sight), view.places(source, device))
                 kv = coming.wait() if coming else kv
-            out_BHTC, lse_BHT = seen.result()
-        ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT)
+            out_BHTC, lse_BHT = seen.result(sink_H)
+        ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H)
         ctx.scoring, ctx.view = scoring, view
         return out_BHTC
 
     @staticmethod
-    def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q_BHTC, kv_2BKTC, out_BHTC, lse_BHT = ctx.saved_tensors
+    def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H = ctx.saved_tensors
         view, axis, dtype, device = ctx.view, ctx.view.axis, sum_dtype(q_BHTC.dtype), q_BHTC.device
         grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scoring, view.places(axis.rank, device))
         own = torch.zeros_like(kv_2BKTC, dtype=dtype)
@@ -146,7 +153,7 @@ class _Ring(torch.autograd.Function):
             kv = coming.wait() if coming else kv
         if grad_coming is not None:
             own.add_(grad_coming.wait())
-        return _returned(grads, own, q_BHTC)
+        return *_returned(grads, own, q_BHTC), sink_gradient(grad_BHTC, out_BHTC, lse_BHT, sink_H), None, None
 
 
 class _Whole(torch.autograd.Function):
@@ -154,28 +161,31 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, scoring: Scoring, found: list[Piece]
-    ) -> Tensor:
+        ctx: Any, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, sink_H: Tensor | None, scoring: Scoring,
+        found: list[Piece],
+    ) -> Tensor:  # fmt: skip
         with without_modes():
             places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
             seen = Seen(q_BHSC, scoring, places_S)
             seen.meet((k_BKSC, v_BKSC), found, places_S)
-            out_BHSC, lse_BHS = seen.result()
-        ctx.save_for_backward(q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS)
+            out_BHSC, lse_BHS = seen.result(sink_H)
+        ctx.save_for_backward(q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS, sink_H)
         ctx.scoring, ctx.found = scoring, found
         return out_BHSC
 
     @staticmethod
-    def backward(ctx: Any, grad_BHSC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS = ctx.saved_tensors
+    def backward(ctx: Any, grad_BHSC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS, sink_H = ctx.saved_tensors
         places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
         grads = Gradients(grad_BHSC, q_BHSC, out_BHSC, lse_BHS, ctx.scoring, places_S)
         own = k_BKSC.new_zeros((2, *k_BKSC.shape), dtype=sum_dtype(q_BHSC.dtype))
         grads.meet((k_BKSC, v_BKSC), ctx.found, places_S, own)
-        return _returned(grads, own, q_BHSC)
+        return *_returned(grads, own, q_BHSC), sink_gradient(grad_BHSC, out_BHSC, lse_BHS, sink_H), None, None
 
 
-def _ulysses(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View) -> Tensor:
+def _ulysses(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None
+) -> Tensor:
     axis = view.axis
     if k_BKTC.shape[1] % axis.size:
         # Fewer heads than ranks: each goes to all ranks that hold queries of its group.
@@ -186,7 +196,7 @@ def _ulysses(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, v
     sizes = [share.shape[2] for share in shares]
     swapped = exchange_dims(torch.cat(shares, 2), axis, 1, 3).squeeze(1)
     q_BHSC, k_BKSC, v_BKSC = swapped.split(sizes, 1)
-    if view.borders is None and scoring.is_usual:
+    if view.borders is None and scoring.is_usual and sink_H is None:
         grouped = k_BKSC.shape[1] != q_BHSC.shape[1]
         if grouped and not takes_groups(q_BHSC.device.type, q_BHSC.dtype, has_mask=False):
             k_BKSC, v_BKSC = (repeat_heads(x, q_BHSC.shape[1]) for x in (k_BKSC, v_BKSC))
@@ -198,7 +208,9 @@ def _ulysses(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, v
         if scoring.drop is not None:
             first = scoring.drop.first_head + axis.rank * q_BHSC.shape[1]
             scoring = replace(scoring, drop=replace(scoring.drop, first_head=first))
-        out_BHSC = _Whole.apply(q_BHSC, k_BKSC, v_BKSC, scoring, view.whole(scoring.sight))
+        if sink_H is not None:  # of this rank's heads
+            sink_H = sink_H.unflatten(0, (axis.size, -1))[axis.rank]
+        out_BHSC = _Whole.apply(q_BHSC, k_BKSC, v_BKSC, sink_H, scoring, view.whole(scoring.sight))
     return exchange_dims(out_BHSC, axis, 2, 1)
 
 
@@ -207,6 +219,6 @@ def _gathered(kv_2BKTC: Tensor, axis: Axis) -> Tensor:
     return all_gather(kv_2BKTC, axis, out=kv_2BKTC.new_empty((axis.size, *kv_2BKTC.shape)))
 
 
-def _returned(grads: Gradients, own: Tensor, q_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+def _returned(grads: Gradients, own: Tensor, q_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grad_kv = own.to(q_BHTC.dtype)
-    return grads.q_BHTC.to(q_BHTC.dtype), grad_kv[0], grad_kv[1], None, None
+    return grads.q_BHTC.to(q_BHTC.dtype), grad_kv[0], grad_kv[1]

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.errors import ModelError
+from weft.mesh import Axis
 from weft.models.adapters import AdaptedLinear, Alone
 from weft.parallel.layers import HoldingLayer, linear
 from weft.parallel.randomness import CutPart
@@ -23,6 +24,7 @@ from weft.parallel.tensor.cut_adapters import ColumnAdapter, GatheredAdapter, Ro
 from weft.parallel.tensor.cut_linear import TOKENS, Column, SharedLayer, columns, row_sum, token_share
 from weft.spec.model import number
 from weft.structure import Heads, layers
+from weft.structure.layouts import RmsForm
 
 
 class Entry:
@@ -177,6 +179,21 @@ class RowLinear(HoldingLayer):
             product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
         out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
         return out if self.bias is None else out + self.bias
+
+
+class CutNorm(nn.Module):
+    """A norm by the mean square of features of which this rank has a share."""
+
+    weight: nn.Parameter
+    _weft_form: RmsForm
+    _weft_axis: Axis
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Same shape. What the ranks add up is one number per token."""
+        axis = self._weft_axis
+        mean = x.to(torch.float32).square().mean(-1, keepdim=True) / axis.size
+        # Each rank's features read the sum, so that its gradient is a sum over the ranks, too.
+        return self._weft_form.scaled(x, copy_to(sum_over(mean, axis), axis), self.weight)
 
 
 class VocabEmbedding(nn.Module):

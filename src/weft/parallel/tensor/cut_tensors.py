@@ -21,6 +21,7 @@ from weft.parallel.randomness import CutPart, keep_part
 from weft.parallel.tensor.cut_linear import SharedLayer
 from weft.parallel.tensor.cut_modules import (
     ColumnLinear,
+    CutNorm,
     Enter,
     Entry,
     RowLinear,
@@ -32,6 +33,7 @@ from weft.parallel.tensor.head_loss import LossWay
 from weft.parallel.tensor.read_layout import (
     check_sizes,
     find_heads,
+    is_norm,
     is_wide,
     makes_ahead,
     parent_of,
@@ -41,6 +43,7 @@ from weft.parallel.tensor.read_layout import (
 from weft.parallel.tensor.sequence import TokenCut, cut_tokens, plan_sequence
 from weft.spec import Layout, Style
 from weft.structure import Heads, become, find_layout, hugging_face, layers, token_flow
+from weft.structure.layouts import rms_form
 
 
 def cut_tensors(
@@ -141,6 +144,8 @@ class _Cutter:
             if style.name == "colwise" and isinstance(module, nn.Embedding):
                 self._replace(module, "weight", Placement(cut=("tp",)), dim=1)
                 module.embedding_dim = module.weight.shape[1]
+            elif style.name == "colwise" and is_norm(module):
+                self._norm(path, module, heads.get(parent_of(path), Heads()))
             elif style.name == "colwise":
                 self._column(path, module, style, heads[parent_of(path)])
             elif style.name == "vocab":
@@ -206,14 +211,7 @@ class _Cutter:
     def _column(self, path: str, module: nn.Module, style: Style, heads: Heads) -> None:
         entry = self._entry(path, module)
         weight = layers.weight_of(module)
-        parts = style.sizes(weight.shape[0])
-        placement = Placement(cut=("tp",), parts=parts)
-        pieces = heads.pieces(style, weight.shape[0])
-        if not parts and pieces[0][2] and (count := pieces[0][0] // pieces[0][1]) % self.axis.size:
-            unit = pieces[0][1]
-            first = self.axis.rank * count // self.axis.size * unit
-            rows = tuple(range(first, first + unit))
-            placement = Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # its own: set below
+        placement = self._rows(style, heads, weight.shape[0])
         self._replace(module, "weight", placement, dim=1 if layers.is_transposed(module) else 0)
         for name in ("bias", "lora_B", "lora_magnitude"):
             self._replace(module, name, placement, dim=0)
@@ -222,6 +220,22 @@ class _Cutter:
         _set_sizes(module)
         become(module, ColumnLinear, entry=entry, enters=self.line.cuts_tokens and self.entries.get(path) is entry)
         entry.members.append(module)
+
+    def _rows(self, style: Style, heads: Heads, total: int) -> Placement:
+        """Which of so many output features this rank has."""
+        parts, pieces = style.sizes(total), heads.pieces(style, total)
+        if not parts and pieces[0][2] and (count := pieces[0][0] // pieces[0][1]) % self.axis.size:
+            unit = pieces[0][1]
+            first = self.axis.rank * count // self.axis.size * unit
+            rows = tuple(range(first, first + unit))
+            return Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # its own: set in `_replace`
+        return Placement(cut=("tp",), parts=parts)
+
+    def _norm(self, path: str, module: nn.Module, heads: Heads) -> None:
+        form, [weight] = rms_form(module), module.parameters()
+        assert form is not None  # read_styles has asked
+        self._replace(module, "weight", self._rows(self.styles[path], heads, len(weight)), dim=0)
+        become(module, CutNorm, form=form, axis=self.axis)
 
     def _row(self, path: str, module: nn.Module) -> None:
         self._replace(module, "weight", Placement(cut=("tp",)), dim=0 if layers.is_transposed(module) else 1)

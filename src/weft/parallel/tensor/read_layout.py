@@ -11,6 +11,7 @@ from weft.parallel.layers import StandIn
 from weft.spec import Layout, Style
 from weft.spec.rules import alternatives
 from weft.structure import Heads, layers
+from weft.structure.layouts import rms_form
 
 
 def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> dict[str, Style]:
@@ -19,11 +20,14 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
         expect_used(layout, modules)
     here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # of this stage's modules
     styles = {path: style for path in here if (style := layout.style(path)) is not None}
+    cut = [path for path, style in styles.items() if style.name == "colwise"]
     for path, style in styles.items():
         module = modules[path]
         # A column of an embedding is a head's or a feature's; a row is an entry of the vocabulary.
         tables = isinstance(module, nn.Embedding) and style.name in ("colwise", "vocab")
-        if style.name in ("colwise", "rowwise", "vocab") and not (tables or layers.is_linear(module)):
+        beside = any(layers.is_linear(modules[one]) for one in cut if parent_of(one) == parent_of(path))
+        norms = beside and style == Style("colwise") and rms_form(module) is not None
+        if style.name in ("colwise", "rowwise", "vocab") and not (tables or norms or layers.is_linear(module)):
             what = "a linear layer" if style.name == "rowwise" else "an embedding or a linear layer"
             raise LayoutError(
                 f"{path}={style.name}: {what} is needed, and this is a {type(module).__name__}. Use {path}=replicate."
@@ -75,7 +79,8 @@ def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
 
 def find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[str, Heads]:
     """Heads of the module around each column-cut layer."""
-    parents = dict.fromkeys(parent_of(path) for path, style in styles.items() if style.name == "colwise")
+    cut = (path for path, style in styles.items() if style.name == "colwise" and not is_norm(modules[path]))
+    parents = dict.fromkeys(map(parent_of, cut))
     return {path: Heads.of(modules[path]) for path in parents}
 
 
@@ -84,7 +89,7 @@ def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: 
     problems: list[str] = []
     counts: set[tuple[int, bool]] = set()
     for path, style in styles.items():
-        if style.name not in ("colwise", "rowwise"):
+        if style.name not in ("colwise", "rowwise") or is_norm(modules[path]):
             continue
         weight = layers.weight_of(modules[path])
         is_table = isinstance(modules[path], nn.Embedding)  # its columns are cut one by one
@@ -110,6 +115,11 @@ def _fits(count: int, repeats: bool, tp: int) -> bool:
     return count % tp == 0 or (repeats and tp % count == 0)
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module that the layout cuts by columns is a norm of what such layers make."""
+    return not (layers.is_linear(module) or isinstance(module, nn.Embedding))
+
+
 def parent_of(path: str) -> str:
     return path.rpartition(".")[0]
 
@@ -124,7 +134,7 @@ def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, 
     inside = [name for path in styles if (name := path.removeprefix(f"{parent}.")) != path]
     nested = any("." in name for name in inside)
     norms = any("norm" in type(child).__name__.lower() for child in module.children())
-    styled = any(styles[f"{parent}.{n}"].name == "partial" for n in inside)
+    styled = any(styles[path].name == "partial" or is_norm(modules[path]) for path in (f"{parent}.{n}" for n in inside))
     return nested or (norms and not styled)
 
 

@@ -43,25 +43,30 @@ def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
         return FoundLayout(model.tensor_layout(), f"the project's own layout of {model.family}", reasons)
     found = _from_tp_plan(model)
     if found is None:
-        return trace_layout(model, example)
-    return _with_attention(model, example, found) if _leaves_attention(model, found.layout) else found
+        found = trace_layout(model, example)
+    elif _whole_attention(model, found.layout):
+        found = _with_attention(model, example, found)
+    whole = _whole_attention(model, found.layout)
+    if any("norm" in type(child).__name__.lower() for module in whole for child in module.children()):
+        found = _with_attention(model, example, found, across_norms=True)
+    return found
 
 
-def _leaves_attention(model: nn.Module, layout: Layout) -> bool:
-    """Whether it leaves the attention of blocks whole on every rank, as the plans published for latent attention do."""
+def _whole_attention(model: nn.Module, layout: Layout) -> list[nn.Module]:
+    """Attention of blocks that a layout leaves whole on every rank, as plans published for latent attention do."""
     cut = [path for path, _ in named_modules(model) if layout.match(path) in ("colwise", "rowwise")]
-    for path, block in repeated_blocks(model).items():
-        for name, module in block.named_modules():
-            around = f"{path}.{name}."
-            if name and mixing(module) == "attention" and not any(each.startswith(around) for each in cut):
-                return True
-    return False
+    return [
+        module
+        for path, block in repeated_blocks(model).items()
+        for name, module in block.named_modules()
+        if name and mixing(module) == "attention" and not any(each.startswith(f"{path}.{name}.") for each in cut)
+    ]
 
 
-def _with_attention(model: nn.Module, example: Any, found: FoundLayout) -> FoundLayout:
+def _with_attention(model: nn.Module, example: Any, found: FoundLayout, across_norms: bool = False) -> FoundLayout:
     """What tracing finds where that cuts all that `found` does, and more; else `found`."""
     try:
-        traced = trace_layout(model, example)
+        traced = trace_layout(model, example, across_norms)
     except LayoutError:
         return found
     paths = [path for path, _ in named_modules(model)]

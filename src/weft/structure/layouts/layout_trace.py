@@ -21,6 +21,7 @@ from weft.spec import Layout
 from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, is_named, without_numbers
 from weft.structure.feature_flow import FeatureFlow, Mark
 from weft.structure.layers import input_embeddings, is_linear, own_parameters, weight_of
+from weft.structure.layouts.rms_norm import rms_form
 
 #: Styles of layers that are no first layer of a pair.
 ENDS = ("rowwise", "vocab", "partial")
@@ -35,14 +36,20 @@ class FoundLayout:
     reasons: Mapping[str, str]
 
 
-def trace_layout(model: nn.Module, example: Any = None) -> FoundLayout:
+def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = False) -> FoundLayout:
     """Find the layout of `model` by one forward on the meta device: shapes only, whatever its size.
 
-    example: arguments of the forward; None: token ids, an image or features, by what the model begins with.
-    Raises LayoutError where the forward fails without numbers, or nothing is found.
+    Args:
+        model: any.
+        example: arguments of the forward; None: token ids, an image or features, by what the model begins with.
+        across_norms: cut layers whose features a norm by the mean square takes together; the norm is then cut along,
+            and ranks add up its sums in each call.
+
+    Raises:
+        LayoutError: where the forward fails without numbers, or nothing is found.
     """
     example = example_of(model) if example is None else example
-    trace = in_some_format(lambda dtype: _Trace(model, dtype).run(example))
+    trace = in_some_format(lambda dtype: _Trace(model, dtype, across_norms).run(example))
     styles, reasons = trace.styles()
     if not styles:
         raise LayoutError(
@@ -66,8 +73,8 @@ def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset
 class _Trace:
     """One forward under watch."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None):
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, across_norms: bool = False):
+        self.model, self.dtype, self.across_norms = model, dtype, across_norms
         self.flow = FeatureFlow()
         self.paths = {id(module): path for path, module in named_modules(model)}
         self.order: list[str] = []
@@ -76,6 +83,7 @@ class _Trace:
         self.sizes: dict[str, tuple[int, int]] = {}
         self.inside: dict[str, frozenset[str]] = {}  # modules with parameters that work on marked features
         self.gives: dict[str, frozenset[str]] = {}  # modules around linear layers, and whose features they give out
+        self.normed: dict[str, frozenset[str]] = {}  # norms that take features together, and of which layers
         table = input_embeddings(model)
         self.embedding: str | None = None if table is None else self.paths.get(id(table))
         self.ids: list[torch.Tensor] = []
@@ -109,6 +117,9 @@ class _Trace:
         elif isinstance(module, nn.Embedding):
             yield module.register_forward_pre_hook(self._before_embedding)
             yield module.register_forward_hook(self._after_embedding)
+        elif self.across_norms and rms_form(module) is not None:
+            yield module.register_forward_pre_hook(self._before_norm)
+            yield module.register_forward_hook(self._after_norm)
         else:
             if next(module.parameters(recurse=False), None) is not None:
                 yield module.register_forward_pre_hook(self._before_other, with_kwargs=True)
@@ -154,6 +165,23 @@ class _Trace:
                 self.order.append(path)
             self.sizes[path] = (module.embedding_dim, module.num_embeddings)
             self.flow.mark(output, Mark(frozenset((path,)), output.dim() - 1, module.embedding_dim))
+
+    def _before_norm(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        mark = self.flow.of(args[0])
+        if mark is None or mark.dim != args[0].dim() - 1:
+            self._before_other(module, args, {})
+            return
+        path = self.paths[id(module)]
+        self.normed[path] = self.normed.get(path, frozenset()) | mark.sources
+        self.flow.inside = True
+
+    def _after_norm(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if self.flow.inside and (mark := self.flow.of(args[0])) is not None:
+            self.flow.inside = False
+            if mark.segment is not None:
+                self.flow.end(mark, f"{self.paths[id(module)]} takes a segment of its features together")
+            else:
+                self.flow.mark(output, mark)
 
     def _before_other(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for leaf in tree_leaves((args, kwargs)):
@@ -201,6 +229,10 @@ class _Trace:
                 if seen & family:
                     styles[inner] = "partial"
                     reasons[inner] = f"works on the outputs of {names} piece by piece"
+            for inner, seen in self.normed.items():
+                if seen & family:
+                    read = ", ".join(sorted(source.rpartition(".")[2] for source in seen))
+                    styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
         self._ahead(styles, reasons)
         modules = dict(named_modules(self.model))
         position = {path: place for place, path in enumerate((*modules, *own_parameters(modules)))}

@@ -1,0 +1,89 @@
+"""Root-mean-square norms told by what they compute, whoever wrote them: then their features can be cut.
+
+Each model of transformers has a class of its own for the same arithmetic. What differs is whether the weight is a
+factor or added to one, and whether it is applied before or after the result goes back to the format of the input.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weft.private_torch import without_modes
+
+#: What classes call the number that keeps the root away from zero.
+_EPS = ("eps", "variance_epsilon", "epsilon")
+_ROWS, _FEATURES = 3, 8
+
+
+@dataclass(frozen=True, slots=True)
+class RmsForm:
+    """How a norm computes. from_one: its weight is added to one. rounds_first: to the input's format, then scaled."""
+
+    eps: float
+    from_one: bool
+    rounds_first: bool
+
+    def scaled(self, x: Tensor, mean_square: Tensor, weight: Tensor) -> Tensor:
+        """Return x over the root of its mean square, times the weight; in the format of x.
+
+        Args:
+            x: (..., features).
+            mean_square: of the features of x in float32, (..., 1).
+            weight: (features,).
+        """
+        normed = x.to(torch.float32) * torch.rsqrt(mean_square + self.eps)
+        if self.rounds_first:
+            normed = normed.to(x.dtype)
+        factor = 1.0 + weight.to(normed.dtype) if self.from_one else weight
+        return (factor * normed).to(x.dtype)
+
+
+def rms_form(module: nn.Module) -> RmsForm | None:
+    """Return how a norm computes; None where it is no norm by the mean square of its last dim with a weight alone.
+
+    It is called on a few numbers in bfloat16 and compared bit for bit.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    eps = next((value for name in _EPS if isinstance(value := getattr(module, name, None), float)), None)
+    if "norm" not in type(module).__name__.lower() or names != ["weight"] or eps is None or _weight(module).dim() != 1:
+        return None
+    try:
+        with without_modes(), torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of formats that do not suit a fused kernel
+            return _told_by(module, eps)
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # a norm of another kind
+        return None
+
+
+def _told_by(module: nn.Module, eps: float) -> RmsForm | None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_ROWS, _FEATURES, generator=generator).to(torch.bfloat16)
+    weight = torch.randn(_FEATURES, generator=generator)
+    found = _with_weight(module, weight)(x)
+    mean_square = x.float().square().mean(-1, keepdim=True)
+    for from_one, rounds_first in itertools.product((False, True), repeat=2):
+        form = RmsForm(eps, from_one, rounds_first)
+        made = form.scaled(x, mean_square, weight)
+        if found.shape == made.shape and torch.equal(found.to(x.dtype), made):
+            return form
+    return None
+
+
+def _weight(module: nn.Module) -> Tensor:
+    return dict(module.named_parameters())["weight"]
+
+
+def _with_weight(module: nn.Module, weight: Tensor) -> nn.Module:
+    """A copy of the module with another weight; the module stays."""
+    other = copy.copy(module)
+    other.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
+    other.__dict__ |= {"_forward_pre_hooks": {}, "_forward_hooks": {}}
+    if "normalized_shape" in other.__dict__:
+        other.__dict__["normalized_shape"] = tuple(weight.shape)
+    return other

@@ -1,0 +1,66 @@
+"""Norms by the mean square, told by what they compute; and what is none."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+from weft.structure.layouts import RmsForm, rms_form
+
+FORMS = {
+    "olmo2.Olmo2RMSNorm": RmsForm(1e-6, from_one=False, rounds_first=False),
+    "llama.LlamaRMSNorm": RmsForm(1e-6, from_one=False, rounds_first=True),
+    "gemma2.Gemma2RMSNorm": RmsForm(1e-6, from_one=True, rounds_first=False),
+}
+
+
+def norm_of(name: str, device: str = "cpu") -> nn.Module:
+    family, kind = name.split(".")
+    pytest.importorskip("transformers")
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    with torch.device(device):
+        return getattr(module, kind)(16)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", FORMS)
+def test_each_familys_own_class_is_told_by_its_arithmetic(name, device):
+    assert rms_form(norm_of(name, device)) == FORMS[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_form_gives_the_modules_own_bits(name, dtype):
+    module, x = norm_of(name).to(dtype), torch.randn(4, 5, 16).to(dtype)
+    with torch.no_grad():
+        module.weight.normal_()
+        form, mean_square = rms_form(module), x.float().pow(2).mean(-1, keepdim=True)
+        assert form is not None
+        assert torch.equal(form.scaled(x, mean_square, module.weight), module(x))
+
+
+def test_asking_changes_nothing():
+    module = norm_of("olmo2.Olmo2RMSNorm")
+    before = module.weight
+    rms_form(module)
+    assert module.weight is before
+    assert torch.equal(before, torch.ones(16))
+
+
+class Doubled(nn.RMSNorm):
+    """A norm by another name's arithmetic."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("module", [nn.LayerNorm(16), nn.GroupNorm(2, 16), Doubled(16, eps=1e-6), nn.Linear(16, 16)])
+def test_what_computes_something_else_is_none(module):
+    assert rms_form(module) is None
+
+
+def test_torchs_own_class_is_one():
+    assert rms_form(nn.RMSNorm(16, eps=1e-5)) == RmsForm(1e-5, from_one=False, rounds_first=False)
