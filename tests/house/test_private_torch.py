@@ -74,7 +74,11 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     "torch.distributed.fsdp._fully_shard._fsdp_api.ReduceScatter.__call__": (
         *("self", "output_tensor", "input_tensor", "group", "op", "async_op"),
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_common.HSDPMeshInfo": None,
     "torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState.IDLE": None,
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_sharded_post_forward_param_metadata": (
+        *("self", "param"),
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup.post_backward": ("self",),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": ("self",),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback": ("self",),
@@ -111,7 +115,9 @@ OPERATORS = {
 #: Attributes that only instances have, by the module whose source sets them.
 SET_IN = {
     "torch.distributed.elastic.agent.server.local_elastic_agent": ("_pcontext",),
-    "torch.distributed.fsdp._fully_shard._fsdp_param": ("_unsharded_param", "unsharded_accumulated_grad"),
+    "torch.distributed.fsdp._fully_shard._fsdp_param": (
+        *("_unsharded_param", "unsharded_accumulated_grad", "_orig_size"),
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("fsdp_params",),
     "torch.distributed.fsdp._fully_shard._fsdp_state": (
         *("_training_state", "_state_ctx", "iter_forward_root", "_fsdp_param_group"),

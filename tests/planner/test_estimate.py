@@ -19,6 +19,7 @@ from weft.planner.space.stack import Stack
 from weft.spec.cluster import ClusterSpec
 from weft.spec.model import decoder_spec
 from weft.spec.plan import RECOMPUTES, SCHEDULES
+from weft.spec.wires import COMPRESSES, GATHERS
 from weft.testing.matrix import legal, sample
 
 SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
@@ -176,6 +177,52 @@ def test_gradients_in_bf16_take_the_time_of_half_the_bytes():
     assert (narrow.step_s <= wide.step_s).all()
     assert (narrow.total_bytes >= wide.total_bytes).all()
     assert (narrow.total_bytes > wide.total_bytes).any()
+
+
+def test_replicas_that_meet_rarely_share_a_meeting_among_its_steps():
+    """And keep an anchor, and a momentum under diloco, divided as masters are."""
+    columns = Columns.make(
+        4, dp_replicate=8, dp_shard=8, zero=3, num_micro=4, sync=[0, 2, 2, 1], sync_every=[1, 10, 40, 40]
+    )
+    apart = Columns.make(1, dp_shard=8, zero=3, num_micro=4)
+    found, alone = estimate(JOB, CLUSTER, columns, TABLES), estimate(JOB, CLUSTER, apart, TABLES)
+    every, ten, forty, average = found.terms["dp_exposed"] - alone.terms["dp_exposed"][0]
+    assert ten == pytest.approx(4 * forty)
+    assert average == pytest.approx(forty)
+    assert ten < every / 4
+    kept = found.memory["optimizer"] - found.memory["optimizer"][0]
+    assert kept == pytest.approx([0.0, 2 * kept[3], 2 * kept[3], kept[3]])
+
+
+def test_a_meeting_in_int8_sends_a_quarter():
+    columns = Columns.make(2, dp_replicate=8, dp_shard=8, zero=1, sync=2, sync_every=10)
+    plain, coded = (
+        estimate(JOB, CLUSTER, columns.with_arrays(compress=np.full(2, COMPRESSES.index(name), np.uint8)), TABLES)
+        for name in ("none", "int8")
+    )
+    alone = estimate(JOB, CLUSTER, Columns.make(2, dp_shard=8, zero=1), TABLES).terms["dp_exposed"]
+    ratio = (coded.terms["dp_exposed"] - alone) / (plain.terms["dp_exposed"] - alone)
+    assert ratio == pytest.approx(0.252, rel=0.05)
+
+
+def test_differences_of_weights_travel_in_an_eighth_beside_masters_of_their_own():
+    columns = Columns.make(2, dp_shard=8, zero=1, precision=0)
+    slow = replace(JOB, stack=Stack(overlap_grads=False, overlap_params=False))
+    coded = columns.with_arrays(gather=np.full(2, GATHERS.index("diff4"), np.uint8))
+    plain, found = estimate(slow, CLUSTER, columns, TABLES), estimate(slow, CLUSTER, coded, TABLES)
+    assert (found.terms["dp_exposed"] < 0.8 * plain.terms["dp_exposed"]).all()
+    masters = found.memory["optimizer"] - plain.memory["optimizer"]
+    assert masters == pytest.approx(found.memory["parameters"] / 8)
+    assert (found.memory["gradients"] == plain.memory["gradients"]).all()
+
+
+def test_second_shards_cost_memory_and_save_gathers_between_hosts():
+    columns = Columns.make(3, dp_shard=64, zero=3, num_micro=4, reshard_within=[0, 8, 16])
+    slow = replace(JOB, stack=Stack(overlap_grads=False, overlap_params=False))
+    found = estimate(slow, CLUSTER, columns, TABLES)
+    exposed, kept = found.terms["dp_exposed"], found.total_bytes
+    assert exposed[1] < exposed[2] <= exposed[0]
+    assert kept[1] > kept[2] > kept[0]
 
 
 def test_every_legal_plan_gets_an_estimate():

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from weft.spec.plan import PLAN_FIELDS, Plan
 from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares
-from weft.spec.plan.plan_values import Kind, OneOf, PolicyOrBudget, Switch, Whole
+from weft.spec.plan.plan_values import Kind, LetsGo, OneOf, PolicyOrBudget, Switch, SyncEvery, Whole
 
 _budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB", "MB", "kib"])) | st.builds(
     "{}%".format, st.integers(1, 99)
@@ -25,6 +25,8 @@ def _values(kind: Kind) -> st.SearchStrategy:
             return st.integers(kind.low, min(64, kind.high)) | st.integers(kind.low, kind.high)
         case Switch():
             return st.booleans()
+        case LetsGo():
+            return st.sampled_from(kind.known) | st.integers(2, 999_999).map(f"{kind.known[0]}:{{}}".format)
         case OneOf():
             return st.sampled_from(kind.known)
         case PolicyOrBudget():
@@ -39,6 +41,9 @@ def _values(kind: Kind) -> st.SearchStrategy:
             return st.dictionaries(st.sampled_from(kind.known), _shares).map(
                 lambda found: tuple(name + share for name, share in found.items())
             )
+        case SyncEvery():
+            ways = st.builds("{}:{}".format, st.sampled_from(["average", "diloco"]), st.integers(1, 999_999))
+            return st.just("step") | ways
     raise TypeError(f"draw values of {type(kind).__name__} here")
 
 

@@ -111,6 +111,14 @@ GOLDEN = {
     "reshard=never": (
         "reshard=never: not one of after_forward, after_backward, after_step. Use reshard=after_forward."
     ),
+    "zero=3 reshard=after_forward:1": (
+        "reshard=after_forward:1: second shards lie on a number of neighbouring ranks, from 2 to 999999. Use "
+        "reshard=after_forward:8, for 8 ranks on a host."
+    ),
+    "sync=diloco": (
+        "sync=diloco: not step, and not average or diloco with a number of steps from 1 to 999999. Use sync=step, or "
+        "e.g. sync=diloco:50."
+    ),
     "cp_mode=ulises": "cp_mode=ulises: not one of auto, gather, ring, ulysses. Did you mean 'ulysses'?",
     "sp=maybe": "sp=maybe: this is a switch. Use sp=on or sp=off.",
     "offload=disk": "offload=disk: not one of optimizer, params, activations. Use offload=optimizer.",

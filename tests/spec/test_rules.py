@@ -49,6 +49,24 @@ CASES = [
     ("compress-state-over-shard", "dp_shard=2 zero=3 compress=block8", Facts(),
      "compress=block8: it keeps what it rounds off, a whole gradient on every rank, which zero=3 has no room for. "
      "Use compress=int8, which keeps nothing, or dp_replicate=2 or more.", "dp_shard=2 zero=3 compress=int8"),
+    ("gather-differences-zero", "dp_shard=2 zero=3 gather=diff4", Facts(),
+     "gather=diff4: zero=3 keeps no weights to which a difference could be sent. Use gather=int8, or use zero=1.",
+     "dp_shard=2 zero=3 gather=int8"),
+    ("gather-differences-alone", "dp_shard=2 zero=1 offload=optimizer gather=diff4", Facts(),
+     "gather=diff4: differences to masters on the host are not built. Leave gather or offload=optimizer out.",
+     "dp_shard=2 zero=1 offload=optimizer"),
+    ("second-shards-divide", "dp_shard=6 zero=3 reshard=after_forward:4", Facts(),
+     "reshard=after_forward:4: dp_shard=6 is not 2 or more groups of 4 ranks. "
+     "Use reshard=after_forward, or a divisor of dp_shard below it.", "dp_shard=6 zero=3"),
+    ("sync-needs-replicas", "dp_shard=2 zero=1 sync=diloco:50", Facts(),
+     "sync=diloco:50: dp_replicate is 1, so there are no replicas to meet. "
+     "Leave sync out, or use dp_replicate=2 or more.", "dp_shard=2 zero=1"),
+    ("sync-compress", "dp_replicate=2 sync=average:9 compress=int4", Facts(),
+     "compress=int4: it keeps what it rounds off for the next step, which sync=average:9 does not. "
+     "Use compress=int8, which keeps nothing, or sync=step.", "dp_replicate=2 compress=int8 sync=average:9"),
+    ("sync-loss-scale", "dp_replicate=2 precision=fp16 sync=diloco:50", Facts(),
+     "precision=fp16: its loss scale would differ between replicas under sync=diloco:50. "
+     "Use precision=bf16, or sync=step.", "dp_replicate=2 precision=bf16 sync=diloco:50"),
     ("pp-recompute-budget-not-built", "pp=2 recompute=12GiB", Facts(),
      "recompute=12GiB: a memory budget is not supported under a pipeline yet. "
      "Use recompute=full, selective, attention or none, or e.g. full:4 for four blocks of each rank.",

@@ -144,7 +144,24 @@ def read_zero(reading: Reading, dp: int | None) -> None:
         groups: object = "*" if dp is None else dp // shards
         reading.plan_word(f"{_ZERO}.mics_shard_size", dp_shard=shards, dp_replicate=groups)
     _read_quantized(reading, stage, dp)
+    _read_second_shards(reading, stage, dp)
     _read_offload(reading, stage or 0)
+
+
+def _read_second_shards(reading: Reading, stage: int | None, dp: int | None) -> None:
+    """Ranks among which stage 3 keeps what forward gathered."""
+    key = f"{_ZERO}.zero_hpz_partition_size"
+    size = reading.whole(key, low=0)
+    if size is None:
+        return
+    if size < 2:
+        reading.nothing(key, "switched off")
+    elif stage != 3:
+        reading.nothing(key, "it needs stage 3")
+    elif dp is not None and (dp % size or dp == size):
+        reading.nothing(key, f"{dp} data-parallel ranks are not 2 or more groups of {size}")
+    else:
+        reading.plan_word(key, reshard=f"after_forward:{size}")
 
 
 def _read_quantized(reading: Reading, stage: int | None, dp: int | None) -> None:

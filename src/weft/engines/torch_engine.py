@@ -25,7 +25,7 @@ from weft.parallel import Precision, data_parallel, parallelize
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.local_tensors import StateSource
 from weft.parallel.placement import originals
-from weft.parallel.zero import load_base
+from weft.parallel.zero import anchored, load_base, rare_sync
 from weft.spec import Layout
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.figures import series
@@ -100,6 +100,9 @@ class TorchEngine:
             weights_follow=mesh.device.type == "cuda",  # a CPU copies what arrives itself, and gains nothing
         )
         data_parallel(self._model).coders.exact_steps = config.train.compress_after
+        self._sync = rare_sync(self._model)
+        if self._sync is not None:
+            self._sync.outer_lr, self._sync.outer_momentum = config.train.outer_lr, config.train.outer_momentum
         self._adapter = adapter_state(self.model)  # here, where all ranks are, and the base is as it stays
         with self.pulse.doing("computes what the task needs before the first step"):
             task.begin(RankForwards(self.model, mesh, task, second))
@@ -162,6 +165,8 @@ class TorchEngine:
             group["lr"] = group["initial_lr"] * lr_factor
         self._step.measures_update = self._config.monitor.measures_update(number + 1)
         with self._first_is_long():
+            if self._sync is not None:
+                self._sync.meets_now = number + 1 == self._config.train.steps
             done = self._step(*self._asked(batches, number))
         self._traceable.append(TracedStep(number + 1, batches, self._step.microbatch_losses))
         return LateResult(lambda: self._result(done)) if self._step.is_unread else self._result(done)
@@ -204,7 +209,8 @@ class TorchEngine:
             every, num = list(batches), self.mesh.plan.microbatches_per_step
             whole = [every[first : first + num] for first in range(0, len(every), num)]
             batches = [one for batch in whole for one in self._task.before_step(batch)]
-        return evaluate(self.model, batches, self.mesh, self._task)
+        with anchored(self.model):
+            return evaluate(self.model, batches, self.mesh, self._task)
 
     def save(self, *, aside: bool = False) -> Iterable[SavedPiece]:
         """Return what this rank writes; aside: as copies in host memory."""

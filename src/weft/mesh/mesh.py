@@ -69,6 +69,9 @@ class Mesh:
         self._links: dict[tuple[object, ...], object] = {}
         self._staged: list[Any] = []
         self.pulse = Pulse()
+        #: That of all replicas: itself.
+        self.whole: Mesh = self
+        self._replica: Mesh | None = None
         for name in AXES:
             self._axes[(name,)] = self._build((name,))
 
@@ -93,6 +96,13 @@ class Mesh:
     def world(self) -> Axis:
         """All ranks."""
         return self[AXES]
+
+    @property
+    def replica(self) -> Mesh:
+        """The ranks of this rank's replica as a mesh, where the plan's replicas meet rarely; else this mesh."""
+        if self._replica is None:
+            self._replica = self if self.plan.sync == "step" else ReplicaMesh(self)
+        return self._replica
 
     def built_axes(self) -> list[Axis]:
         """Return the axes that were asked for so far."""
@@ -143,6 +153,36 @@ class Mesh:
         if len(ranks) == self.world_size:
             return dist.group.WORLD
         return join_group(ranks)
+
+
+class ReplicaMesh(Mesh):
+    """One replica as a world of its own: its `dp_replicate` has one rank, and its `world` is the replica's ranks.
+
+    Ranks keep their global numbers, and axes, groups, links and the pulse are those of the whole mesh.
+    """
+
+    def __init__(self, whole: Mesh):
+        self.plan = whole.plan.replace(dp_replicate=1, compress="none")
+        self.rank, self.device, self.pulse = whole.rank, whole.device, whole.pulse
+        self.world_size = self.plan.world_size
+        self.whole, self._replica = whole, self
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
+        """The axis of that name, or the joined axis of several, without other replicas."""
+        return self.whole[_in_replica(names)]
+
+    def built_axes(self) -> list[Axis]:
+        """Return the axes that were asked for so far, also of the whole mesh."""
+        return self.whole.built_axes()
+
+    def ranks_over(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the global ranks of this replica that differ from this one only along those axes."""
+        return self.whole.ranks_over(_in_replica(names))
+
+
+def _in_replica(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    several = (names,) if isinstance(names, str) else names
+    return tuple(name for name in several if name.partition("/")[0] != "dp_replicate")
 
 
 def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGroup:

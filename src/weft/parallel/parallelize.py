@@ -20,7 +20,7 @@ from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
-from weft.parallel.zero import build_engine
+from weft.parallel.zero import build_engine, meet_rarely
 from weft.spec import Layout
 from weft.structure import repeated_blocks
 from weft.structure.layouts import expect_parts_named
@@ -57,7 +57,7 @@ def parallelize(
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
-    before = originals_of(model)
+    before, whole, mesh = originals_of(model), mesh, mesh.replica
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
     watch_indices(model)
@@ -77,6 +77,7 @@ def parallelize(
         _offload(model, mesh, host)
     engine = build_engine(model, mesh, placed, host=host, seed=seed, filled_later=filled_later)
     attach(model, engine, before)
+    meet_rarely(model, engine, whole)
     guard_model(model, engine.axes)
     watch_local_means(model, mesh, groups_norms=groups is not None)
     return model

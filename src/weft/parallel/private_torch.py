@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.variable import Variable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 #: Attention's kernels with their log-sum-exp, by which parts of a sequence are joined. F.scaled_dot_product_attention
@@ -126,6 +127,19 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
 def gathered_shapes(module: FSDPModule) -> list[list[torch.Size]]:
     """The shapes of what a rank gives to each gather of a unit, in their order there; the last rows may be padding."""
     return [[param.padded_sharded_param_size for param in group.fsdp_params] for group in _groups(module)]
+
+
+def keep_second_shards(module: FSDPModule, mesh: DeviceMesh) -> None:
+    """Let a unit keep shards between forward and backward over the last dimension of a mesh of two.
+
+    fully_shard takes a number for that, and would make a mesh of its own, whose groups all ranks of the world make.
+    """
+    within = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in _groups(module):
+        group.post_forward_mesh_info = within
+        for param in group.fsdp_params:
+            param.post_forward_mesh_info = within
+            param._init_sharded_post_forward_param_metadata(torch.empty(param._orig_size, device="meta"))
 
 
 def wrap_waits(

@@ -61,10 +61,10 @@ def register(wire: WireSpec) -> WireSpec:
 
 
 def wire_spec(name: str) -> WireSpec:
-    """Return the wire of that name; of `powersgd:4` the one of that rank."""
+    """Return the wire of that name, or of one of GATHERS; of `powersgd:4` the one of that rank."""
     if name not in _KNOWN and (rank := rank_of(name)) is not None:
         register(_low_rank(rank))
-    return _KNOWN[name]
+    return _KNOWN["int4" if name == GATHERS[2] else name]
 
 
 #: Low rank, whose name ends with the rank: more than so much would send more than int8 of usual matrices.
@@ -90,8 +90,28 @@ def _low_rank(rank: int) -> WireSpec:
     )
 
 
-#: What weights may travel as under zero=3: `comm/wire/row_codes.py` has the codec, whose bytes are those of the wire.
-GATHERS = ("none", "int8")
+#: What weights may travel as: under zero=3 as `comm/wire/row_codes.py` encodes them, and under zero=1 and 2 as
+#: differences, in the bytes of int4.
+GATHERS = ("none", "int8", "diff4")
+
+#: When replicas exchange what they learnt: gradients in every step, or weights after so many: their average, or by
+#: DiLoCo's outer step.
+SYNCS = ("step", "average", "diloco")
+_SYNC = re.compile(r"(average|diloco):([1-9][0-9]{0,5})", re.ASCII)
+
+
+def sync_of(text: str) -> tuple[str, int]:
+    """Return how `diloco:50` synchronises and after how many steps, ("diloco", 50); of "step" ("step", 1).
+
+    Raises:
+        ValueError: where it is none of SYNCS with a number of steps.
+    """
+    if text == SYNCS[0]:
+        return text, 1
+    found = _SYNC.fullmatch(text)
+    if found is None:
+        raise ValueError(text)
+    return found[1], int(found[2])
 
 
 class _Names(Sequence[str]):

@@ -60,6 +60,19 @@ def test_weights_travel_as_gather_says() -> None:
     assert exact["dp_exposed"] - coded["dp_exposed"] == pytest.approx(2 * (once - coded_once))  # of two gathers, of one
 
 
+def test_low_rank_costs_its_products() -> None:
+    exact, low = step("dp_replicate=2"), step("dp_replicate=2 compress=powersgd:1")
+    one, many = (step(f"dp_replicate=2 compress=powersgd:{rank}")["dp_exposed"] for rank in (1, 64))
+    assert {name for name in TERMS if low[name] != exact[name]} == {"dp_exposed"}
+    assert one < many
+
+
+def test_replicas_that_meet_rarely_share_a_meeting_among_its_steps() -> None:
+    every = step("dp_replicate=2 dp_shard=2 zero=1")
+    ten, hundred = (step(f"dp_replicate=2 dp_shard=2 zero=1 sync=diloco:{every}") for every in (10, 100))
+    assert every["dp_exposed"] > ten["dp_exposed"] > hundred["dp_exposed"]
+
+
 def test_communication_is_added_never_hidden() -> None:
     whole, cut = step("dp_replicate=2"), step("tp=2")
     assert whole["tp"] == 0.0

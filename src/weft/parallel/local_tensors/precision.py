@@ -30,13 +30,14 @@ class Precision:
     """compute: of weights in forward and backward, and of activations. master: of all that is added up or kept.
 
     wire: what travels in place of gradients between ranks. outer_wire: the same over the outermost data axis alone;
-    None: as over the others.
+    None: as over the others. sync: when replicas meet, as the plan says it.
     """
 
     compute: torch.dtype
     master: torch.dtype
     wire: Wire
     outer_wire: Wire | None = None
+    sync: str = "step"
 
     @classmethod
     def of(cls, plan: Plan) -> Precision:
@@ -55,7 +56,7 @@ class Precision:
                     f"{name}={one.spec.name}: it keeps what it rounded off for the next step, and the loss scale of "
                     f"precision=fp16 changes in between. Use precision=bf16, or {name}=bf16."
                 )
-        return cls(compute, master, wire, outer)
+        return cls(compute, master, wire, outer, plan.sync)
 
     @property
     def scales_loss(self) -> bool:
@@ -63,11 +64,16 @@ class Precision:
         return self.compute == torch.float16
 
     def refuse_debts(self) -> None:
-        """Refuse a user's own loop where what is rounded off is owed to the next step.
+        """Refuse a user's own loop where what is rounded off is owed to the next step, or replicas meet rarely.
 
         Raises:
-            ModelError: under such a wire: nothing here says by what gradients are multiplied, or when a step is taken.
+            ModelError: nothing here says by what gradients are multiplied, or when a step is taken.
         """
+        if self.sync != "step":
+            raise ModelError(
+                f"sync={self.sync}: backward() came outside of a train step, which alone counts the steps until "
+                "replicas meet. Use run.train_step, or sync=step."
+            )
         for name, wire in (("reduce", self.wire), ("compress", self.outer_wire)):
             if wire is not None and wire.feeds_back:
                 raise ModelError(
@@ -95,6 +101,8 @@ class Precision:
         apart = f", gradients travel in {self.wire.spec.name}" if narrow else ""
         if self.outer_wire is not None:
             apart += f", over the outermost data axis in {self.outer_wire.spec.name} (lossy)"
+        if self.sync != "step":
+            apart += f", replicas meet as sync={self.sync} says"
         if not self.is_mixed:
             return f"all {short[self.compute]}{apart}"
         kept = (

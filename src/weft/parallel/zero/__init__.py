@@ -7,12 +7,20 @@ from __future__ import annotations
 
 from weft.parallel.zero.choose_engine import build_engine
 from weft.parallel.zero.magnitudes import load_base, start_magnitudes
+from weft.parallel.zero.rare_sync import RareSync, anchored, meet_rarely, rare_sync
+from weft.parallel.zero.seen_weights import seen_stretches, take_seen
 from weft.parallel.zero.wire_states import carried_here, load_carried
 
 __all__ = [
+    "RareSync",
+    "anchored",
     "build_engine",
     "carried_here",
     "load_base",
     "load_carried",
+    "meet_rarely",
+    "rare_sync",
+    "seen_stretches",
     "start_magnitudes",
+    "take_seen",
 ]

@@ -292,6 +292,7 @@ def _states(
         gradients += count * each * _gradient_share(job, columns, begun, size)
         carried += count * wire_columns.state_bytes(columns)
         kept = np.where((zero == 3) & ~full32, main - master, main)
+        kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.apart_bytes(columns), 0.0)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
     # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
     gone = ((zero == 3) & ~late & (columns.num_micro == 1)) | (stack.travel_once & stays_loose(columns) & ~late)
@@ -341,6 +342,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     moving = (trained.dense + trained.experts) / np.maximum(1.0, layers)
     held = np.where(columns.reshard == _AFTER_FORWARD, unit + largest, every)
     codes = np.where(columns.gather > 0, wire_columns.weight_bytes(columns, largest, 0.0), 0.0)  # of one unit at a time
+    held = held + np.where(columns.reshard_within > 0, every / np.maximum(1, columns.reshard_within), 0.0)
     gathered = np.where(zero == 3, stack.gather_bytes * held + codes, np.where(zero > 0, stack.bucket_bytes, 0.0))
     travels = stack.reduce_bytes + wire_columns.copy_bytes(columns, stack.reduce_bytes)
     flat = np.where(zero == 2, travels * moving, 0.0)

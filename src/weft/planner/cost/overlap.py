@@ -44,13 +44,37 @@ def exposed_s(
     gathers, reduces = _traffic(job, columns, fabric, shares, units)
     once = columns.reduces_once
     passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
-    gathers_b = np.where(sharded & (columns.reshard == 0), gathers, 0.0)
+    again = gathers
+    if columns.reshard_within.any():
+        # From second shards, over neighbours, in the compute format.
+        has = columns.reshard_within > 0
+        near = columns.with_arrays(
+            dp_shard=np.where(has, columns.reshard_within, columns.dp_shard), gather=np.zeros_like(columns.gather)
+        )
+        again = np.where(has, _traffic(job, near, fabric, shares, units)[0], gathers)
+    gathers_b = np.where(sharded & (columns.reshard == 0), again, 0.0)
     open_f, busy_f = _hide(gathers, window.forward, units, tables, stack.overlap_params)
     # Under a pipeline ZeRO 3 reduces when the schedule is at its end, beside nothing.
     hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1))
     open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
     lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
-    return passes * (open_f + open_b), passes * lost
+    return passes * (open_f + open_b) + _meetings_s(job, columns, fabric, shares[1]), passes * lost
+
+
+def _meetings_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:
+    """Seconds of a step's share of the meetings of replicas that train by themselves; nothing hides them."""
+    total = np.zeros(len(columns))
+    if not columns.sync.any():
+        return total
+    group = (columns.dp_shard * columns.cp).astype(np.float64)
+    inside = np.maximum(1.0, group * (columns.tp if job.stack.fold_experts else 1.0) / columns.ep)
+    parts = ((trained.dense + trained.ends, group), (trained.experts, inside))
+    replicas, apart = columns.dp_replicate.astype(np.float64), columns.stride("dp_replicate")
+    for learnt, size in parts[: 2 if job.shape.moe_layers else 1]:
+        held = learnt / np.where(columns.zero > 0, size, 1.0)
+        travelling = wire_columns.replica_bytes(columns, held, job.stack.reduce_bytes)
+        total += np.where(learnt > 0, fabric.ring_s("all_reduce", travelling, replicas, apart), 0.0)
+    return np.where(columns.sync > 0, total / columns.sync_every, 0.0)
 
 
 def _hide(
@@ -96,7 +120,7 @@ def _traffic(
         reduced = pieces * fabric.ring_s("reduce_scatter", travelling, group, stride) * ring
         part = learnt / pieces / np.where(columns.zero == 0, 1.0, group)
         beside = wire_columns.wire_bytes(columns, part, stack.reduce_bytes, "replicas")
-        across = fabric.ring_s("all_reduce", beside, replicas, apart)
+        across = np.where(columns.sync > 0, 0.0, fabric.ring_s("all_reduce", beside, replicas, apart))
         reduces += np.where(learnt > 0, reduced + pieces * across, 0.0)
         # Under ZeRO 1 and 2 what was updated is gathered, under ZeRO 3 what is used.
         brought = np.where(columns.zero == 3, params, learnt)

@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 
 from weft.planner.space.columns import Columns
 from weft.spec import COMPRESSES, GATHERS, WIRES, WireSpec, wire_spec
+from weft.spec.plan import PLAN_FIELDS
 
 Array = NDArray[np.float64]
 #: The ways of gradients: to the ranks that divide them, and over dp_replicate.
 Way = Literal["shard", "replicas"]
+#: The code of sync=diloco in columns.
+_DILOCO, _ = PLAN_FIELDS["sync"].kind.encode("diloco:1")
 
 
 def wire_bytes(columns: Columns, numel: Array, own_bytes: float, way: Way = "shard") -> Array:
@@ -31,6 +34,29 @@ def wire_bytes(columns: Columns, numel: Array, own_bytes: float, way: Way = "sha
 
     plain, encoded = _of_rows(columns, of), _of_outer(columns, of)
     return np.where(_is_outer(columns, way), encoded, plain)
+
+
+def replica_bytes(columns: Columns, numel: Array, own_bytes: float) -> Array:
+    """Return bytes on the wire over dp_replicate: of gradients, or of weights where replicas meet rarely.
+
+    Args:
+        columns: the plans.
+        numel: how many.
+        own_bytes: of each gradient where nothing is encoded; weights are masters, of 4 bytes.
+    """
+    encoded = _of_outer(columns, lambda wire: wire.num_bytes(numel, 4.0))
+    weights = np.where(columns.compress > 0, encoded, numel * 4.0)
+    return np.where(columns.sync > 0, weights, wire_bytes(columns, numel, own_bytes, "replicas"))
+
+
+def apart_bytes(columns: Columns) -> Array:
+    """Return bytes per master that lies beside the weight which differences bring to it, where both are fp32."""
+    return np.where(columns.gather == GATHERS.index("diff4"), 4.0, 0.0)
+
+
+def outer_bytes(columns: Columns) -> Array:
+    """Return bytes per master that replicas keep which meet rarely: the anchor, and the momentum of an outer step."""
+    return np.where(columns.sync == 0, 0.0, np.where(columns.sync == _DILOCO, 8.0, 4.0))
 
 
 def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float) -> Array:
@@ -67,6 +93,11 @@ def state_bytes(columns: Columns) -> Array:
     part = np.where(divides, columns.dp_shard * columns.cp, 1)
     outer = 2 * _of_outer(columns, lambda wire: wire.state_bytes) / part
     return plain + np.where((columns.compress > 0) & sends, outer, 0.0)
+
+
+def low_rank(columns: Columns) -> Array:
+    """Return the rank of the matrices that `compress` sends in place of larger ones; 0 where it encodes by value."""
+    return _of_outer(columns, lambda wire: np.full(len(columns), float(wire.rank)))
 
 
 def _is_outer(columns: Columns, way: Way) -> NDArray[np.bool_]:

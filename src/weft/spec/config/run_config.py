@@ -208,6 +208,10 @@ class TrainSection(Section):
     compress_after: Count = 100
     """First steps of a run that plan.compress=powersgd:R leaves exact, as gradients change fast there. Set more where
     the learning rate warms up for longer."""
+    outer_lr: PositiveFloat = 0.7
+    """Of plan.sync=diloco:H: the outer step's learning rate (arXiv 2311.08105)."""
+    outer_momentum: Fraction = 0.9
+    """Of plan.sync=diloco:H: the outer step's Nesterov momentum (arXiv 2311.08105)."""
     norm_group: Count = 0
     """Batch norms take the statistics of groups of this many samples of the global batch, the same under every plan;
     0: of the samples of one microbatch on one rank, which depend on the plan."""

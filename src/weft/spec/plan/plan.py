@@ -27,9 +27,19 @@ from weft.spec.plan.plan_choices import (
 from weft.spec.plan.plan_field import described, descriptions
 from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares, share_of
 from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
-from weft.spec.plan.plan_values import Compression, OneOf, PassCount, PolicyOrBudget, Switch, Whole, refused
+from weft.spec.plan.plan_values import (
+    Compression,
+    LetsGo,
+    OneOf,
+    PassCount,
+    PolicyOrBudget,
+    Switch,
+    SyncEvery,
+    Whole,
+    refused,
+)
 from weft.spec.shares import CP_MODES, CP_WAYS
-from weft.spec.wires import COMPRESSES, GATHERS, WIRES
+from weft.spec.wires import COMPRESSES, GATHERS, WIRES, sync_of
 
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
@@ -99,9 +109,11 @@ class Plan:
         searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
     )
     reshard: str = described(
-        OneOf(RESHARDS), RESHARDS[0],
+        LetsGo(RESHARDS), RESHARDS[0],
         "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "
-        "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same.",
+        "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same. "
+        "after_forward:8 keeps an eighth of them on each of 8 neighbouring ranks of dp_shard, from which backward "
+        "gathers: on one host, so that only forward's gathers cross hosts.",
         needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
     )
     sp: bool = described(
@@ -158,10 +170,21 @@ class Plan:
     )
     gather: str = described(
         OneOf(GATHERS), "none",
-        "What weights travel as where zero=3 gathers them, for links that are slow. int8: a byte for each value, "
-        "rounded to the nearest, a scale for each 256 of a row; vectors travel as they are, and masters are never "
-        "rounded. It changes results; `auto` never chooses it.", needs=("dp_shard", "cp"), tried=("none",),
+        "What weights travel as, for links that are slow. int8, where zero=3 gathers them: a byte for each value, "
+        "rounded to the nearest, a scale for each 256 of a row; vectors travel as they are. diff4, under zero=1 and 2: "
+        "differences to the weights that all ranks have, half a byte each, a scale for each 64; what rounding loses "
+        "goes with the next. Masters are never rounded. It changes results; `auto` never chooses it.",
+        needs=("dp_shard", "cp"), tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_gather.py
+    )
+    sync: str = described(
+        SyncEvery(), "step",
+        "When the ranks of dp_replicate meet, for links that are slow. step: gradients add up in every step. "
+        "average:H: each replica trains by itself, and every H steps weights are averaged. diloco:H: their mean change "
+        "is the gradient of an outer step with momentum (`train.outer_lr`, `train.outer_momentum`); with "
+        "compress=int8 it travels in bytes. It is another algorithm; `auto` never chooses it.",
+        needs=("dp_replicate",), tried=("step",),
+        divides_work=False,  # it trains otherwise: tests/parity/test_sync.py
     )
     recompute: str = described(
         PolicyOrBudget(RECOMPUTES), "none",
@@ -210,6 +233,21 @@ class Plan:
     def microbatches_per_step(self) -> int:
         """Forward passes per optimizer step on one data-parallel rank."""
         return self.microbatches if self.pp > 1 else self.accumulation
+
+    @property
+    def second_shards(self) -> int:
+        """On how many neighbouring ranks of dp_shard zero=3 keeps second shards for backward; 0: none."""
+        return int(self.reshard.partition(":")[2] or 0)
+
+    @property
+    def sync_way(self) -> str:
+        """How replicas exchange what they learnt: "step", "average" or "diloco"."""
+        return sync_of(self.sync)[0]
+
+    @property
+    def sync_every(self) -> int:
+        """After how many steps they do so."""
+        return sync_of(self.sync)[1]
 
     @property
     def recompute_policy(self) -> str:

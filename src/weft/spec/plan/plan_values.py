@@ -14,7 +14,7 @@ from typing import Any
 
 from weft import units
 from weft.errors import PlanError, Problem, did_you_mean, shown
-from weft.spec.wires import LARGEST_RANK, LOW_RANK, rank_of
+from weft.spec.wires import LARGEST_RANK, LOW_RANK, SYNCS, rank_of, sync_of
 
 LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
@@ -204,6 +204,73 @@ class Compression(OneOf):
     def schema(self) -> Schema:
         fixed = [word for word in self.known if rank_of(word) is None]
         return {"anyOf": [{"enum": fixed}, {"type": "string", "pattern": f"^{LOW_RANK}:[1-9][0-9]?$"}]}
+
+
+@dataclass(frozen=True, slots=True)
+class LetsGo(OneOf):
+    """When gathered parameters go; the first word also with among how many ranks their second shards lie."""
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:
+            number = value.partition(":")[2]
+            if not _BLOCKS.fullmatch(number) or number == "1":
+                raise refused(
+                    name,
+                    f"{name}={shown(value)}: second shards lie on a number of neighbouring ranks, from 2 to 999999. "
+                    f"Use {name}={self.known[0]}:8, for 8 ranks on a host.",
+                )
+            return value
+        return choice(name, value, self.known)
+
+    def words(self) -> str:
+        return f"{listed(self.known)}; `{self.known[0]}:N` with a number N of neighbouring ranks"
+
+    def schema(self) -> Schema:
+        pattern = f"^{self.known[0]}:[1-9][0-9]{{0,5}}$"
+        return {"anyOf": [{"enum": list(self.known)}, {"type": "string", "pattern": pattern}]}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "uint8"), PlanColumn(f"{name}_within", "int64"))
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        word, _, number = str(value).partition(":")
+        return self.known.index(word), int(number or 0)
+
+    def decode(self, *numbers: Any) -> str:
+        word = self.known[int(numbers[0])]
+        return f"{word}:{int(numbers[1])}" if numbers[1] else word
+
+
+@dataclass(frozen=True, slots=True)
+class SyncEvery(Kind):
+    """When replicas meet: "step", or a way and after how many steps ("diloco:50")."""
+
+    def check(self, name: str, value: object) -> str:
+        try:
+            return value if isinstance(value, str) and sync_of(value) else sync_of("")[0]
+        except ValueError:
+            raise refused(
+                name,
+                f"{name}={shown(value)}: not step, and not average or diloco with a number of steps from 1 to 999999. "
+                f"Use {name}=step, or e.g. {name}=diloco:50.",
+            ) from None
+
+    def words(self) -> str:
+        return "`step`, `average:H` or `diloco:H` with a number H of steps"
+
+    def schema(self) -> Schema:
+        return {"anyOf": [{"const": "step"}, {"type": "string", "pattern": "^(average|diloco):[1-9][0-9]{0,5}$"}]}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "uint8"), PlanColumn(f"{name}_every", "int64"))
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        way, every = sync_of(value)
+        return SYNCS.index(way), every
+
+    def decode(self, *numbers: Any) -> str:
+        way = SYNCS[int(numbers[0])]
+        return f"{way}:{int(numbers[1])}" if numbers[0] else way
 
 
 @dataclass(frozen=True, slots=True)

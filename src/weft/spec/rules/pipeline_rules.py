@@ -74,7 +74,9 @@ PIPELINE_LASTING: tuple[Rule, ...] = (
         name="pp-keeps-gathered",
         field="reshard",
         reason="zero=3 with reshard=after_forward would gather parameters twice for each microbatch of a pipeline.",
-        predicate=lambda plan, facts: plan.zero == 3 and plan.reshard == "after_forward" and asks(plan, facts, "pp"),
+        predicate=lambda plan, facts: (
+            plan.zero == 3 and plan.reshard.startswith("after_forward") and asks(plan, facts, "pp")
+        ),
         finding=lambda plan, facts: "zero=3 would gather parameters twice for each microbatch of the pipeline",
         remedy=lambda plan, facts: "Use reshard=after_step, which gathers them once in a step, or zero=2",
         fix=lambda plan, facts: plan.replace(reshard="after_step"),

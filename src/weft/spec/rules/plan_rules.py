@@ -153,6 +153,24 @@ LASTING: tuple[Rule, ...] = (
         fix=lambda plan, facts: plan.replace(zero=1),
     ),
     Rule(
+        name="second-shards-divide",
+        field="reshard",
+        reason="Second shards lie on equal groups of neighbouring ranks of dp_shard, fewer than all, and cp has none.",
+        predicate=lambda plan, facts: (
+            plan.second_shards > 0
+            and plan.zero == 3
+            and facts.open_axis != "dp_shard"
+            and (plan.cp > 1 or plan.dp_shard % plan.second_shards > 0 or plan.dp_shard == plan.second_shards)
+        ),
+        finding=lambda plan, facts: (
+            "second shards beside cp are not built"
+            if plan.cp > 1
+            else f"dp_shard={plan.dp_shard} is not 2 or more groups of {plan.second_shards} ranks"
+        ),
+        remedy=lambda plan, facts: "Use reshard=after_forward, or a divisor of dp_shard below it",
+        fix=lambda plan, facts: plan.replace(reshard="after_forward"),
+    ),
+    Rule(
         name="reshard-needs-zero-3",
         field="reshard",
         reason="Only zero=3 gathers parameters, so only zero=3 can free them again.",

@@ -1,4 +1,4 @@
-"""Rules of what gradients travel as over the outermost data axis, and of what weights travel as."""
+"""Rules of what gradients and weights travel as, and of when replicas meet."""
 
 from __future__ import annotations
 
@@ -19,10 +19,40 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="gather-needs-zero3",
         field="gather",
-        reason="gather says what weights travel as where zero=3 gathers them; other stages keep whole weights.",
-        predicate=lambda plan, facts: plan.gather != "none" and plan.zero != 3,
+        reason="gather=int8 says what weights travel as where zero=3 gathers them; other stages keep whole weights.",
+        predicate=lambda plan, facts: plan.gather not in ("none", "diff4") and plan.zero != 3,
         finding=lambda plan, facts: f"zero={plan.zero} gathers no weights before it uses them",
         remedy=lambda plan, facts: "Leave gather out, or use zero=3",
+        fix=lambda plan, facts: plan.replace(gather="none"),
+    ),
+    Rule(
+        name="gather-differences-zero",
+        field="gather",
+        reason="gather=diff4 sends differences to weights that ranks keep, as zero=1 and 2 do that send new ones.",
+        predicate=lambda plan, facts: plan.gather == "diff4" and plan.zero not in (1, 2),
+        finding=lambda plan, facts: (
+            "zero=3 keeps no weights to which a difference could be sent"
+            if plan.zero == 3
+            else "zero=0 sends gradients and no weights"
+        ),
+        remedy=lambda plan, facts: f"{'Use gather=int8' if plan.zero == 3 else 'Leave gather out'}, or use zero=1",
+        fix=lambda plan, facts: plan.replace(gather="int8" if plan.zero == 3 else "none"),
+    ),
+    Rule(
+        name="gather-differences-alone",
+        field="gather",
+        reason="Differences of weights to masters on the host, or of replicas that meet rarely, are not built.",
+        predicate=lambda plan, facts: (
+            plan.gather == "diff4" and (plan.offload_share("optimizer") > 0 or plan.sync != "step")
+        ),
+        finding=lambda plan, facts: (
+            f"differences under sync={plan.sync} are not built"
+            if plan.sync != "step"
+            else "differences to masters on the host are not built"
+        ),
+        remedy=lambda plan, facts: (
+            "Leave gather out, or use sync=step" if plan.sync != "step" else "Leave gather or offload=optimizer out"
+        ),
         fix=lambda plan, facts: plan.replace(gather="none"),
     ),
     Rule(
@@ -61,5 +91,32 @@ WIRE_RULES: tuple[Rule, ...] = (
         ),
         remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, or dp_replicate=2 or more",
         fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+    Rule(
+        name="sync-needs-replicas",
+        field="sync",
+        reason="sync says when the replicas of dp_replicate meet, so it needs more than one of them.",
+        predicate=lambda plan, facts: plan.sync != "step" and not asks(plan, facts, "dp_replicate"),
+        finding=lambda plan, facts: "dp_replicate is 1, so there are no replicas to meet",
+        remedy=lambda plan, facts: "Leave sync out, or use dp_replicate=2 or more",
+        fix=lambda plan, facts: plan.replace(sync="step"),
+    ),
+    Rule(
+        name="sync-compress",
+        field="compress",
+        reason="Between meetings of replicas nothing is owed: a wire that keeps what it rounds off is not built there.",
+        predicate=lambda plan, facts: plan.sync != "step" and _keeps(plan),
+        finding=lambda plan, facts: f"it keeps what it rounds off for the next step, which sync={plan.sync} does not",
+        remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, or sync=step",
+        fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+    Rule(
+        name="sync-loss-scale",
+        field="precision",
+        reason="Under fp16 each replica that trains by itself would have a loss scale of its own, which is not built.",
+        predicate=lambda plan, facts: plan.sync != "step" and plan.precision == "fp16",
+        finding=lambda plan, facts: f"its loss scale would differ between replicas under sync={plan.sync}",
+        remedy=lambda plan, facts: "Use precision=bf16, or sync=step",
+        fix=lambda plan, facts: plan.replace(precision="bf16"),
     ),
 )

@@ -32,6 +32,7 @@ from weft.monitor import GarbageTurns
 from weft.optim import options_of
 from weft.parallel import data_parallel, global_mean, parallelize, trust_loss
 from weft.parallel.expert import balance_routers
+from weft.parallel.zero import rare_sync
 from weft.spec import DecoderSpec, Layout, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
@@ -78,6 +79,8 @@ class Run(ScriptState):
         balance_rate: float = 0.0,
         pinned_limit: str = MOST_OF_HOST,
         norm_group: int = 0,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
     ) -> nn.Module:
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
@@ -95,11 +98,15 @@ class Run(ScriptState):
                 of what the machine has.
             norm_group: batch norms take the statistics of groups of so many samples of the global batch, so that they
                 are the same under every plan; 0: of the samples of one microbatch on one rank. For `run.train_step`.
+            outer_lr, outer_momentum: of the outer step under sync=diloco:H. Replicas meet in `run.train_step`; let the
+                number of steps be a multiple of H.
         """
         if balance_rate:
             balance_routers(model, balance_rate)
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
         parallelize(model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group)
+        if (sync := rare_sync(model)) is not None:
+            sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum
         self._models.add(model)
         return model
 

@@ -36,6 +36,7 @@ from weft.mesh import Mesh
 from weft.models.adapters import adapted, merged_tensors, save_adapter
 from weft.parallel import data_parallel, drops_of
 from weft.parallel.placement import is_attached, originals
+from weft.parallel.zero import anchored
 from weft.train.microbatch import call_model
 from weft.train.script.ema import Ema
 from weft.train.script.export import write_pretrained
@@ -210,15 +211,17 @@ class ScriptState:
         """Return the whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
 
         The first rank gets them, the others an empty dict, or all ranks with `everywhere`. Trained weights are the
-        masters: float32 under bf16 and fp16. All ranks call it.
+        masters: float32 under bf16 and fp16. Of replicas that meet rarely: the weights of their last meeting. All ranks
+        call it.
         """
         model = self._own(model)
         keeps = everywhere or self.mesh.rank == 0
-        found = capture_model(model, keep=keeps)
+        with anchored(model):
+            found = capture_model(model, keep=keeps)
+            # Each its own memory: what was captured may be the live tensors, or views of a larger one.
+            own = {name: tensor.clone() for name, tensor in found.items()}
         if not keeps:
             return {}
-        # Each its own memory: what was captured may be the live tensors, or views of a larger one.
-        own = {name: tensor.clone() for name, tensor in found.items()}
         return {name: own[one.first] for name, one in originals(model).items()}
 
     def save_pretrained(
@@ -261,14 +264,28 @@ class ScriptState:
             ModelError: where the model has no adapter, trains other parameters too, or is of another run.
         """
         model = self._own(model)
-        whole = dict(data_parallel(model).weights())  # of trained parameters alone: the base stays where it is
-        on_first(self.mesh, lambda: save_adapter(model, folder, whole, base=base))
+        with anchored(model):
+            whole = dict(data_parallel(model).weights())  # of trained parameters alone: the base stays where it is
+            on_first(self.mesh, lambda: save_adapter(model, folder, whole, base=base))
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
         """Return an exponential moving average of the trained weights; make it after the optimizer.
 
         Call `update()` after each step, and evaluate inside of `with ema.swapped():`. `save` and `load` take it.
+
+        Raises:
+            ModelError: where replicas meet rarely: each would average weights of its own. Under gather=diff4.
         """
+        if self.mesh.plan.gather == "diff4":
+            raise ModelError(
+                "gather=diff4: averages would be encoded as differences each time that they change places with the "
+                "weights, and change the training. Leave run.ema out, or gather."
+            )
+        if self.mesh.plan.sync != "step":
+            raise ModelError(
+                f"sync={self.mesh.plan.sync}: an average of weights would be another one on each replica. Leave "
+                "run.ema out, or use sync=step."
+            )
         return Ema(self._own(model), decay)
 
     def evaluate(
@@ -283,7 +300,8 @@ class ScriptState:
             forward: as `train_step` takes it.
         """
         self._leaves_out = True
-        return Evaluated(*mean_loss(self._own(model), batches, self.mesh, loss_fn, forward or call_model))
+        with anchored(own := self._own(model)):
+            return Evaluated(*mean_loss(own, batches, self.mesh, loss_fn, forward or call_model))
 
     def _own(self, model: nn.Module) -> nn.Module:
         """The model as `parallelize` knows it. ModelError where this run did not parallelize it."""
@@ -293,7 +311,7 @@ class ScriptState:
                 f"model of type {type(model).__name__}: this run did not parallelize it. Give the model that "
                 f"run.parallelize(model) returned, not a copy or a wrapper of it."
             )
-        if data_parallel(found).axes.mesh is not self.mesh:
+        if data_parallel(found).axes.mesh.whole is not self.mesh:
             raise ModelError(
                 f"model of type {type(model).__name__}: another run parallelized it. Use the run whose "
                 f"run.parallelize(model) returned it."

@@ -24,9 +24,10 @@ from weft.optim import build_optimizer, exact_moment, freeze
 from weft.parallel import DataParallel, data_parallel
 from weft.parallel.local_tensors import SavedTensor, Stretch
 from weft.parallel.placement import pieces_allowed
-from weft.parallel.zero import carried_here, load_carried
+from weft.parallel.zero import carried_here, load_carried, rare_sync, seen_stretches, take_seen
 from weft.spec.config import OptimizerSection
 from weft.train.state.base import check_base, names_left_out
+from weft.train.state.replicas import SavedReplicas, counts_here, replica_stretches, resume_replicas
 
 
 def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
@@ -99,9 +100,18 @@ def copied(found: Sequence[SavedPiece], copies: HostCopies) -> list[SavedPiece]:
 
 
 def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedPiece]:
-    engine, left_out = data_parallel(model), names_left_out(model)
+    engine, left_out, sync = data_parallel(model), names_left_out(model), rare_sync(model)
+    if sync is not None:
+        found = replica_stretches(sync, engine, optimizer)
+        for group, one in found:
+            if group != "model" or one.name not in left_out:
+                yield from written(group, [one], engine)
+        yield from counts_here(sync)
+        yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
+        return
     yield from written("model", (one for one in engine.stretches() if one.name not in left_out), engine)
     yield from written("optimizer", engine.state_stretches(optimizer), engine)
+    yield from written("seen", seen_stretches(engine), engine)
     yield from written("owed", engine.debts.stretches(), engine)
     yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
 
@@ -128,11 +138,18 @@ def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> I
 
 
 class GroupSource:
-    """A group of a checkpoint, of which each rank reads what it holds."""
+    """A group of a checkpoint, of which each rank reads what it holds.
 
-    def __init__(self, checkpoint: Checkpoint, group: str):
-        self.entries = checkpoint.entries(group)
-        self._checkpoint, self._group = checkpoint, group
+    Args:
+        checkpoint: open.
+        group: such as "model".
+        start: of the names that are meant, which are given without it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, group: str, start: str = ""):
+        entries = checkpoint.entries(group)
+        self.entries = {name.removeprefix(start): one for name, one in entries.items() if name.startswith(start)}
+        self._checkpoint, self._group, self._start = checkpoint, group, start
 
     def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
         """Fill `out` with elements of a part's line.
@@ -143,7 +160,7 @@ class GroupSource:
             start: place in its line where reading begins, in elements.
             out: filled to its end, in the saved dtype.
         """
-        self._checkpoint.read(self._group, name, part, start, out)
+        self._checkpoint.read(self._group, f"{self._start}{name}", part, start, out)
 
 
 class Averages(Protocol):
@@ -187,9 +204,11 @@ def resume(
         engine.publish()
     else:
         engine.load_weights(weights)
-    engine.load_states(optimizer, GroupSource(checkpoint, "optimizer"))
+    told, states = resume_replicas(model, optimizer, SavedReplicas(checkpoint, GroupSource))
+    engine.load_states(optimizer, states)
     _match_formats(optimizer)
-    told = load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
+    take_seen(engine, GroupSource(checkpoint, "seen"))
+    told += load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
     return [*told, *engine.debts.take(GroupSource(checkpoint, "owed"))]
 
 

@@ -85,3 +85,8 @@ class LateMetrics(StepMetrics):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepMetrics, tuple(getattr(self, field.name) for field in fields(StepMetrics))
+
+
+def power_of_two(number: int) -> float:
+    """Return the power of two nearest below: multiplying by it loses no bit."""
+    return 2.0 ** math.floor(math.log2(max(1, number)))

@@ -27,11 +27,13 @@ from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
 from weft.parallel.randomness import SampleNumbers
 from weft.parallel.tensor import expect_labels
+from weft.parallel.zero import rare_sync
 from weft.train.microbatch import Microbatches, call_model, microbatches_of, samples_of, values_in
 from weft.train.step.loss_check import CheckedLoss, LossFn
 from weft.train.step.oom import explains_memory
+from weft.train.step.rare_metrics import JointNumbers
 from weft.train.step.replica_watch import ReplicaWatch
-from weft.train.step.step_metrics import LateMetrics, StepMetrics, to_mean
+from weft.train.step.step_metrics import LateMetrics, StepMetrics, power_of_two, to_mean
 from weft.train.step.unsharded import fingerprint, warn_if_alike
 from weft.train.step.update_ratio import UpdateRatio
 from weft.train.step.whole_batch import BatchGradient, WholeBatchLoss, expect_whole_batches
@@ -76,7 +78,8 @@ class TrainStep:
     ):
         self.model = model
         self.optimizer = optimizer
-        self.mesh = mesh
+        self.mesh, self._data = mesh.replica, mesh.data
+        mesh = self.mesh
         self.precision = Precision.of(mesh.plan)
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
         self.max_grad_norm = max_grad_norm
@@ -92,19 +95,23 @@ class TrainStep:
         self._forward = forward or call_model
         self._data_parallel = data_parallel(model)
         self._data_parallel.adopt(optimizer)
+        self._rarely = rare_sync(model)
+        if self._rarely is not None:
+            self._rarely.begin()
         self._weights_follow = weights_follow
         if weights_follow:
             self._data_parallel.let_weights_follow()
         self._pipeline = pipeline_of(model)
         self._experts = ExpertBalance(model, mesh)
         self._norms = norm_groups_of(model)
-        self._nominal = _power_of_two(nominal_tokens) if nominal_tokens else None
+        self._nominal = power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
         self._train_mode = TrainMode(model)
         self._looks_for_copies = mesh.data.size > 1
         self._replicas = ReplicaWatch(self._data_parallel, mesh)
         self._update_ratio = UpdateRatio(self._data_parallel, mesh.device)
-        self._may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late
+        reads_late = mesh.device.type == "cuda" if reads_late is None else reads_late
+        self._may_read_late = reads_late and self._rarely is None
         self._is_first = True
         self._unread: LateMetrics | None = None
         self._next_scale: torch.Tensor | None = None  # where the host does not know it yet
@@ -132,7 +139,7 @@ class TrainStep:
                 self._replicas.check(known.pop(-2))
             self._look_for_copies(known[3:-1])
         with self._meter.phase("optimizer"):
-            metrics = self._update_unread(numbers) if known is None else self._update(known)
+            metrics = self._update_unread(numbers) if known is None else self._update_jointly(known)
         self.mesh.pulse.in_step = self._is_first = False
         return metrics
 
@@ -158,11 +165,11 @@ class TrainStep:
         """
         with self._meter.phase("data"):
             microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
-            samples = samples_of(batch, len(microbatches), self.mesh.data)
+            samples = samples_of(batch, len(microbatches), self._data)
         self._train_mode.enter()
         self.mesh.pulse.in_step = True
         if self._nominal is None:
-            self._nominal = _power_of_two(self._values_in(microbatches))
+            self._nominal = power_of_two(self._values_in(microbatches))
         self._data_parallel.begin_step()
         watched = self._replicas.number() if watches else None
         totals = self._first_totals(batch, watched)
@@ -280,14 +287,9 @@ class TrainStep:
         return int(all_reduce(torch.tensor(own, dtype=torch.float64, device=self.mesh.device), self.mesh.data))
 
     def _accumulate(
-        self,
-        microbatches: list[Any],
-        samples: list[SampleNumbers],
-        scale: float | torch.Tensor,
-        totals: torch.Tensor,
-        inside: Inside,
-        seeds: Sequence[int] | None,
-    ) -> None:
+        self, microbatches: list[Any], samples: list[SampleNumbers], scale: float | torch.Tensor, totals: torch.Tensor,
+        inside: Inside, seeds: Sequence[int] | None,
+    ) -> None:  # fmt: skip
         """Add each microbatch's gradients, loss sum and token count."""
         loss = self._counted_loss(samples)
         if self._whole is not None:
@@ -308,13 +310,9 @@ class TrainStep:
                     (loss_sum * scale).backward()
 
     def _compared(
-        self,
-        whole: WholeBatchLoss,
-        microbatches: list[Any],
-        samples: list[SampleNumbers],
-        inside: Inside,
+        self, whole: WholeBatchLoss, microbatches: list[Any], samples: list[SampleNumbers], inside: Inside,
         seeds: Sequence[int] | None,
-    ) -> CountedLoss:
+    ) -> CountedLoss:  # fmt: skip
         """The loss of a microbatch as a part of that of the global batch, whose features a first pass may find."""
         batch = BatchGradient(whole, self.mesh, len(microbatches))
         for index, microbatch in enumerate(microbatches) if batch.needs_first_pass else ():
@@ -334,6 +332,17 @@ class TrainStep:
         if fingerprints and self.mesh.rank == 0:
             warn_if_alike(fingerprints, self.mesh.world_size, self.mesh.data.size)
         self._looks_for_copies = False
+
+    def _update_jointly(self, numbers: list[float]) -> StepMetrics:
+        """Update, and where replicas train by themselves meet them if that is due; metrics are those of all."""
+        if self._rarely is None:
+            return self._update(numbers)
+        assert self._nominal is not None
+        own = StepMetrics.of_sums(numbers, self._nominal, self._loss_scale)
+        joint = JointNumbers(own, self._rarely)  # travels while the optimizer works
+        mine = self._update(numbers)
+        self._rarely.after_step()
+        return replace(joint.metrics(), update_ratio=mine.update_ratio)  # of this replica's own step
 
     def _update(self, numbers: list[float]) -> StepMetrics:
         """Normalise, clip and step, or skip: one decision, from numbers that all ranks share."""
@@ -389,8 +398,3 @@ class TrainStep:
         if unread is not None:
             self._loss_scale.update(unread.is_finite)
             self._unchecked = not math.isfinite(unread.grad_norm)
-
-
-def _power_of_two(number: int) -> float:
-    """The power of two nearest below: multiplying by it loses no bit."""
-    return 2.0 ** math.floor(math.log2(max(1, number)))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from weft.comm import start_all_gather
+from weft.comm.wire import find_wire
 from weft.models.adapters import adapted
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.private_torch import uncompiled
@@ -76,6 +77,33 @@ class Arrival:
             found.wait()
 
 
+class WeightDifference:
+    """A bucket's weights on their way to its masters, in place of a gather, under gather=diff4.
+
+        seen += D(E(master - seen))
+
+    `seen` is what forward uses, `weights`, the same bits on all ranks: each decodes what all encode, its own part
+    too. What a difference loses to its rounding is still between master and seen, and goes with the next step's, so
+    nothing needs to be kept besides. Scheme: weight differences of SDP4Bit (Jia et al. 2024, arXiv 2410.15526).
+    """
+
+    @torch.no_grad()
+    def __init__(self, bucket: Bucket):
+        self._wire, self._bucket = find_wire("diff4"), bucket
+        step = bucket.master.detach() - bucket.weights[bucket.own].to(bucket.master.dtype)
+        codes, _ = self._wire.encode(step.view(1, -1), None)
+        self._pending = start_all_gather(codes.view(-1), bucket.over.shard)
+
+    @torch.no_grad()
+    def wait(self) -> torch.Tensor:
+        """Wait for the differences of all ranks, and add them. Returns the weights."""
+        bucket = self._bucket
+        codes_RC = self._pending.wait().view(bucket.num_shards, -1)
+        for rank, weights in enumerate(bucket.weights.view(bucket.num_shards, -1)):
+            weights.add_(self._wire.decode(codes_RC[rank : rank + 1], bucket.length, bucket.master.dtype).view(-1))
+        return bucket.weights
+
+
 class Arrivals:
     """The weights of one model as they come from the ranks that updated them."""
 
@@ -83,6 +111,8 @@ class Arrivals:
         self._model = weakref.ref(model)
         self._slots = slots
         self._units: dict[Slot, list[Arrival]] = {}
+        #: Whether what travels is a step of the optimizer: where buckets differ, differences do, else whole weights.
+        self.is_step = False
         self._waiting: list[Bucket] = []  # in the order in which they began
 
     def watch(self) -> None:
@@ -114,6 +144,10 @@ class Arrivals:
     def start(self, bucket: Bucket) -> None:
         """Let a bucket's masters travel into the weights of all ranks. A collective over its shard axis."""
         own = bucket.weights[bucket.own]
+        if bucket.differs and self.is_step:
+            bucket.arriving = WeightDifference(bucket)
+            self._waiting.append(bucket)
+            return
         if bucket.host is not None:
             bucket.host.bring(own).wait()
         elif bucket.is_mixed and not bucket.is_rounded:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from weft.comm import Pending
 from weft.comm.links import Parts
 from weft.errors import ModelError
 from weft.memory import HostPart
@@ -97,6 +97,14 @@ class Slot:
         return shard[offset : offset + end - start]
 
 
+class Arriving(Protocol):
+    """New weights on their way."""
+
+    def wait(self) -> torch.Tensor:
+        """Wait until they are there, and return them."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class Bucket:
     """Slots that travel together, in `num_shards` parts of `length` elements.
@@ -106,6 +114,7 @@ class Bucket:
     grads: flat, whole, of the master's format; None while nobody needs it. shard: this rank's part of the sums.
     loose: the sums where autograd put them, in any format, each with its slot, where they are not in `shard`.
     collected: whether gradients of this step are in `grads`, not only where autograd put them.
+    differs: whether what travels of new weights are differences, so that masters are tensors of their own.
     is_rounded: whether `weights` have the master as the optimizer left it.
     on_host: whether the master is on the host, and its gradient for the optimizer too: `host` holds both.
     axes: over whom it is divided and summed. arriving: the gather that brings new weights, while it is under way.
@@ -121,6 +130,7 @@ class Bucket:
     master: torch.Tensor
     gaps: list[slice]
     on_host: bool = False
+    differs: bool = False
     grads: torch.Tensor | None = None
     shard: torch.Tensor | None = None
     loose: list[tuple[Slot, torch.Tensor]] | None = None
@@ -128,7 +138,7 @@ class Bucket:
     is_rounded: bool = False
     host: HostPart | None = None
     axes: Axes | None = None
-    arriving: Pending | None = None
+    arriving: Arriving | None = None
 
     @property
     def over(self) -> Axes:
@@ -143,7 +153,7 @@ class Bucket:
     @property
     def is_mixed(self) -> bool:
         """Whether masters are tensors of their own."""
-        return self.on_host or self.weights.dtype != self.master.dtype
+        return self.on_host or self.differs or self.weights.dtype != self.master.dtype
 
     def found(self) -> list[tuple[Slot, torch.Tensor]] | None:
         """The gradients where autograd put them, each dense as its parameter is; None where some are missing."""

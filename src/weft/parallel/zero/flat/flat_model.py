@@ -96,9 +96,8 @@ class FlatModel:
         self._on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
         self.own_loop = OwnLoop(self)
         stage = mesh.plan.zero if any(axes.shard.size > 1 for axes in self._kinds.values()) else 0
-        each = each_microbatch and stage == 2
-        wires = self.precision.wire, self.precision.outer_wire
-        self.reducer = Reducer(self._slots, self.axes, stage, mesh.device, self.own_loop.note, *wires, each)
+        wires = self.precision.wire, self.precision.outer_wire, each_microbatch and stage == 2
+        self.reducer = Reducer(self._slots, self.axes, stage, mesh.device, self.own_loop.note, *wires)
         self.coders = self.reducer.coders
         self.debts = SlotDebts(self.reducer.sums, self.axes)
         self.own_loop.even_out(self._slots, self._kinds)
@@ -160,6 +159,7 @@ class FlatModel:
         """Let the optimizer take its step with gradients multiplied by a factor."""
         adoption = self._adoption(optimizer)
         self.arrive()
+        self._arrivals.is_step = True
         is_flat = self._steps[adoption].applies()
         if isinstance(factor, StepDecision):
             self.coders.taken = factor.is_taken
@@ -192,6 +192,7 @@ class FlatModel:
     def settle(self) -> None:
         """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
         self.check_parameters()
+        self._arrivals.is_step = True
         self.own_loop.settle()
 
     def clip_own(self, max_norm: float) -> torch.Tensor:
@@ -219,7 +220,7 @@ class FlatModel:
 
     def leave_step(self) -> None:
         """Note that TrainStep drives no longer."""
-        self.in_step = False
+        self.in_step = self._arrivals.is_step = False
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Put this rank's pieces in place of the parameters in `optimizer.param_groups`."""
@@ -350,13 +351,13 @@ class FlatModel:
             found = lay_out(alike, self._formats, self.precision.master, axes.shard, **options)
             for bucket in found:
                 bucket.axes = axes
+                bucket.differs = axes.shard.size > 1 and self.axes.mesh.plan.gather == "diff4"
             buckets += found
         put_in_order(buckets, self._slots)
         for bucket in buckets:
             if bucket.on_host and self._host is not None:
                 bucket.host = HostPart(self._host, bucket.length, bucket.master.dtype)
-            same = bucket.over.same
-            fill(bucket, source, functools.partial(broadcast, axis=same) if settle else lambda flat: flat)
+            fill(bucket, source, functools.partial(broadcast, axis=bucket.over.same) if settle else lambda flat: flat)
         self.reducer.buckets = self.debts.buckets = buckets
 
     def _lay_out_anew(self, names: frozenset[str]) -> None:

@@ -95,7 +95,7 @@ class FlatStep:
             factor_here = factor.factor_for(bucket.master.dtype) if isinstance(factor, StepDecision) else factor
             for lane, rule in self._lanes(held):
                 step_lane(lane, rule, factor_here)
-            bucket.is_rounded = held.is_all and bucket.host is None
+            bucket.is_rounded = held.is_all and bucket.host is None and not bucket.differs
 
         return take
 
@@ -191,7 +191,7 @@ class FlatStep:
         bucket.collect()
         grad = bucket.shard if bucket.host is None else bucket.host.grad
         assert grad is not None
-        weights = bucket.weights[bucket.own] if bucket.is_mixed and bucket.host is None else None
+        weights = bucket.weights[bucket.own] if bucket.is_mixed and not bucket.differs and bucket.host is None else None
         for start, end, rule in self._stretches(held):
             states = tuple(flat[start:end] for flat in held.flat.values())
             rounded = None if weights is None else weights[start:end]

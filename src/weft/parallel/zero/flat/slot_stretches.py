@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from weft.checkpoint.parts import deal_out
-from weft.comm import broadcast
+from weft.comm import all_gather, broadcast
 from weft.errors import CheckpointError, ModelError
 from weft.parallel.local_tensors import PlacedPart, StateSource, Stretch, alone, filled, flat_of, read_whole
 from weft.parallel.placement import AxisMap
@@ -136,3 +137,35 @@ class Untrained:
         """ModelError where somebody has unfrozen a parameter."""
         if any(param.requires_grad for param in self._frozen.values()):
             raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
+
+
+class SeenWeights:
+    """The weights that forward uses, of buckets whose differences travel, in checkpoints.
+
+    Args:
+        buckets: of the model.
+        axes: of the model.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
+        self._buckets, self._axes = buckets, axes
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Yield this rank's part of them; no collective."""
+        placed = SlotStretches(self._buckets, self._axes)
+        for bucket in self._buckets:
+            for slot in bucket.slots if bucket.differs else ():
+                found = placed.of(slot)
+                if found is not None:
+                    start, end = slot.inside(bucket.own)
+                    yield replace(found, flat=bucket.weights.detach()[start:end])
+
+    @torch.no_grad()
+    def take(self, source: StateSource) -> None:
+        """Let forward use what a checkpoint says, where it says it. A collective."""
+        for one in self.stretches() if source.entries else ():
+            if one.name in source.entries:
+                one.fill(source)
+        for bucket in self._buckets if source.entries else ():
+            if bucket.differs:
+                all_gather(bucket.weights[bucket.own], bucket.over.shard, out=bucket.weights)

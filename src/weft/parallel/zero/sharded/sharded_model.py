@@ -123,7 +123,7 @@ class FullyShardedModel:
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
             over_shard, over_replicas = unit_wires(self.coders, index, mesh.plan)
-            connect_unit(module, index, axis, orders[axis.ranks], over_shard, mesh.plan, mesh.device)
+            connect_unit(module, index, axis, orders[axis.ranks], over_shard, mesh)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:

@@ -14,7 +14,7 @@ from weft.comm import all_gather, reduce_scatter
 from weft.comm.links import StreamWait
 from weft.comm.wire import Coder, Coders, RowCodes, RowStretch
 from weft.errors import CommError
-from weft.mesh import Axis
+from weft.mesh import Axis, Mesh
 from weft.parallel.private_torch import GatherBase, ReduceBase, gathered_shapes, wrap_waits
 from weft.parallel.zero.sharded.gather_order import Act, Order
 from weft.spec import WireSpec, wire_spec
@@ -38,16 +38,24 @@ class UnitGather(_Buffers, GatherBase):
         order: of what all ranks do there.
         wire: what travels in place of weights; None: they travel as they are.
         shapes: ask for those of what this rank gives, by gather and weight.
+        near: over which backward gathers from second shards, where the unit keeps some.
     """
 
     def __init__(
-        self, unit: int, axis: Axis, order: Order, wire: WireSpec | None, shapes: Callable[[], list[list[torch.Size]]]
+        self,
+        unit: int,
+        axis: Axis,
+        order: Order,
+        wire: WireSpec | None,
+        shapes: Callable[[], list[list[torch.Size]]],
+        near: Axis | None = None,
     ):
         self._unit = unit
         self._axis = axis
         self._order = order
         self._wire = wire
         self._shapes = shapes
+        self._near = near
         self._codes: dict[tuple[int, torch.dtype], RowCodes] = {}
         self._there: tuple[torch.cuda.Event, torch.device] | None = None
 
@@ -61,7 +69,9 @@ class UnitGather(_Buffers, GatherBase):
         """Fill `output_tensor`; complete when it returns (on CUDA: in the order of the current stream)."""
         self._order.meet(Act.GATHER, self._unit, input_tensor.numel())
         try:
-            if self._wire is None:
+            if self._near is not None and group is self._near.group:
+                all_gather(input_tensor, self._near, out=output_tensor)  # of what was gathered, and rounded, before
+            elif self._wire is None:
                 all_gather(input_tensor, self._axis, out=output_tensor)
             else:
                 self._gather_codes(output_tensor, input_tensor, self._wire)
@@ -152,9 +162,7 @@ def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
     return coders[shard], coders.outer(replicas)
 
 
-def connect_unit(
-    module: FSDPModule, unit: int, axis: Axis, order: Order, wire: Coder, plan: Plan, device: torch.device
-) -> None:
+def connect_unit(module: FSDPModule, unit: int, axis: Axis, order: Order, wire: Coder, mesh: Mesh) -> None:
     """Let a unit communicate through `weft.comm`.
 
     Args:
@@ -163,11 +171,12 @@ def connect_unit(
         axis: that it is divided over.
         order: of what all ranks do there.
         wire: what travels in place of gradients.
-        plan: of the mesh; `gather` says what travels in place of weights.
-        device: of this rank.
+        mesh: of the ranks; its plan's `gather` says what travels in place of weights.
     """
+    plan, device = mesh.plan, mesh.device
+    near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None
     weights = None if plan.gather == "none" else wire_spec(plan.gather)
-    gather = UnitGather(unit, axis, order, weights, functools.partial(gathered_shapes, module))
+    gather = UnitGather(unit, axis, order, weights, functools.partial(gathered_shapes, module), near)
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, wire))
     if device.type == "cuda":

@@ -12,6 +12,7 @@ from weft.memory import choose, shard_offload
 from weft.mesh import Axis, Mesh
 from weft.parallel.local_tensors import Precision
 from weft.parallel.placement import Materialise
+from weft.parallel.private_torch import keep_second_shards
 from weft.parallel.zero.sharded.fsdp_hooks import return_no_views
 from weft.parallel.zero.sharded.fsdp_units import Unit
 from weft.parallel.zero.sharded.placed_units import group_of, own_params
@@ -35,6 +36,17 @@ def check_torch(mesh: Mesh) -> None:
         raise LaunchError(
             f"zero=3: fully_shard of torch {torch.__version__} lacks {', '.join(missing)}. Install torch 2.11 or later."
         )
+
+
+def _second_mesh(mesh: Mesh) -> DeviceMesh | None:
+    """Ranks of dp_shard, and among them the neighbours that keep second shards; None: nobody does."""
+    if not mesh.plan.second_shards:
+        return None
+    whole, near = mesh["dp_shard"], mesh[f"dp_shard/{mesh.plan.second_shards}"]
+    rows = torch.tensor(whole.ranks).view(-1, near.size)
+    # Nothing is sent over the first dimension: any group of this rank stands for it.
+    groups = [group_of(whole), group_of(near)]
+    return DeviceMesh.from_group(groups, mesh.device.type, mesh=rows, mesh_dim_names=("apart", "near"))
 
 
 def shard_units(
@@ -65,7 +77,8 @@ def shard_units(
         )
     sizes = [(str(unit), sum(param.numel() for param in own)) for unit, own in zip(units, owned, strict=True)]
     on_host = choose(sizes, mesh.plan.offload_share("params"))
-    for index, (module, reshard) in enumerate((unit.module, mesh.plan.reshard) for unit in units):
+    reshard, second = mesh.plan.reshard.partition(":")[0], _second_mesh(mesh)
+    for index, module in enumerate(unit.module for unit in units):
         members.append([names[param] for param in owned[index]])
         materialise.make(owned[index])  # whole only until its unit is divided
         # The backward of the last unit follows its forward, and the root is in use all along.
@@ -76,6 +89,8 @@ def shard_units(
         settings = {"mp_policy": policy, "ignored_params": plain}
         settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
         unit = fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
+        if lets_go and second is not None and axes[index].ranks == mesh["dp_shard"].ranks:
+            keep_second_shards(unit, second)
         # The gradient of an embedding needs its tokens, not its weights.
         unit.set_unshard_in_backward(not embeds)
         return_no_views(module)

@@ -12,6 +12,8 @@ from weft.planner.space import Columns, Job, wire_columns
 from weft.spec.shares import bucket_bytes
 
 Array = NDArray[np.float64]
+#: Rows and columns of the matrices that low rank is thought of, as `spec/wires.py` does.
+_SIDE = 1024.0
 
 
 def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd) -> tuple[Array, Array, Array]:
@@ -27,20 +29,24 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     replicas = columns.dp_replicate * np.where(columns.zero > 0, 1.0, shard)
     stride = columns.tp
     m = columns.num_micro.astype(float)
-    whole = params * VALUE
     pieces = np.maximum(1.0, np.ceil(params / (bucket_bytes("cpu") // 4)))
     sent = wire_columns.wire_bytes(columns, params, VALUE)
     reduce = pieces * clock.travel("reduce_scatter", sent / pieces, group, stride)
     # At zero=0 the ranks of dp_shard are replicas too, and one collective serves both.
-    alone = (columns.zero == 0) & (columns.compress == 0)
-    beside = wire_columns.wire_bytes(columns, params / group, VALUE, "replicas")
+    alone = (columns.zero == 0) & (columns.compress == 0) & (columns.sync == 0)
+    beside = wire_columns.replica_bytes(columns, params / group, VALUE)
     apart = np.where(alone, replicas, columns.dp_replicate)
-    reduce = reduce + pieces * clock.travel("all_reduce", beside / pieces, apart, stride * group)
+    across = pieces * clock.travel("all_reduce", beside / pieces, apart, stride * group)
+    reduce = reduce + across / columns.sync_every
     within = np.where(alone | (columns.zero > 0), 1.0, shard)
     reduce = reduce + pieces * clock.travel("all_reduce", sent / pieces, within, stride)
     reduce = reduce + _encoding(columns, clock, params, float(job.shape.hidden))
+    whole = wire_columns.weight_bytes(columns, params, VALUE)
     gather = pieces * clock.travel("all_gather", whole / pieces, group, stride)
-    flat = reduce + gather
+    # Each rank encodes the differences of its part, and decodes those of all.
+    width = float(job.shape.hidden)
+    coded = clock.of("copy", params * (1 + 1 / group) / width, width)
+    flat = reduce + gather + np.where((columns.gather > 0) & (group > 1), coded, 0.0)
     travel = np.where(columns.zero == 3, _sharded(job, columns, clock, dense, ends, m), flat)
     own = params / group
     added = np.where(columns.zero == 3, own, params)
@@ -61,7 +67,17 @@ def _params(job: Job, columns: Columns, crowd: Crowd) -> tuple[Array, Array]:
 def _encoding(columns: Columns, clock: CrowdedLaws, params: Array, width: float) -> Array:
     """Gradients into what travels and back: a copy each, where a wire encodes them and somebody is there to send to."""
     encodes = (wire_columns.copy_bytes(columns, VALUE) > 0) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
-    return np.where(encodes, 2 * clock.of("copy", params / width, width), 0.0)
+    every = np.where(columns.reduce == 0, columns.sync_every, 1)  # `compress` alone encodes what meets rarely
+    values = np.where(encodes, 2 * clock.of("copy", params / width, width) / every, 0.0)
+    rank = wire_columns.low_rank(columns)
+    if not rank.any():
+        return values
+    # Of low rank: M Q and M^T P, P Q^T, and what is left of M. Over replicas each rank has its part of the sums.
+    divided = (columns.dp_replicate > 1) & (columns.zero > 0)
+    rows = params / np.where(divided, columns.dp_shard * columns.cp, 1) / _SIDE
+    thin = np.maximum(rank, 1.0)
+    products = 2 * clock.of("linear_f", rows, _SIDE, thin) + clock.of("linear_f", rows, thin, _SIDE)
+    return values + np.where(encodes & (rank > 0), products + clock.of("add_to", rows, _SIDE), 0.0)
 
 
 def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends: Array, m: Array) -> Array:
@@ -79,10 +95,17 @@ def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends:
         gather = clock.travel("all_gather", each, group, stride) + moved
         # Of what is gathered as codes each rank encodes its part and decodes all.
         gather = gather + np.where(columns.gather > 0, clock.of("copy", params / units * (1 + 1 / group) / h, h), 0.0)
+        # Backward gathers from second shards as they are, where there are some.
+        near = (
+            clock.travel("all_gather", params / units * VALUE, np.maximum(1.0, columns.reshard_within), stride) + moved
+        )
+        both = gather + np.where(again == 2.0, np.where(columns.reshard_within > 0, near, gather), 0.0)
         sent = wire_columns.wire_bytes(columns, params / units, VALUE)
         reduce = clock.travel("reduce_scatter", sent, group, stride) + moved
-        beside = wire_columns.wire_bytes(columns, params / units / group, VALUE, "replicas")
-        reduce = reduce + clock.travel("all_reduce", beside, columns.dp_replicate, stride * group)
+        beside = wire_columns.replica_bytes(columns, params / units / group, VALUE)
+        across = clock.travel("all_reduce", beside, columns.dp_replicate, stride * group)
+        reduce = reduce + np.where(columns.sync > 0, 0.0, across)
+        total = total + np.where(columns.sync > 0, units * across / columns.sync_every, 0.0)
         reduce = reduce + _encoding(columns, clock, params / units, h)
-        total = total + units * (gather * again * np.where(once, 1.0, m) + reduce * np.where(once, 1.0, m))
+        total = total + units * (both * np.where(once, 1.0, m) + reduce * np.where(once, 1.0, m))
     return total

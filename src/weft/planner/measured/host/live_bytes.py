@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from weft.planner.cost import CLASSES, cut_loss_bytes, is_loss_cut, padded_vocab, rank_shares, stays_loose
 from weft.planner.cost.pipeline import fullest_moment
 from weft.planner.measured.host.crowd import ranks_of
-from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job
+from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job, wire_columns
 from weft.spec.plan import RECOMPUTES, RESHARDS
 from weft.spec.shares import BUCKETS_UNDER_WAY, bucket_bytes
 
@@ -85,6 +85,9 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     in_backward = np.where(is_first, first, last)
     states["gradients"] = gradients + np.where(is_first, made_late, 0.0)
     states["buffers"] = _gathered(columns, params, unit, head * table, is_late) * width
+    # Codes of the unit that is being gathered: where the loss is made that is the head.
+    codes = wire_columns.weight_bytes(columns, np.where(is_late, unit, head * table), 0.0)
+    states["buffers"] = states["buffers"] + np.where((columns.zero == 3) & (columns.gather > 0), codes, 0.0)
     return {
         **states,
         "activations": (saved + ends + np.where(is_late, in_backward, 0.0)) * width,
@@ -143,7 +146,9 @@ def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str
     main = np.maximum(width, 4.0)
     sharded = columns.zero == 3
     weights = params * np.where(sharded, main / group, width)
-    states = params * (moments * main + np.where(sharded, 0.0, master)) / np.where(columns.zero >= 1, group, 1.0)
+    beside = wire_columns.outer_bytes(columns) + np.where(width >= 4, wire_columns.apart_bytes(columns), 0.0)
+    each = moments * main + np.where(sharded, 0.0, master) + beside
+    states = params * each / np.where(columns.zero >= 1, group, 1.0)
     return {
         "parameters": weights * (1 - columns.offload_params),
         "optimizer": states * (1 - columns.offload_optimizer),
@@ -158,7 +163,8 @@ def _gathered(columns: Columns, params: Array, unit: Array, head: Array, is_late
     """
     lets_go = columns.reshard == RESHARDS.index("after_forward")
     here = np.where(lets_go, np.where(is_late, 2 * unit, head), params)
-    return np.where(columns.zero == 3, here, 0.0)
+    second = np.where(columns.reshard_within > 0, params / np.maximum(1, columns.reshard_within), 0.0)
+    return np.where(columns.zero == 3, here + second, 0.0)
 
 
 def _gradients(columns: Columns, params: Array, width: Array, begun: Array) -> tuple[Array, Array]:

@@ -1,0 +1,292 @@
+"""Replicas that meet only every H steps: what each trains by itself, and the outer step that joins them.
+
+Between two meetings a replica is a world of its own (`Mesh.replica`). At a meeting, with w_r the weights of
+replica r, R replicas, and the anchor that all of them started from:
+
+    d       = mean over r of (anchor - w_r)         what travels, encoded where the plan's `compress` says so
+    average: anchor -= d                            which is the mean of the weights
+    diloco:  m = mu m + d;  anchor -= lr (d + mu m)  SGD with Nesterov momentum
+    w_r     = anchor
+
+Anchor and momentum lie as the masters do: a rank has those of its part alone. Optimizer states stay each replica's own.
+Buffers that training moves, as running statistics, are averaged.
+
+Method: Douillard et al. 2023, arXiv 2311.08105 (DiLoCo; its outer step has lr 0.7 and momentum 0.9); Stich 2019,
+arXiv 1805.09767 (averages of weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from weft.comm import all_gather, all_reduce, broadcast
+from weft.comm.wire import Coders, find_wire
+from weft.errors import CommError
+from weft.mesh import Mesh
+from weft.parallel.local_tensors import Stretch
+from weft.parallel.placement import DataParallel
+
+#: Elements that travel at once: more would need as much memory again beside the masters.
+_AT_ONCE = 2**24
+_ATTRIBUTE = "_weft_rare_sync"
+
+
+@dataclass(slots=True)
+class _Run:
+    """Tensors that travel together. anchor: theirs, one after another. momentum: of the outer step; None: it has none.
+
+    places: of each among all tensors that are held. sizes: of each. name: the same on all ranks that hold the same.
+    """
+
+    anchor: torch.Tensor
+    momentum: torch.Tensor | None
+    places: tuple[int, ...]
+    sizes: tuple[int, ...]
+    name: str
+
+    def among(self, held: Sequence[Stretch]) -> list[Stretch]:
+        """Those of what is held that are its own."""
+        return [held[place] for place in self.places]
+
+
+class RareSync:
+    """The meetings of one model's replicas, on one rank.
+
+    since: steps since the last meeting. meetings: how many there were. replicas: their number. place: which one this
+    rank is part of. outer_lr, outer_momentum: of `diloco`. meets_now: the step under way ends with a meeting, whatever
+    the plan says: it is the last.
+
+    Args:
+        model: parallelized.
+        engine: of the model, on the mesh of its replica.
+        mesh: of all replicas.
+    """
+
+    def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
+        self.way, self.every = mesh.plan.sync_way, mesh.plan.sync_every
+        self.outer_lr, self.outer_momentum = 0.7, 0.9
+        self.since = self.meetings = 0
+        self.meets_now = False
+        self.mesh, self._axis, self._engine = mesh, mesh["dp_replicate"], engine
+        self.replicas, self.place = self._axis.size, self._axis.rank
+        plan = mesh.plan
+        self._coders = None if plan.compress == "none" else Coders(find_wire(plan.compress))
+        buffers = {engine.axes.saved_name(name) for name, one in model.named_buffers() if one.is_floating_point()}
+        trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
+        self._buffers = buffers - trained
+        self._names: frozenset[str] | None = None
+        self._runs: list[_Run] = []
+        self._is_away = False  # the anchor is in the model, and its weights are here
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the step under way ends with a meeting."""
+        return self.meets_now or self.since + 1 >= self.every
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Let all replicas start from the first one's weights. All ranks call it, once the optimizer is adopted."""
+        if self._runs:
+            return
+        held = self.held()
+        self._check_alike(held)
+        for one in held:
+            broadcast(one.flat, self._axis)
+            _bring_home(one)
+        self._engine.publish()
+        self.take_anchor()
+
+    @torch.no_grad()
+    def take_anchor(self) -> None:
+        """Let the weights as they are be what replicas started from; the outer momentum starts at zero."""
+        held = self.held()
+        self._runs = []
+        for places in self._cut(held):
+            run = [held[place] for place in places]
+            anchor = torch.cat([one.flat for one in run])
+            has_momentum = self.way == "diloco" and not self._is_buffer(run)
+            momentum = torch.zeros_like(anchor) if has_momentum else None
+            sizes = tuple(one.flat.numel() for one in run)
+            self._runs.append(_Run(anchor, momentum, tuple(places), sizes, run[0].name))
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Count a step, and meet where that is due. All ranks call it after the weights are published.
+
+        Raises:
+            CommError: where weights are not finite: nothing was exchanged then.
+        """
+        is_due, self.meets_now = self.is_due, False
+        self.since += 1
+        if is_due:
+            self._meet()
+
+    def _meet(self) -> None:
+        self._engine.arrive()
+        held = self.held()
+        self._refuse_unfit(held)
+        if self._coders is not None:
+            self._coders.take_turn(self.meetings)
+        for run in self._runs:
+            here = run.among(held)
+            delta = run.anchor - torch.cat([one.flat for one in here])
+            wire = None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
+            all_reduce(delta, self._axis, wire=wire)
+            self._step(run, delta.div_(self.replicas), averages=self._is_buffer(here))
+            _put(here, run.anchor, run.sizes)
+        self._engine.publish()
+        self.since, self.meetings = 0, self.meetings + 1
+
+    def _step(self, run: _Run, delta: torch.Tensor, *, averages: bool) -> None:
+        """The outer step; `delta` is spent."""
+        if averages or run.momentum is None:
+            run.anchor.sub_(delta)
+            return
+        run.momentum.mul_(self.outer_momentum).add_(delta)
+        run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+
+    def held(self) -> list[Stretch]:
+        """Return what this rank trains, masters, and buffers that training moves, in its own memory; no collective."""
+        engine = self._engine
+        names = frozenset(map(engine.axes.saved_name, engine.held_weights())) | self._buffers
+        return [one for one in engine.stretches() if one.name in names and one.flat.is_floating_point()]
+
+    def anchors(self) -> list[Stretch]:
+        """Return the anchor of what `held` gives."""
+        return self._placed((run, run.anchor) for run in self._runs)
+
+    def momenta(self) -> list[Stretch]:
+        """Return the outer momentum of what has one."""
+        return self._placed((run, run.momentum) for run in self._runs if run.momentum is not None)
+
+    @contextmanager
+    def anchored(self) -> Iterator[None]:
+        """Let the model be the anchor while inside, for evaluation and export. All ranks call it."""
+        if not self.since or self._is_away:
+            yield
+            return
+        self._swap()
+        self._is_away = True
+        try:
+            yield
+        finally:
+            self._is_away = False
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        self._engine.arrive()
+        held = self.held()
+        for run in self._runs:
+            here = run.among(held)
+            own = torch.cat([one.flat for one in here])
+            _put(here, run.anchor, run.sizes)
+            run.anchor.copy_(own)
+        self._engine.publish()
+
+    def _placed(self, tensors: Iterable[tuple[_Run, torch.Tensor]]) -> list[Stretch]:
+        held, found = self.held(), list[Stretch]()
+        for run, flat in tensors:
+            parts = zip(run.among(held), flat.split(list(run.sizes)), strict=True)
+            found += [replace(one, flat=part, home=None) for one, part in parts]
+        return found
+
+    def _is_buffer(self, run: Sequence[Stretch]) -> bool:
+        return run[0].name in self._buffers
+
+    def _cut(self, held: Sequence[Stretch]) -> Iterator[list[int]]:
+        """Places of what travels together: of one format, and held by the same ranks.
+
+        What several ranks of a replica hold must be encoded alike on all of them, or their copies would part: a scale
+        covers neighbours, and ranks of tp have other parts of what is cut beside what they share.
+        """
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for place, one in enumerate(held):
+            kind = one.flat.dtype, one.flat.device, one.name in self._buffers, frozenset(one.deal.ranks)
+            kinds.setdefault(kind, []).append(place)
+        for places in kinds.values():
+            run, numel = list[int](), 0
+            for place in sorted(places, key=lambda place: held[place].name):
+                if run and numel + held[place].flat.numel() > _AT_ONCE:
+                    yield run
+                    run, numel = [], 0
+                run.append(place)
+                numel += held[place].flat.numel()
+            yield run
+
+    def _refuse_unfit(self, held: Sequence[Stretch]) -> None:
+        """CommError on all ranks, before anything travels, where weights of some are not finite."""
+        bad = sum(not bool(one.flat.isfinite().all()) for one in held)
+        total = all_reduce(torch.tensor([float(bad)], dtype=torch.float64, device=self.mesh.device), self.mesh.world)
+        if float(total):
+            own = torch.tensor([int(bad > 0)], device=self.mesh.device)
+            said = all_gather(own, self.mesh.world).tolist()
+            ranks = [str(rank) for rank, one in zip(self.mesh.world.ranks, said, strict=True) if one]
+            raise CommError(
+                f"sync={self.mesh.plan.sync}: weights of rank {', '.join(ranks)} are not finite, and nothing was "
+                "exchanged. Resume from the last checkpoint with a lower learning rate."
+            )
+
+    def _check_alike(self, held: Sequence[Stretch]) -> None:
+        """CommError on all ranks where replicas do not hold the same tensors."""
+        device = self.mesh.device
+        count = torch.tensor([len(held), sum(one.flat.numel() for one in held)], device=device)
+        most, least = (all_reduce(count.clone(), self._axis, op=op) for op in ("max", "min"))
+        unlike = (most != least).any().to(torch.float64).reshape(1)
+        if float(all_reduce(unlike, self.mesh.world)):
+            raise CommError(
+                f"sync={self.mesh.plan.sync}: replicas built different models. Build the same model on every rank."
+            )
+
+
+def _put(here: Sequence[Stretch], flat: torch.Tensor, sizes: Sequence[int]) -> None:
+    for one, part in zip(here, flat.split(list(sizes)), strict=True):
+        one.flat.copy_(part)
+        _bring_home(one)
+
+
+def _bring_home(one: Stretch) -> None:
+    if one.home is not None:
+        one.home.copy_(one.flat.view(one.home.shape))
+
+
+class _Kept:
+    """Keeps it with its module, but out of copies and pickles of that."""
+
+    def __init__(self, sync: RareSync):
+        self.sync = sync
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def meet_rarely(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
+    """Keep with a model how its replicas meet, where the plan says that they do so rarely.
+
+    Args:
+        model: parallelized.
+        engine: of the model.
+        mesh: of all replicas.
+    """
+    if mesh.plan.sync != "step":
+        setattr(model, _ATTRIBUTE, _Kept(RareSync(model, engine, mesh)))
+
+
+def rare_sync(model: nn.Module) -> RareSync | None:
+    """Return how a model's replicas meet; None where they do so in every step."""
+    kept = getattr(model, _ATTRIBUTE, None)
+    return None if kept is None else kept.sync
+
+
+def anchored(model: nn.Module) -> AbstractContextManager[None]:
+    """Let a model be what its replicas had at their last meeting while inside; itself where they meet in every step."""
+    sync = rare_sync(model)
+    return nullcontext() if sync is None else sync.anchored()

@@ -1,0 +1,430 @@
+"""sync=average:H and diloco:H: every layout of replicas trains as one process that trains them one after another.
+
+The oracle trains R plain models on one process, each on its part of the batch, with an optimizer and a clip of its own,
+and takes the outer step by its equations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import weft
+from tests.parity.cases import LLAMA
+from weft.comm import Ledger
+from weft.errors import CommError, ModelError
+from weft.mesh import build_mesh
+from weft.optim import clip_factor, global_norm
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.zero import anchored, rare_sync
+from weft.spec import shares
+from weft.spec.plan import Plan
+from weft.testing import DecoderCase, ParityResult, train_case
+from weft.testing.parity import local_microbatches
+from weft.testing.wire_oracle import WireOracle
+from weft.train import TrainStep
+
+CASE = DecoderCase(LLAMA, num_steps=5, max_grad_norm=0.5)
+EVEN = dataclasses.replace(CASE, masked=0.0, max_grad_norm=0.0)
+TWO = ("sync=diloco:2", "sync=average:2", "sync=diloco:2 compress=int8", "accumulation=2 sync=diloco:3")
+FOUR = (
+    "dp_shard=2 zero=3 sync=diloco:2",
+    "tp=2 sp=on sync=diloco:2",
+)
+MORE = (
+    "dp_shard=2 zero=1 sync=diloco:2",
+    "pp=2 microbatches=2 sync=average:2",
+    "dp_shard=2 zero=2 sync=diloco:2",
+    "cp=2 zero=3 sync=average:2",
+    "dp_shard=2 zero=3 offload=params+optimizer sync=diloco:2",
+    "dp_shard=2 zero=1 offload=optimizer sync=diloco:2",
+    "dp_shard=2 zero=3 recompute=full reshard=after_step accumulation=2 sync=diloco:2",
+)
+LR, MOMENTUM = 0.7, 0.9
+
+
+class PlainSgd(DecoderCase):
+    """The same with an optimizer whose step is linear in the gradient."""
+
+    def optimizer_of(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def outer_step(way: str, anchor: torch.Tensor, momentum: torch.Tensor, mean: torch.Tensor) -> None:
+    if way == "average":
+        anchor -= mean
+        return
+    momentum.mul_(MOMENTUM).add_(mean)
+    anchor -= LR * (mean + MOMENTUM * momentum)
+
+
+class Alone:
+    """R replicas on this process. encoded: what the mean of deltas by name is, where they are encoded."""
+
+    def __init__(self, case: DecoderCase, plan: Plan):
+        self.case, (self.way, self.every), self.replicas = case, (plan.sync_way, plan.sync_every), plan.dp_replicate
+        self.plan, replicas = plan, plan.dp_replicate
+        self.models = [case.model() for _ in range(replicas)]
+        self.optimizers = [case.optimizer_of(model) for model in self.models]
+        self.anchor = {name: param.detach().clone() for name, param in self.models[0].named_parameters()}
+        self.momentum = {name: torch.zeros_like(one) for name, one in self.anchor.items()}
+        self.result = ParityResult()
+
+    def samples(self, place: int) -> list[int]:
+        """Those of the global batch that a replica's ranks read."""
+        shard, passes = self.plan.dp_shard, self.plan.microbatches_per_step
+        ranks = range(place * shard, (place + 1) * shard)
+        runs = [shares.microbatch_samples(self.case.global_batch, self.plan.dp_size, passes, rank) for rank in ranks]
+        return sorted(number for run in runs for part in run for number in part)
+
+    def step(self, index: int) -> None:
+        batch = self.case.batch(index)
+        losses, tokens, norms = 0.0, 0, 0.0
+        for place, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            own = {name: one[self.samples(place)] for name, one in batch.items()}
+            loss_sum, number = self.case.loss(self.case.forward(model, own), own)
+            optimizer.zero_grad()
+            (loss_sum / number).backward()
+            params = list(model.parameters())
+            norm = float(global_norm([param.grad for param in params]))
+            for param in params:
+                param.grad *= clip_factor(norm, self.case.max_grad_norm)
+            optimizer.step()
+            losses, tokens, norms = losses + float(loss_sum.detach()), tokens + int(number), norms + norm
+        self.result.losses.append(losses / tokens)
+        self.result.grad_norms.append(norms / self.replicas)
+
+    @torch.no_grad()
+    def meet(self, mean: Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]] | None = None) -> None:
+        deltas = [
+            {name: self.anchor[name] - param.detach() for name, param in model.named_parameters()}
+            for model in self.models
+        ]
+        found = mean(deltas) if mean else {
+            name: sum(delta[name] for delta in deltas) / self.replicas for name in self.anchor
+        }  # fmt: skip
+        for name, anchor in self.anchor.items():
+            outer_step(self.way, anchor, self.momentum[name], found[name])
+            for model in self.models:
+                model.get_parameter(name).copy_(anchor)
+
+    def train(self, mean=None) -> ParityResult:
+        for index in range(self.case.num_steps):
+            self.step(index)
+            if (index + 1) % self.every == 0:
+                self.meet(mean)
+        self.result.weights = dict(self.anchor)
+        return self.result
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a rank found. own: its replica's weights between meetings. order: names in the order that they travel."""
+
+    result: ParityResult
+    own: dict[str, torch.Tensor]
+    order: list[list[str]]
+    sent: dict[str, int]
+
+
+def train(plan_text: str, case: DecoderCase) -> Trained:
+    plan = Plan.parse(f"dp_replicate=2 {plan_text} precision=fp64")
+    mesh = build_mesh(plan)
+    model = parallelize(case.model(), mesh)
+    step = TrainStep(
+        model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=case.max_grad_norm
+    )
+    result = ParityResult()
+    for index in range(case.num_steps):
+        metrics = step(local_microbatches(case.batch(index), plan, mesh.data.rank))
+        result.losses.append(metrics.loss)
+        result.grad_norms.append(metrics.grad_norm)
+    sync = rare_sync(model)
+    own = {name: one.clone() for name, one in data_parallel(model).weights()}
+    with anchored(model):
+        result.weights = {name: one.clone() for name, one in data_parallel(model).weights()}
+    back = dict(data_parallel(model).weights())
+    assert all(torch.equal(back[name], own[name]) for name in own)
+    held = [one.name for one in sync.held()]
+    order = [[held[place] for place in run.places] for run in sync._runs]
+    return Trained(result, own, order, {})
+
+
+def train_all(plans: tuple[str, ...], case: DecoderCase) -> list[Trained]:
+    return [train(plan, case) for plan in plans]
+
+
+def coded_mean(order: list[list[str]]) -> Callable:
+    """The mean of deltas that travelled as int8, in the order in which a rank holds them."""
+    oracle = WireOracle("int8")
+
+    def mean(deltas: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        found = {}
+        for names in order:
+            flats = [torch.cat([delta[name].reshape(-1) for name in names]) for delta in deltas]
+            summed = oracle.all_reduce(flats, f"sync {names[0]}") / len(deltas)
+            parts = summed.split([deltas[0][name].numel() for name in names])
+            found |= {name: part.view_as(deltas[0][name]) for name, part in zip(names, parts, strict=True)}
+        oracle.commit()
+        return found
+
+    return mean
+
+
+def check(pool, plans: tuple[str, ...], case: DecoderCase) -> None:
+    answers = pool.run(train_all, plans, case)
+    for index, plan in enumerate(plans):
+        alone = Alone(case, Plan.parse(f"dp_replicate=2 {plan}"))
+        mean = coded_mean(answers[0][index].order) if "int8" in plan else None
+        wanted = alone.train(mean)
+        for rank, answer in enumerate(answers):
+            found = answer[index]
+            assert found.result.largest_difference(wanted) < 1e-10, (plan, rank)
+            place = next(
+                place
+                for place, model in enumerate(alone.models)
+                if all(torch.allclose(found.own[n], p, rtol=1e-9, atol=1e-10) for n, p in model.named_parameters())
+            )
+            assert place in (0, 1)
+            first = answers[0][index].result.weights
+            assert all(torch.equal(one, first[name]) for name, one in found.result.weights.items()), plan
+
+
+def test_two_replicas_train_as_one_process_that_trains_each(ranks2):
+    check(ranks2, TWO, CASE)
+
+
+def test_so_do_replicas_of_several_ranks(ranks4):
+    check(ranks4, FOUR, CASE)
+
+
+@pytest.mark.full
+def test_so_do_more_layouts(ranks4):
+    check(ranks4, MORE, CASE)
+
+
+def test_average_after_each_step_of_sgd_is_plain_data_parallelism(ranks2):
+    case = PlainSgd(**{field.name: getattr(EVEN, field.name) for field in dataclasses.fields(EVEN)})
+    plain = train_case("precision=fp64", case)
+    for (found,) in ranks2.run(train_all, ("sync=average:1",), case):
+        assert found.result.losses == pytest.approx(plain.losses, rel=1e-10)
+        for name, weight in found.result.weights.items():
+            assert (weight - plain.weights[name]).abs().max() < 1e-10
+
+
+class Script:
+    """A script of one's own under a plan, which may go on from a checkpoint."""
+
+    def __init__(self, plan_text: str):
+        plan = Plan.parse(f"{plan_text} precision=fp64")
+        self.run = weft.Run(plan, build_mesh(plan), Ledger(), seed=0)
+        self.model = self.run.parallelize(CASE.model(), outer_lr=0.5, outer_momentum=0.8)
+        self.step = self.run.train_step(
+            self.model, CASE.optimizer_of(self.model), CASE.loss, forward=CASE.forward, max_grad_norm=0.5
+        )
+
+    def train(self, first: int, last: int) -> list[float]:
+        axis = self.run.mesh.data
+        return [
+            self.step(local_microbatches(CASE.batch(index), self.run.plan, axis.rank)).loss
+            for index in range(first, last)
+        ]
+
+    def own(self) -> dict[str, torch.Tensor]:
+        """This replica's weights."""
+        return {name: one.clone() for name, one in data_parallel(self.model).weights()}
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        return self.run.full_state_dict(self.model, everywhere=True)
+
+    def evaluate(self) -> float:
+        axis = self.run.mesh.data
+        batch = {name: one.tensor_split(axis.size)[axis.rank] for name, one in CASE.batch(99).items()}
+        return self.run.evaluate(self.model, [batch], CASE.loss, forward=CASE.forward).loss
+
+
+def save_and_go_on(plan_text: str, folder: str, at: int, end: int):
+    """Losses, weights, and the anchor at the save."""
+    script = Script(plan_text)
+    script.train(0, at)
+    script.run.save(folder, step=at, model=script.model, optimizer=script.step)
+    anchor, loss = script.whole(), script.evaluate()
+    return script.train(at, end), script.own(), script.whole(), anchor, loss
+
+
+def load_and_go_on(plan_text: str, folder: str, at: int, end: int):
+    script = Script(plan_text)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        script.run.load(folder, model=script.model, optimizer=script.step)
+    anchor, loss = script.whole(), script.evaluate()
+    lines = [str(one.message) for one in said if "replicas" in str(one.message)]
+    return script.train(at, end), script.own(), script.whole(), anchor, loss, lines
+
+
+def go_on_twice(pool, plan: str, folder, at: int, end: int = 7, then: str = ""):
+    saved = pool.run(save_and_go_on, plan, str(folder), at, end)
+    return saved, pool.run(load_and_go_on, then or plan, str(folder), at, end)
+
+
+@pytest.mark.parametrize(
+    ("plan", "at"),
+    [
+        ("dp_shard=2 zero=3", 5),
+        ("pp=2 microbatches=2", 3),
+        *(
+            pytest.param(plan, at, marks=pytest.mark.full)
+            for plan, at in [
+                ("dp_shard=2 zero=3", 3),
+                ("dp_shard=2 zero=1", 3),
+                ("dp_shard=2 zero=1", 5),
+                ("tp=2", 3),
+                ("tp=2", 5),
+                ("pp=2 microbatches=2", 5),
+            ]
+        ),
+    ],
+)
+def test_a_resume_at_and_between_meetings_gives_the_same_bits(plan, at, ranks4, tmp_path):
+    saved, loaded = go_on_twice(ranks4, f"dp_replicate=2 {plan} sync=diloco:3 compress=int8", tmp_path, at)
+    for before, after in zip(saved, loaded, strict=True):
+        assert (before[0], before[4], []) == (after[0], after[4], after[5])
+        for ours, theirs in zip(before[1:4], after[1:4], strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        # What several ranks of a replica hold was encoded alike on all of them.
+        assert all(torch.equal(after[2][name], loaded[0][2][name]) for name in after[2])
+
+
+def test_another_plan_inside_goes_on_alike(ranks4, tmp_path):
+    saved, loaded = go_on_twice(
+        ranks4, "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:3", tmp_path, 5,
+        then="dp_replicate=2 tp=2 sync=diloco:3",
+    )  # fmt: skip
+    for before, after in zip(saved, loaded, strict=True):
+        assert after[0] == pytest.approx(before[0], rel=1e-10)
+        assert max((before[2][name] - after[2][name]).abs().max() for name in before[2]) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "then",
+    ["dp_replicate=4 sync=diloco:3", "dp_shard=4 zero=3", pytest.param("dp_replicate=4", marks=pytest.mark.full)],
+)
+def test_other_replicas_go_on_from_the_anchor_and_say_what_is_lost(then, ranks4, tmp_path):
+    saved, loaded = go_on_twice(ranks4, "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:3", tmp_path, 5, then=then)
+    more = "" if "sync" in then else ", the outer momentum"
+    for before, after in zip(saved, loaded, strict=True):
+        assert all(torch.equal(before[3][name], after[3][name]) for name in before[3])
+        assert after[4] == pytest.approx(before[4], rel=1e-12)
+    assert loaded[0][5] == [
+        "step_00000005: the run goes on from the weights of the last meeting of 2 replicas. What each of them learnt "
+        f"in the 2 steps since{more} and the optimizer states of all but the first are lost."
+    ]
+
+
+def test_meetings_fall_on_the_same_steps_where_replicas_met_in_every_step_before(ranks2, tmp_path):
+    _, loaded = go_on_twice(ranks2, "dp_replicate=2", tmp_path, 4, then="dp_replicate=2 sync=average:3")
+    # Steps 5, 6 and 7: after the sixth they meet, and the seventh is each one's own.
+    ours, theirs = loaded[0], loaded[1]
+    assert all(torch.equal(ours[2][name], theirs[2][name]) for name in ours[2])
+    assert any(not torch.equal(ours[1][name], ours[2][name]) for name in ours[1])
+
+
+def sent_in_each_step(plan_text: str, num_steps: int) -> list[int]:
+    """Bytes of each step that go over dp_replicate."""
+    ledger, plan = Ledger(), Plan.parse(plan_text)
+    mesh = build_mesh(plan, record=ledger.record)
+    model = parallelize(CASE.model(), mesh)
+    step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward)
+    totals = [_over_replicas(ledger)]
+    for index in range(num_steps):
+        step(local_microbatches(CASE.batch(index), plan, mesh.data.rank))
+        totals.append(_over_replicas(ledger))
+    return [after - before for before, after in itertools.pairwise(totals)]
+
+
+def _over_replicas(ledger: Ledger) -> int:
+    return sum(found.num_bytes for axis, _, found in ledger.rows() if "dp_replicate" in axis or axis == "world")
+
+
+def test_between_meetings_replicas_exchange_the_numbers_of_a_step_alone(ranks4):
+    plan = "dp_replicate=2 dp_shard=2 zero=1"
+    plain = ranks4.run(sent_in_each_step, plan, 2)[0]
+    exact = ranks4.run(sent_in_each_step, f"{plan} sync=diloco:3", 6)[0]
+    coded = ranks4.run(sent_in_each_step, f"{plan} sync=diloco:3 compress=int8", 6)[0]
+    for found in (exact, coded):
+        assert found[:2] == found[3:5] == [40, 40]
+        assert found[2] == found[5]
+    assert 0.9 * plain[1] < exact[2] < 1.1 * plain[1]
+    assert coded[2] < 0.5 * exact[2] / 1.5
+
+
+def lead_apart(plan_text: str, spoils: int) -> tuple[list[str | None], list[bool], str]:
+    """Why steps were left out, whether the replica's weights moved, and what a meeting of unfit weights says."""
+    plan = Plan.parse(plan_text)
+    mesh = build_mesh(plan)
+    model = parallelize(CASE.model(), mesh)
+    spoilt: list[float] = []
+
+    def loss(output, batch):
+        loss_sum, number = CASE.loss(output, batch)
+        return (loss_sum * spoilt.pop() if spoilt else loss_sum), number
+
+    step = TrainStep(model, CASE.optimizer_of(model), loss, mesh, forward=CASE.forward)
+    why, moved = [], []
+    for index in range(2):
+        before = {name: one.clone() for name, one in data_parallel(model).held_weights().items()}
+        if index == 1 and mesh.rank == spoils:
+            spoilt.append(float("nan"))
+        why.append(step(local_microbatches(CASE.batch(index), plan, mesh.data.rank)).skipped)
+        after = data_parallel(model).held_weights()
+        moved.append(any(not torch.equal(one, after[name]) for name, one in before.items()))
+    if mesh.rank == spoils:
+        next(iter(data_parallel(model).held_weights().values())).fill_(torch.inf)
+    anchors = [one.flat.clone() for one in rare_sync(model).anchors()]
+    with pytest.raises(CommError) as caught:
+        rare_sync(model).after_step()
+    assert all(torch.equal(one.flat, was) for one, was in zip(rare_sync(model).anchors(), anchors, strict=True))
+    return why, moved, str(caught.value)
+
+
+def test_a_replica_that_goes_wrong_is_told_to_all_and_spoils_no_other(ranks2):
+    first, second = ranks2.run(lead_apart, "dp_replicate=2 sync=average:3", 1)
+    assert first == ([None, "1 of 2 replicas left it out"], [True, True], second[2])
+    assert second[:2] == ([None, "1 of 2 replicas left it out, this one for: loss is nan"], [True, False])
+    assert first[2] == (
+        "sync=average:3: weights of rank 1 are not finite, and nothing was exchanged. Resume from the last checkpoint "
+        "with a lower learning rate."
+    )
+
+
+def by_hand(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    loss_sum, number = CASE.loss(CASE.forward(model, CASE.batch(0)), CASE.batch(0))
+    (loss_sum / number).backward()
+    optimizer.step()
+
+
+def own_loop(plan_text: str) -> list[str]:
+    said = []
+    mesh = build_mesh(Plan.parse(plan_text))
+    model = parallelize(CASE.model(), mesh)
+    optimizer = CASE.optimizer_of(model)
+    for _ in range(2):
+        with pytest.raises(ModelError) as caught:
+            by_hand(model, optimizer)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("inside", ["dp_shard=1", "dp_shard=2 zero=3"])
+def test_a_loop_of_ones_own_is_refused(inside, ranks2, ranks4):
+    pool = ranks2 if "1" in inside else ranks4
+    for said in pool.run(own_loop, f"dp_replicate=2 {inside} sync=diloco:5"):
+        assert set(said) == {
+            "sync=diloco:5: backward() came outside of a train step, which alone counts the steps until replicas meet. "
+            "Use run.train_step, or sync=step."
+        }
