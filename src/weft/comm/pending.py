@@ -106,5 +106,4 @@ class LateCopy:
         """The numbers. The first look waits until the device has made them."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[float] = self._host.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        return found
+        return [float(one) for one in self._host.unbind()]
