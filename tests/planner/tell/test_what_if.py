@@ -82,3 +82,16 @@ def test_where_nothing_fits_the_nearest_yes_fits():
     for each in found:
         assert each.answer.best.fits >= question.fits
     assert found[0].text.startswith("cluster=")
+
+
+def test_products_in_fp8_are_priced_where_a_device_has_them():
+    plain, narrow = what_if("nic=1x", BASE).answer.best, what_if("precision=fp8", BASE).answer.best
+    assert 0.5 * plain.step_s < narrow.step_s < 0.9 * plain.step_s
+    assert narrow.plan.precision == "bf16"  # what the runtime would be given, once it multiplies in fp8
+    for text, message in [
+        ("device=a100,precision=fp8", "precision=fp8: a100 multiplies in no format of that name. Leave it out; only"),
+        ("precision=fp4", "precision=fp4: h100 multiplies in no format of that name. Use precision=fp8."),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            what_if(text, BASE)
+        assert message in str(caught.value)

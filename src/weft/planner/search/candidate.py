@@ -26,6 +26,7 @@ class Candidate:
     driver's tools show; reserved_bytes is what torch's allocator holds, allocated_bytes what lies in tensors.
     fits: probability that it fits into usable_bytes. clocked: its pipeline's schedule was run on a clock, stage by
     stage; else the bubble is a closed form. host_bytes: of a rank in its host's memory, of which it may pin host_limit.
+    products: the format in which it multiplies, where that is not the plan's.
     """
 
     question: Question
@@ -42,6 +43,7 @@ class Candidate:
     clocked: bool = False
     host_bytes: float = 0.0
     host_limit: float = math.inf
+    products: str = ""
 
     @property
     def tokens_per_s(self) -> float:
@@ -61,7 +63,9 @@ class Candidate:
 
     def _utilisation(self, *, causal: bool) -> float:
         question = self.question
-        return model_flops_utilisation(question.job, question.cluster, self.step_s, self.plan.precision, causal=causal)
+        return model_flops_utilisation(
+            question.job, question.cluster, self.step_s, self.products or self.plan.precision, causal=causal
+        )
 
     @property
     def busy(self) -> float:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from weft.errors import PlanError
 from weft.planner.estimator import estimate
 from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.question import Question
-from weft.planner.space import Columns, Job, Space, plan_space, settled
+from weft.planner.space import PRECISIONS, Columns, Job, Space, plan_space, settled
 from weft.spec import common_divisors, shares
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
-from weft.spec.rules import keeps
 
 #: Fields that give memory back for time.
 _ROOM = ("recompute", "offload")
@@ -62,7 +64,7 @@ def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) ->
             continue
         if found not in seen and _keeps(found, question.fixed):
             seen.add(found)
-            if keeps(found, facts, rules):
+            if not any(rule.is_broken(found, facts) for rule in rules):
                 yield found
 
 
@@ -151,14 +153,24 @@ def _fitted(values: Mapping[str, Any], job: Job) -> Plan:
     return settled(Plan(**found), job)
 
 
-def estimated(plans: Iterable[Plan], question: Question) -> list[Candidate]:
-    """Return the plans with their estimates, in their order; each says its way of context parallelism."""
+def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> list[Candidate]:
+    """Return the plans with their estimates, in their order; each says its way of context parallelism.
+
+    Args:
+        plans: legal ones.
+        question: what is asked.
+        products: fp8 or fp4, as if the plans multiplied in it; what else they do stays as it is.
+    """
     listed = [settled(plan, question.job) for plan in plans]
     if not listed:
         return []
     columns = Columns.of(listed, question.job)
+    if products:
+        codes = np.full_like(columns.precision, PRECISIONS.index(products))
+        columns = Columns(vars(columns) | {"precision": codes})
+        question = replace(question, job=replace(question.job, stack=replace(question.job.stack, fp8_inputs=True)))
     found = estimate(question.job, question.cluster, columns, question.tables)
-    return candidates(question, columns, found, listed)
+    return [replace(one, products=products) for one in candidates(question, columns, found, listed)]
 
 
 def changed_words(before: Plan, after: Plan) -> str:

@@ -8,11 +8,14 @@ from typing import Any
 
 from weft import units
 from weft.errors import ConfigError, Problem, did_you_mean
-from weft.planner.search import Answer, Candidate, Question, answer
+from weft.planner.search import Answer, Candidate, Question, answer, estimated
 from weft.planner.space import AdapterSize
 from weft.spec import ClusterSpec
 from weft.spec.cluster import device
 from weft.spec.config import AdapterSection
+
+#: Formats that plans are priced in and that the runtime does not multiply in; layouts of which that is done.
+_NARROW, _LAYOUTS = ("fp8", "fp4"), 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ def change(question: Question, text: str) -> Question:
             continue
         lever = LEVERS.get(name)
         if lever is None:
-            known = ["cluster", "device", *LEVERS]
+            known = ["cluster", "device", "precision", *LEVERS]
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
             raise _error("what-if", f"what-if={name}: not a quantity that can be changed.{hint}")
         question = lever.set(question, _number(name, value, lever, lever.now(question)))
@@ -171,8 +174,32 @@ def what_if(text: str, question: Question) -> Scenario:
     Raises:
         ConfigError: where the change cannot be read.
     """
-    changed = change(question, text)
-    return Scenario(text, changed, answer(changed))
+    words = [word.strip() for word in text.split(",")]
+    narrow = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "precision"]
+    rest = ",".join(word for word in words if word.partition("=")[0].strip() != "precision")
+    changed = change(question, rest) if rest else question
+    found = answer(changed)
+    return Scenario(text, changed, _in_format(found, narrow[-1]) if narrow else found)
+
+
+def _in_format(found: Answer[Candidate], narrow: str) -> Answer[Candidate]:
+    """The best plans as if their products were made in fp8 or fp4, which the runtime does not do yet.
+
+    Plans are those that are best in half precision; the masters, and what is not a product, stay as they are.
+    """
+    question = found.question
+    has = [name for name in _NARROW if question.cluster.device.peak_flops(name)]
+    if narrow not in has:
+        rule = f"{question.cluster.device.name} multiplies in no format of that name"
+        remedy = f"Use precision={' or '.join(has)}" if has else "Leave it out; only newer devices have fp8"
+        raise _error("precision", f"precision={narrow}: {rule}. {remedy}.")
+    if question.model.traced is not None:
+        raise _error("precision", f"precision={narrow}: {question.model.name} was traced in one format. Leave it out.")
+    plans = [one.plan for one in found.layouts(_LAYOUTS) if one.plan.precision in ("bf16", "fp16")]
+    if not plans:
+        return found
+    ranked = sorted(estimated(plans, question, narrow), key=lambda one: one.step_s)
+    return replace(found, ranked=tuple(ranked), pareto=())
 
 
 def _error(field: str, message: str) -> ConfigError:

@@ -21,7 +21,6 @@ __all__ = [
     "check_plan",
     "config_problems",
     "in_config",
-    "keeps",
     "least_vocab",
     "legal_plans",
 ]
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from weft.spec.rules.legal import legal_plans
     from weft.spec.rules.limit_rules import LIMIT_RULES
     from weft.spec.rules.order_rules import ORDER_RULES
-    from weft.spec.rules.plan_rules import LASTING, NOT_BUILT, RULES, check, check_plan, keeps
+    from weft.spec.rules.plan_rules import LASTING, NOT_BUILT, RULES, check, check_plan
     from weft.spec.rules.rule import Facts, Rule, UnknownFact, Violation, alternatives
 
 __getattr__ = loads(
@@ -51,7 +50,6 @@ __getattr__ = loads(
         "check_plan": ".plan_rules",
         "config_problems": ".config_rules",
         "in_config": ".config_rules",
-        "keeps": ".plan_rules",
         "least_vocab": ".config_rules",
         "legal_plans": ".legal",
     },

@@ -387,17 +387,6 @@ def check(plan: Plan, facts: Facts | None = None, rules: Iterable[Rule] | None =
     return list(found.values())
 
 
-def keeps(plan: Plan, facts: Facts, rules: Iterable[Rule]) -> bool:
-    """Return whether the plan breaks none of the rules: `check` without words, for searches.
-
-    Args:
-        plan: what is checked.
-        facts: what is known besides.
-        rules: all that count.
-    """
-    return not any(rule.is_broken(plan, facts) for rule in rules)
-
-
 def check_plan(plan: Plan, facts: Facts | None = None) -> None:
     """Raise PlanError with every rule that the plan breaks.
 
