@@ -134,8 +134,8 @@ class FeatureFlow(TorchFunctionMode):
             elif (fresh := self._fresh.get(id(target))) is not None:
                 fresh[1].intersection_update([dim for dim in fresh[1] if uniform(value, dim - target.dim())])
             return
-        index = index if isinstance(index, tuple) else (index,)
-        plain = all(part is Ellipsis or _is_slice(part) for part in index) and value.dim() == target.dim()
+        parts: list[Any] = [*index] if isinstance(index, tuple) else [index]
+        plain = all(part is Ellipsis or _is_slice(part) for part in parts) and value.dim() == target.dim()
         whole = plain and value.shape[mark.dim] == target.shape[mark.dim]
         fresh = self._fresh.get(id(target))
         if whole and known is None and fresh is not None and mark.dim in fresh[1]:
@@ -185,6 +185,9 @@ class FlowStep:
             return
         if self.name in _ALIKE:
             yield from self._keep(self.first.dim)
+            return
+        if self.name in ("min", "max") and isinstance(self._argument(1, "other"), torch.Tensor):
+            yield from self._pointwise(marked)
             return
         rule = getattr(self, f"_{self.name}", None)
         if self.name in _SUMS:

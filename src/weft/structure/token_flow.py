@@ -189,9 +189,11 @@ class _TokenStep(FlowStep):
 
     def marks(self, marked: list[Any]) -> Iterator[tuple[torch.Tensor, Mark]]:
         """What each output carries; nothing where tokens meet, or nobody knows."""
-        if self.name in _ALONG:
+        if self.name in _ALONG and not isinstance(self._argument(1, "other"), torch.Tensor):
             place, default = _ALONG[self.name]
             yield from self._along(self._argument(place, "dims" if self.name in ("flip", "roll") else "dim", default))
+        elif self.name in ("min", "max"):  # of two tensors
+            yield from self._pointwise(marked)
         else:
             yield from super().marks(marked)
 

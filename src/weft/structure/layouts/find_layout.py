@@ -58,7 +58,7 @@ def _whole_attention(model: nn.Module, layout: Layout) -> list[nn.Module]:
     return [
         module
         for path, block in repeated_blocks(model).items()
-        for name, module in block.named_modules()
+        for name, module in named_modules(block)
         if name and mixing(module) == "attention" and not any(each.startswith(f"{path}.{name}.") for each in cut)
     ]
 

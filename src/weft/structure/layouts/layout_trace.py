@@ -249,7 +249,7 @@ class _Trace:
             around = _parent(row)
             inside = {path: style for path, style in styles.items() if _parent(path) == around}
             cut = [path.rpartition(".")[2] for path, style in inside.items() if style.startswith("colwise")]
-            if not around or not cut or self.gives.get(around) != {row}:
+            if not around or not cut or self.gives.get(around) != frozenset((row,)):
                 continue
             rest = [
                 path
