@@ -169,6 +169,14 @@ def test_broken_lines_have_number_reason_and_excerpt(tmp_path: Path) -> None:
     assert values(path, max_record_bytes=10**6)[-1] == (7, "invalid JSON")
 
 
+def test_others_who_read_csv_keep_their_limit(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("id,text\n1,ok\n2," + "y" * 400 + "\n")
+    before = csv.field_size_limit()
+    for _ in read(path, max_record_bytes=300):
+        assert csv.field_size_limit() == before
+
+
 def test_broken_csv_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b"id,text\n1,ok\n2\n3,\xff\n4,a,b\n5," + b"y" * 400 + b'\n6,fine\n7,"never closed\n8,z\n')

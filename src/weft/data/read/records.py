@@ -171,8 +171,6 @@ class RecordReader:
 
     def _csv(self, stream: BinaryIO) -> Iterator[Record | Broken]:
         name = self._file.name
-        # A field that was never closed would swallow the file: the reader gives up on it at this size.
-        csv.field_size_limit(self._max_record_bytes)
         usual = comma_or_tab(self._file.path.name)
         head = stream.read(_SNIFF_BYTES)
         delimiter = sniff_delimiter(head, usual)
@@ -189,7 +187,7 @@ class RecordReader:
         while True:
             number += 1
             try:
-                row = next(rows)
+                row = self._next_row(rows)
             except StopIteration:
                 return
             except csv.Error as error:
@@ -199,6 +197,14 @@ class RecordReader:
                 header = row
             elif row:
                 yield self._csv_record(rows.line_num, header, row)
+
+    def _next_row(self, rows: Iterator[list[str]]) -> list[str]:
+        """The next row. A field that was never closed would swallow the file: the reader gives up on it at our size."""
+        before = csv.field_size_limit(self._max_record_bytes)  # of the process: whoever else reads CSV gets it back
+        try:
+            return next(rows)
+        finally:
+            csv.field_size_limit(before)
 
     def _csv_record(self, number: int, header: list[str], row: list[str]) -> Record | Broken:
         name = self._file.name
