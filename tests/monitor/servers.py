@@ -16,11 +16,14 @@ def free_port() -> int:
 
 
 class Recorder:
-    """An HTTP server that keeps the bodies of what it accepts. status: its answer. slow_s: how long it takes."""
+    """An HTTP server that keeps the bodies of what it accepts. status: its answer. slow_s: how long it takes.
+
+    forgets: it reads bodies piece by piece and keeps none.
+    """
 
     def __init__(self, port: int | None = None, answer: object = None):
         self.port, self.answer = port or free_port(), answer
-        self.status, self.slow_s = 200, 0.0
+        self.status, self.slow_s, self.forgets = 200, 0.0, False
         self.got: list[tuple[str, str, bytes, dict[str, str]]] = []
         self.num_asked = 0
         self._server: ThreadingHTTPServer | None = None
@@ -34,10 +37,13 @@ class Recorder:
 
         class Handler(BaseHTTPRequestHandler):
             def _take(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                left, forgets = int(self.headers.get("Content-Length") or 0), recorder.forgets
+                while forgets and left:
+                    left -= len(self.rfile.read(min(left, 2**14)))
+                body = self.rfile.read(left)
                 recorder.num_asked += 1
                 time.sleep(recorder.slow_s)
-                if recorder.status == 200:
+                if recorder.status == 200 and not forgets:
                     recorder.got.append((self.command, self.path, body, dict(self.headers)))
                 answer = json.dumps(recorder.answer).encode() if recorder.answer is not None else b""
                 if recorder.status != 200:  # servers may give back what they were sent
