@@ -101,7 +101,9 @@ def test_prometheus_scrapes_a_run_and_is_killed(tmp_path, started):
     until(lambda: value("weft_step_total") == 1)
     server.send(signal.SIGSTOP)
     one.write(step(2))
-    until(lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size)  # nobody waits for who scrapes
+    until(
+        lambda: one.offset() == (tmp_path / "events.jsonl").stat().st_size
+    )  # a sink that is scraped waits for no server
     server.send(signal.SIGCONT)
     until(lambda: value("weft_step_total") == 2)
     server.kill()

@@ -64,7 +64,7 @@ def wire_spec(name: str) -> WireSpec:
     """Return the wire of that name, or of one of GATHERS; of `powersgd:4` the one of that rank."""
     if name not in _KNOWN and (rank := rank_of(name)) is not None:
         register(_low_rank(rank))
-    return _KNOWN["int4" if name == GATHERS[2] else name]
+    return _KNOWN["int4" if name == "diff4" else name]  # differences have the bytes of int4
 
 
 #: Low rank, whose name ends with the rank: more than so much would send more than int8 of usual matrices.

@@ -123,6 +123,11 @@ def _asked(model: nn.Module, name: str) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+def parent_of(path: str) -> str:
+    """Return the path of the module around another."""
+    return path.rpartition(".")[0]
+
+
 def own_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
     """Return by path the parameters that modules hold themselves beside linear layers, such as one number a head."""
     return {

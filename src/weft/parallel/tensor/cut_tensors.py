@@ -36,7 +36,6 @@ from weft.parallel.tensor.read_layout import (
     is_norm,
     is_wide,
     makes_ahead,
-    parent_of,
     read_own,
     read_styles,
 )
@@ -98,7 +97,7 @@ def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> La
     styles = read_styles(layout, modules, mesh.plan.tp)
     if mesh.plan.sp:
         sequence = plan_sequence(model, layout, styles)
-        parents = {parent_of(path) for path, style in styles.items() if style.name == "colwise"}
+        parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
         gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
         token_flow.check_tokens(model, styles, gathering.union(sequence.whole), sequence.width)
     return layout
@@ -120,6 +119,7 @@ class _Cutter:
         self.modules = dict(model.named_modules())
         self.names = {id(module): path for path, module in self.modules.items()}
         self.styles = read_styles(layout, self.modules, mesh.plan.tp)
+        self.rows = [path for path, style in self.styles.items() if style.name == "rowwise"]
         self.own = read_own(layout, self.modules)
         self.sequence: TokenCut | None = plan_sequence(model, layout, self.styles, runs) if mesh.plan.sp else None
         self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp)
@@ -145,9 +145,9 @@ class _Cutter:
                 self._replace(module, "weight", Placement(cut=("tp",)), dim=1)
                 module.embedding_dim = module.weight.shape[1]
             elif style.name == "colwise" and is_norm(module):
-                self._norm(path, module, heads.get(parent_of(path), Heads()))
+                self._norm(path, module, heads.get(layers.parent_of(path), Heads()))
             elif style.name == "colwise":
-                self._column(path, module, style, heads[parent_of(path)])
+                self._column(path, module, style, heads[layers.parent_of(path)])
             elif style.name == "vocab":
                 self._vocab(path, module)
         for path, style in self.styles.items():
@@ -189,19 +189,19 @@ class _Cutter:
 
     def _entry(self, path: str, module: nn.Module) -> Entry:
         """In front of the module around the layer, or of the layer itself."""
-        parent = parent_of(path)
+        parent = layers.parent_of(path)
         around = self.modules[parent]
         alone = is_wide(parent, self.modules, self.styles) or bool(getattr(around, "is_cross_attention", False))
         place = path if alone else parent
         if place not in self.entries:
-            rows = [name for name, one in self.styles.items() if one.name == "rowwise" and parent_of(name) == parent]
+            rows = [name for name in self.rows if layers.parent_of(name) == parent]
             ahead = not alone and bool(rows) and makes_ahead(parent, self.modules, self.styles)
             # What comes in has as many features as go out; the first layer that is cut may read fewer.
             width = layers.weight_of(self.modules[rows[0]]).shape[0] if ahead else layers.weight_of(module).shape[1]
             entry = Entry(self.line, width, self.part, is_compiled=self.is_compiled, is_ahead=ahead)
             self.entries[place] = entry
             if not alone:
-                ends = any(one.name == "rowwise" and name.startswith(f"{parent}.") for name, one in self.styles.items())
+                ends = any(name.startswith(f"{parent}.") for name in self.rows)
                 hooks = Enter(entry, ends)
                 if self.line.cuts_tokens or ahead:
                     around.register_forward_pre_hook(hooks.before, with_kwargs=True)

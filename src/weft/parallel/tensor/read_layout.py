@@ -20,13 +20,14 @@ def read_styles(layout: Layout, modules: Mapping[str, nn.Module], tp: int) -> di
         expect_used(layout, modules)
     here = (path for path, module in modules.items() if not isinstance(module, StandIn))  # of this stage's modules
     styles = {path: style for path in here if (style := layout.style(path)) is not None}
-    cut = [path for path, style in styles.items() if style.name == "colwise"]
+    cut = (path for path, style in styles.items() if style.name == "colwise")
+    around = {layers.parent_of(path) for path in cut if layers.is_linear(modules[path])}
     for path, style in styles.items():
         module = modules[path]
         # A column of an embedding is a head's or a feature's; a row is an entry of the vocabulary.
         tables = isinstance(module, nn.Embedding) and style.name in ("colwise", "vocab")
-        beside = any(layers.is_linear(modules[one]) for one in cut if parent_of(one) == parent_of(path))
-        norms = beside and style == Style("colwise") and rms_form(module) is not None
+        norms = style == Style("colwise") and layers.parent_of(path) in around and is_norm(module)
+        norms = norms and rms_form(module) is not None
         if style.name in ("colwise", "rowwise", "vocab") and not (tables or norms or layers.is_linear(module)):
             what = "a linear layer" if style.name == "rowwise" else "an embedding or a linear layer"
             raise LayoutError(
@@ -80,7 +81,7 @@ def check_layout(model: nn.Module, layout: Layout, tp: int = 0) -> list[int]:
 def find_heads(modules: dict[str, nn.Module], styles: dict[str, Style]) -> dict[str, Heads]:
     """Heads of the module around each column-cut layer."""
     cut = (path for path, style in styles.items() if style.name == "colwise" and not is_norm(modules[path]))
-    parents = dict.fromkeys(map(parent_of, cut))
+    parents = dict.fromkeys(map(layers.parent_of, cut))
     return {path: Heads.of(modules[path]) for path in parents}
 
 
@@ -93,7 +94,7 @@ def check_sizes(modules: dict[str, nn.Module], styles: dict[str, Style], heads: 
             continue
         weight = layers.weight_of(modules[path])
         is_table = isinstance(modules[path], nn.Embedding)  # its columns are cut one by one
-        found = Heads() if is_table else heads.get(parent_of(path), Heads())
+        found = Heads() if is_table else heads.get(layers.parent_of(path), Heads())
         pieces = (
             found.pieces(style, weight.shape[1 if is_table else 0])
             if style.name == "colwise"
@@ -118,10 +119,6 @@ def _fits(count: int, repeats: bool, tp: int) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """Whether a module that the layout cuts by columns is a norm of what such layers make."""
     return not (layers.is_linear(module) or isinstance(module, nn.Embedding))
-
-
-def parent_of(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def is_wide(parent: str, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> bool:

@@ -247,7 +247,8 @@ class SyncEvery(Kind):
 
     def check(self, name: str, value: object) -> str:
         try:
-            return value if isinstance(value, str) and sync_of(value) else sync_of("")[0]
+            sync_of(value if isinstance(value, str) else "")
+            return str(value)
         except ValueError:
             raise refused(
                 name,

@@ -14,6 +14,7 @@ from torch import nn
 from weft.errors import LayoutError
 from weft.private_torch import named_modules
 from weft.spec import Layout
+from weft.structure.layers import parent_of
 from weft.structure.layouts.layout_trace import works_on_parts
 
 #: Styles that answer for whatever a module holds.
@@ -29,13 +30,12 @@ def uncovered(around: str, styles: Mapping[str, str], modules: Mapping[str, nn.M
         modules: all of the model's by path.
     """
     prefix = f"{around}." if around else ""
-    for path, module in modules.items():
-        if not path.startswith(prefix) or path == around or path in styles:
+    for name, module in named_modules(modules[around]):
+        path = f"{prefix}{name}"
+        if not name or path in styles or next(module.parameters(recurse=False), None) is None:
             continue
         above = (path[:place] for place, letter in enumerate(path) if letter == "." and place > len(around))
-        if any(styles.get(each) in _ANSWERS for each in above):
-            continue
-        if next(module.parameters(recurse=False), None) is not None:
+        if not any(styles.get(each) in _ANSWERS for each in above):
             yield path
 
 
@@ -46,9 +46,9 @@ def says_too_little(layout: Layout, modules: Mapping[str, nn.Module]) -> bool:
     their config asks for them, and publish one plan for both.
     """
     styles = _names(layout, modules)
-    for around in {_parent(path) for path, style in styles.items() if style == "colwise"} - {""}:
-        cut = {path: style for path, style in styles.items() if path.startswith(f"{around}.")}
-        if "rowwise" in cut.values() and next(uncovered(around, styles, modules), None) is not None:
+    for around in {parent_of(path) for path, style in styles.items() if style == "colwise"} - {""}:
+        inside = (styles.get(f"{around}.{name}") for name, _ in named_modules(modules[around]))
+        if "rowwise" in inside and next(uncovered(around, styles, modules), None) is not None:
             return True
     return False
 
@@ -66,7 +66,7 @@ def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) ->
     """
     modules = dict(named_modules(model))
     styles = _names(layout, modules)
-    around = {_parent(path) for path, style in styles.items() if style == "colwise"}
+    around = {parent_of(path) for path, style in styles.items() if style == "colwise"}
     whole = [path for path, style in styles.items() if style == "replicate" and _within(path, around)]
     doubtful = [path for each in sorted(around) for path in uncovered(each, styles, modules)]
     if not whole and not doubtful:
@@ -74,7 +74,7 @@ def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) ->
     try:
         found = works_on_parts(model, example)
     except LayoutError:
-        beside = [path for path in doubtful if _parent(path) in around - {""}]
+        beside = [path for path in doubtful if parent_of(path) in around - {""}]
         if beside:
             raise LayoutError(
                 f"layout: {beside[0]} has parameters beside cut layers, no pattern of the layout covers it, and the "
@@ -109,7 +109,3 @@ def _is_partial(path: str, styles: Mapping[str, str]) -> bool:
 
 def _within(path: str, around: set[str]) -> bool:
     return any(not each or path.startswith(f"{each}.") for each in around)
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]

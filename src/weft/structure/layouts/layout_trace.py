@@ -20,7 +20,7 @@ from weft.private_torch import named_modules, tree_leaves
 from weft.spec import Layout
 from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, is_named, without_numbers
 from weft.structure.feature_flow import FeatureFlow, Mark
-from weft.structure.layers import input_embeddings, is_linear, own_parameters, weight_of
+from weft.structure.layers import input_embeddings, is_linear, own_parameters, parent_of, weight_of
 from weft.structure.layouts.rms_norm import rms_form
 
 #: Styles of layers that are no first layer of a pair.
@@ -245,16 +245,20 @@ class _Trace:
         What the part gives out is the sum over ranks, and what comes in feeds the heads of one: all that stands between
         has partial gradients.
         """
+        modules = dict(named_modules(self.model))
+        columns: dict[str, list[str]] = {}
+        for path, style in styles.items():
+            if style.startswith("colwise"):
+                columns.setdefault(parent_of(path), []).append(path.rpartition(".")[2])
         for row in [path for path, style in styles.items() if style == "rowwise"]:
-            around = _parent(row)
-            inside = {path: style for path, style in styles.items() if _parent(path) == around}
-            cut = [path.rpartition(".")[2] for path, style in inside.items() if style.startswith("colwise")]
+            around = parent_of(row)
+            cut = columns.get(around)
             if not around or not cut or self.gives.get(around) != frozenset((row,)):
                 continue
             rest = [
                 path
-                for path, module in named_modules(self.model)
-                if path.startswith(f"{around}.") and path not in styles
+                for name, module in named_modules(modules[around])
+                if (path := f"{around}.{name}") not in styles and name
                 if next(module.parameters(recurse=False), None) is not None
             ]
             if any(path in self.sizes for path in rest):
@@ -338,10 +342,6 @@ def generalise(
             result[pattern] = pairs[first]
             result_why[pattern] = why[first]
     return result, result_why
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
 
 
 def _plain(output: Any) -> Any:

@@ -84,10 +84,8 @@ def _read(views: list[torch.Tensor]) -> torch.Tensor:
 def _some(tensor: torch.Tensor, most: int) -> torch.Tensor:
     """Return a view of at most about so many of its elements."""
     number = tensor.numel()
-    stride, span = (
-        _stride(number, most),
-        1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)),
-    )
+    stride = _stride(number, most)
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     if stride <= 1 or span != number:  # what has gaps in memory is looked at whole
         return tensor
     return tensor.as_strided((-(-(number // _RUN) // stride), _RUN), (stride * _RUN, 1))

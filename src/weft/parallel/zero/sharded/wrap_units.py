@@ -39,7 +39,7 @@ def check_torch(mesh: Mesh) -> None:
 
 
 def _second_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """Ranks of dp_shard, and among them the neighbours that keep second shards; None: nobody does."""
+    """Ranks of dp_shard, and among them the neighbours that keep second shards; None where the plan has none."""
     if not mesh.plan.second_shards:
         return None
     whole, near = mesh["dp_shard"], mesh[f"dp_shard/{mesh.plan.second_shards}"]
