@@ -15,7 +15,7 @@ from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn
 from weft.parallel.context import apply_context, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
-from weft.parallel.layers import watch_indices
+from weft.parallel.layers import choose_float8, use_float8, watch_indices
 from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
@@ -61,8 +61,11 @@ def parallelize(
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
     watch_indices(model)
+    if mesh.plan.precision == "fp8":
+        choose_float8(model, mesh.device, speaks=mesh.rank == 0)
     placed = cut(model, mesh, layout) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
+    use_float8(model)
     groups = group_norms(model, mesh, norm_group) if norm_group else None
     if (pipeline := pipeline_of(model)) is not None:
         pipeline.hold_weight_gradients(model)

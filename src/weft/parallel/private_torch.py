@@ -173,3 +173,21 @@ def _groups(module: FSDPModule) -> Sequence[Any]:
     if groups is None:  # torch below 2.13
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return groups
+
+
+def multiplies_float8(x: torch.Tensor) -> bool:
+    """Whether the tensor's device has products of float8 with a scale for each row: Ada, Hopper and newer."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 9)
+
+
+def scaled_product(
+    a_RK: torch.Tensor, b_CK: torch.Tensor, back_a: torch.Tensor, back_b: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """a b^T of float8 matrices with rows one after another, each row multiplied by its number of `back_a` or `back_b`.
+
+    K and C are multiples of 16; dtype is bf16, the only one that scales by row are known for. torch documents no public
+    name for it. Its sums have fewer bits (`use_fast_accum`): the kernels with exact sums are slower than bf16.
+    """
+    return torch._scaled_mm(
+        a_RK, b_CK.t(), scale_a=back_a, scale_b=back_b.t(), out_dtype=dtype, use_fast_accum=True
+    )

@@ -9,6 +9,7 @@
     slice_to      slice           all_gather            along dim
     exchange      all_to_all      all_to_all back       rows
     exchange_dims all_to_all      all_to_all back       split one dim, join another
+    max_over      all_reduce      none: a number without gradient
 
 `copy_to` and `sum_over` are f and g of Shoeybi et al. 2019, arXiv 1909.08053; `gather_from` and `scatter_sum` those of
 Korthikanti et al. 2022, arXiv 2205.05198. Over an axis of size 1 each returns its argument.
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from weft.comm.autograd.operators import add_up, join, share, sum_part
+from weft.comm.autograd.operators import add_up, join, largest, share, sum_part
 from weft.comm.peer import all_to_all
 from weft.mesh import Axis
 from weft.private_torch import Function, split
@@ -108,6 +109,11 @@ def exchange_dims(x: torch.Tensor, axis: Axis, split_dim: int, join_dim: int) ->
         join_dim: grows by it.
     """
     return x if axis.size == 1 else _ExchangeDims.apply(x, axis, split_dim % x.dim(), join_dim % x.dim())
+
+
+def max_over(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return the largest of the ranks' values, element by element, without a gradient."""
+    return x.detach() if axis.size == 1 else largest(x.detach(), axis)
 
 
 def _part(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:

@@ -21,6 +21,7 @@ from weft.private_torch import split
 #: What each function gives, for the operator of its name.
 _SCHEMAS = {
     "add_up": "(Tensor x) -> Tensor",
+    "largest": "(Tensor x) -> Tensor",
     "join": "(Tensor x, int dim) -> Tensor",
     "sum_part": "(Tensor x, int dim) -> Tensor",
 }
@@ -31,6 +32,13 @@ def add_up(x: Tensor, axis: Axis) -> Tensor:
     if (operator := _compiled(axis, "add_up")) is not None:
         return operator(x)
     return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
+
+
+def largest(x: Tensor, axis: Axis) -> Tensor:
+    """The largest of the ranks' values, a new tensor."""
+    if (operator := _compiled(axis, "largest")) is not None:
+        return operator(x)
+    return all_reduce(x.clone(memory_format=torch.contiguous_format), axis, "max")
 
 
 def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -90,6 +98,7 @@ class _Library:
         library: Any = torch.library  # whose functions have no types
         functions: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
             add_up: torch.empty_like,
+            largest: torch.empty_like,
             join: _scaled(size, 1),
             sum_part: _scaled(1, size),
         }

@@ -1,5 +1,5 @@
-"""Layers that techniques put into models: whose weight gradients may wait, in the place of what a rank lacks, and what
-embeddings and heads may be given."""
+"""Layers that techniques put into models: whose weight gradients may wait, in the place of what a rank lacks, what
+embeddings and heads may be given, and products in float8."""
 
 from __future__ import annotations
 
@@ -8,16 +8,23 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "Float8",
     "HeldGradients",
     "HeldProduct",
     "HoldingLayer",
     "StandIn",
     "check_labels",
+    "choose_float8",
     "linear",
+    "product",
+    "refuse_partial",
+    "use_float8",
     "watch_indices",
 ]
 
 if TYPE_CHECKING:
+    from weft.parallel.layers.float8 import Float8, product
+    from weft.parallel.layers.float8_layers import choose_float8, refuse_partial, use_float8
     from weft.parallel.layers.held import HeldGradients, HeldProduct, HoldingLayer, linear
     from weft.parallel.layers.index_check import check_labels, watch_indices
     from weft.parallel.layers.stand_in import StandIn
@@ -25,12 +32,17 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
+        "Float8": ".float8",
         "HeldGradients": ".held",
         "HeldProduct": ".held",
         "HoldingLayer": ".held",
         "StandIn": ".stand_in",
         "check_labels": ".index_check",
+        "choose_float8": ".float8_layers",
         "linear": ".held",
+        "product": ".float8",
+        "refuse_partial": ".float8_layers",
+        "use_float8": ".float8_layers",
         "watch_indices": ".index_check",
     },
 )

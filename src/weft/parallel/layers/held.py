@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.parallel.layers.float8 import Float8, product
 from weft.private_torch import Function
 
 
@@ -63,21 +63,27 @@ class HeldGradients:
 
 
 class HoldingLayer(nn.Module):
-    """A layer that asks `_weft_held`, where it is set, whether its weight's gradient shall wait."""
+    """A layer that asks `_weft_held`, where it is set, whether its weight's gradient shall wait.
+
+    _weft_float8: how it multiplies in float8; None: in the format of its weight.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     _weft_held: HeldGradients | None = None
+    _weft_float8: Float8 | None = None
 
 
 class _Linear(Function):
     """x W^T + b, whose weight gradient may wait."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, param: Any, held: Any, transposed: bool):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, param: Any, held: Any, transposed: bool, form: Any
+    ) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight has no gradient
-        ctx.param, ctx.held, ctx.is_transposed = param, held, transposed
-        return F.linear(x, weight.t() if transposed else weight, bias)
+        ctx.param, ctx.held, ctx.is_transposed, ctx.form = param, held, transposed, form
+        return product(x, weight.t() if transposed else weight, bias, form)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
@@ -85,28 +91,42 @@ class _Linear(Function):
         grad = grads[0]
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ (weight.t() if ctx.is_transposed else weight)
+            weight_OI = weight.t() if ctx.is_transposed else weight
+            if ctx.form is None:
+                grad_x = grad @ weight_OI
+            else:
+                [grad_RI] = ctx.form.input_gradients([grad.reshape(-1, grad.shape[-1])], [weight_OI])
+                grad_x = grad_RI.view(*grad.shape[:-1], -1)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0)
         if ctx.needs_input_grad[1]:
             product = HeldProduct(
                 ctx.param, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]), ctx.is_transposed
             )
-            if ctx.held.is_open and isinstance(ctx.param, nn.Parameter):
+            if ctx.held is not None and ctx.held.is_open and isinstance(ctx.param, nn.Parameter):
                 ctx.held.hold(product)
             else:
                 grad_weight = product.multiply()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, held: HeldGradients, *, transposed: bool = False) -> Tensor:
-    """Compute `torch.nn.functional.linear`; its weight gradient may wait.
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    held: HeldGradients | None,
+    *,
+    transposed: bool = False,
+    form: Float8 | None = None,
+) -> Tensor:
+    """Compute `torch.nn.functional.linear`; its weight gradient may wait, and float8 may multiply.
 
     Args:
         x: (..., I).
         weight: (O, I).
         bias: (O,) or None.
-        held: keeps the factors of the weight gradient while it holds back.
+        held: keeps the factors of the weight gradient while it holds back; None: nothing holds back.
         transposed: the weight is (I, O).
+        form: how float8 multiplies; None: in the format of the operands.
     """
-    return _Linear.apply(x, weight, bias, weight, held, transposed)
+    return _Linear.apply(x, weight, bias, weight, held, transposed, form)

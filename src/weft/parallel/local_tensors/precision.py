@@ -22,7 +22,8 @@ from weft.models import BATCH_NORMS
 from weft.private_torch import tree_map
 from weft.spec.plan import Plan
 
-_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_COMPUTE = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "fp8": torch.bfloat16}
+_COMPUTE["bf16"] = torch.bfloat16  # after fp8, whose products alone are narrower: it gives the format its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Precision:
     """compute: of weights in forward and backward, and of activations. master: of all that is added up or kept.
 
     wire: what travels in place of gradients between ranks. outer_wire: the same over the outermost data axis alone;
-    None: as over the others. sync: when replicas meet, as the plan says it.
+    None: as over the others. sync: when replicas meet, as the plan says it. products: of linear layers in blocks, where
+    these are narrower than the rest.
     """
 
     compute: torch.dtype
@@ -38,6 +40,7 @@ class Precision:
     wire: Wire
     outer_wire: Wire | None = None
     sync: str = "step"
+    products: str = ""
 
     @classmethod
     def of(cls, plan: Plan) -> Precision:
@@ -56,7 +59,7 @@ class Precision:
                     f"{name}={one.spec.name}: it keeps what it rounded off for the next step, and the loss scale of "
                     f"precision=fp16 changes in between. Use precision=bf16, or {name}=bf16."
                 )
-        return cls(compute, master, wire, outer, plan.sync)
+        return cls(compute, master, wire, outer, plan.sync, "fp8" if plan.precision == "fp8" else "")
 
     @property
     def scales_loss(self) -> bool:
@@ -101,6 +104,8 @@ class Precision:
         apart = f", gradients travel in {self.wire.spec.name}" if narrow else ""
         if self.outer_wire is not None:
             apart += f", over the outermost data axis in {self.outer_wire.spec.name} (lossy)"
+        if self.products:
+            apart += f", products of linear layers in blocks in {self.products}"
         if self.sync != "step":
             apart += f", replicas meet as sync={self.sync} says"
         if not self.is_mixed:

@@ -14,6 +14,7 @@ D features that go in, F features of this rank that come out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from weft.comm import Pending, all_reduce, start_all_gather, start_all_reduce, s
 from weft.comm.autograd import scatter_sum, sum_over
 from weft.errors import PlanError
 from weft.mesh import Axis
-from weft.parallel.layers import HeldGradients, HeldProduct
+from weft.parallel.layers import Float8, HeldGradients, HeldProduct, product
 from weft.private_torch import Function, current_mode
 
 #: Where the tokens are in activations: (batch, tokens, features).
@@ -63,11 +64,12 @@ class SharedLayer:
 
 
 class Column(NamedTuple):
-    """The parameters of one layer: weight (F, D), or (D, F) where transposed."""
+    """The parameters of one layer: weight (F, D), or (D, F) where transposed; and its form, where it has float8."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     is_transposed: bool
+    form: Float8 | None = None
 
 
 class Gathering:
@@ -126,7 +128,8 @@ class _Columns(Function):
         ctx.save_for_backward(x_BSD if keeps_input else None, *weights)
         ctx.line, ctx.waiting, ctx.shape = line, waiting, tuple(x_BSD.shape)
         ctx.set_materialize_grads(False)
-        return tuple(F.linear(whole_BTD, w, b) for w, b in zip(weights, biases, strict=True))
+        forms = [member.form for member in waiting[1]]
+        return tuple(product(whole_BTD, *of) for of in zip(weights, biases, forms, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -137,7 +140,8 @@ class _Columns(Function):
         gathering = line.start_gather(x_BSD) if line.cuts_tokens and x_BSD is not None else None
         flat = {index: grad.flatten(0, -2) for index, grad in enumerate(grads) if grad is not None}
         # A rank that used none of the products still takes part, with zeros: others wait for it.
-        sum_x = line.start_sum(_input_gradient(ctx.shape, line, flat, weights)) if needs_x else None
+        forms = [member.form for member in members]
+        sum_x = line.start_sum(_input_gradient(ctx.shape, line, flat, weights, forms)) if needs_x else None
         whole = gathering.wait() if gathering else x_BSD
         whole_ND: Any = None if whole is None else whole.flatten(0, -2)
         found: list[torch.Tensor | None] = []
@@ -155,13 +159,28 @@ class _Columns(Function):
 
 
 def _input_gradient(
-    part: tuple[int, ...], line: SharedLayer, flat: dict[int, torch.Tensor], weights: list[torch.Tensor]
+    part: tuple[int, ...],
+    line: SharedLayer,
+    flat: dict[int, torch.Tensor],
+    weights: list[torch.Tensor],
+    forms: list[Float8 | None],
 ) -> torch.Tensor:
     """Gradient of all tokens from this rank's features. part: the shape of this rank's tokens."""
     shape = list(part)
     if line.cuts_tokens:
         shape[TOKENS] *= line.axis.size
     total: torch.Tensor | None = None
+    flat, narrow = dict(flat), [index for index, form in enumerate(forms) if form is not None]
+    if narrow:  # one collective for what all of them agree on; every rank takes part, with zeros where it has none
+        rows = math.prod(shape[:-1])
+        grads = [
+            flat.pop(index) if index in flat else weights[index].new_zeros(rows, len(weights[index]))
+            for index in narrow
+        ]
+        form = forms[narrow[0]]
+        assert form is not None
+        for made in form.input_gradients(grads, [weights[index] for index in narrow]):
+            total = made if total is None else total.add_(made)
     for index, grad_NF in flat.items():
         total = grad_NF @ weights[index] if total is None else total.addmm_(grad_NF, weights[index])
     return weights[0].new_zeros(shape) if total is None else total.view(shape)

@@ -18,7 +18,7 @@ from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.errors import ModelError
 from weft.mesh import Axis
 from weft.models.adapters import AdaptedLinear, Alone
-from weft.parallel.layers import HoldingLayer, linear
+from weft.parallel.layers import Float8, HoldingLayer, linear
 from weft.parallel.randomness import CutPart
 from weft.parallel.tensor.cut_adapters import ColumnAdapter, GatheredAdapter, RowAdapter, TokenAdapter
 from weft.parallel.tensor.cut_linear import TOKENS, Column, SharedLayer, columns, row_sum, token_share
@@ -64,19 +64,18 @@ class Entry:
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The member's product with x. Members that read the same tensor are one product with one collective."""
-        weight, bias = layers.weight_of(member), layers.bias_of(member)
         if self.is_ahead:
-            return F.linear(x, weight, bias)  # autograd knows how it was made of what came in
+            return _linear(member, x)  # autograd knows how it was made of what came in
         if self.is_compiled:
             if not self.line.cuts_tokens and x is not self._inner:
                 self._begin(x, copy_to(x, self.line.axis))
-            return F.linear(x if self._outer is None else self._outer, weight, bias)
+            return _linear(member, x if self._outer is None else self._outer)
         if torch.is_autocast_enabled(x.device.type):
-            return F.linear(x if self.line.cuts_tokens else copy_to(x, self.line.axis), weight, bias)
+            return _linear(member, x if self.line.cuts_tokens else copy_to(x, self.line.axis))
         if not self.line.cuts_tokens and x is not self._inner:
             self._begin(x, x)
         if x is not self._inner or self._outer is None:
-            return F.linear(x, weight, bias)  # made from what came in: autograd knows how
+            return _linear(member, x)  # made from what came in: autograd knows how
         outer = self._outer
         if not self._products:
             self._products = self._multiply(self.members, x, outer)
@@ -92,7 +91,10 @@ class Entry:
             self.part.is_open = True
 
     def _multiply(self, members: list[nn.Module], inner: torch.Tensor, outer: torch.Tensor) -> dict[int, torch.Tensor]:
-        read = [Column(layers.stored_weight(one), layers.bias_of(one), layers.is_transposed(one)) for one in members]
+        read = [
+            Column(layers.stored_weight(one), layers.bias_of(one), layers.is_transposed(one), _form_of(one))
+            for one in members
+        ]
         made = columns(outer, inner, self.line, read, getattr(members[0], "_weft_held", None))
         return {id(one): product for one, product in zip(members, made, strict=True)}
 
@@ -108,6 +110,16 @@ class Entry:
         """Forget what came in: it must not live longer than the module needs it."""
         self._inner = self._outer = None
         self._products = {}
+
+
+def _form_of(member: nn.Module) -> Float8 | None:
+    return getattr(member, "_weft_float8", None)
+
+
+def _linear(member: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The member's product, by steps of autograd that the compiler can follow."""
+    weight, bias, form = layers.weight_of(member), layers.bias_of(member), _form_of(member)
+    return F.linear(x, weight, bias) if form is None else linear(x, weight, bias, None, form=form)
 
 
 class Enter:
@@ -172,7 +184,9 @@ class RowLinear(HoldingLayer):
         self._weft_part.is_open = False
         weight, held = self.weight, self._weft_held
         if held is not None and weight.dtype == x.dtype:
-            product = linear(x, weight, None, held, transposed=layers.is_transposed(self))
+            product = linear(x, weight, None, held, transposed=layers.is_transposed(self), form=self._weft_float8)
+        elif self._weft_float8 is not None:
+            product = linear(x, layers.weight_of(self), None, None, form=self._weft_float8)
         else:
             product = F.linear(x, layers.weight_of(self).to(x.dtype))
         if isinstance(self, AdaptedLinear):  # what it adds to the ranks' products adds up with them

@@ -16,6 +16,7 @@ from weft.comm import broadcast
 from weft.comm.autograd import prepare_operators
 from weft.errors import LayoutError
 from weft.mesh import Axis, Mesh
+from weft.parallel.layers import Float8, refuse_partial
 from weft.parallel.placement import Placement
 from weft.parallel.randomness import CutPart, keep_part
 from weft.parallel.tensor.cut_linear import SharedLayer
@@ -161,6 +162,8 @@ class _Cutter:
         for path, found in heads.items():
             localise(self.modules[path], found, self.axis.size)
         ahead = [path for path, style in self.styles.items() if style.name == "partial" and self._is_linear(path)]
+        for path in ahead:
+            refuse_partial(path, self.modules[path])
         self.part.whole_paths = tuple(ahead)
         if self.sequence is not None:
             cut_tokens(self.model, self.sequence, self.line)
@@ -212,12 +215,15 @@ class _Cutter:
         entry = self._entry(path, module)
         weight = layers.weight_of(module)
         placement = self._rows(style, heads, weight.shape[0])
+        if placement.partial:
+            refuse_partial(path, module)
         self._replace(module, "weight", placement, dim=1 if layers.is_transposed(module) else 0)
         for name in ("bias", "lora_B", "lora_magnitude"):
             self._replace(module, name, placement, dim=0)
         if self.line.cuts_tokens or entry.is_ahead:
             self._partial(module, "lora_A")
         _set_sizes(module)
+        self._float8(module, Float8(outer=self.axis))
         become(module, ColumnLinear, entry=entry, enters=self.line.cuts_tokens and self.entries.get(path) is entry)
         entry.members.append(module)
 
@@ -242,7 +248,13 @@ class _Cutter:
         self._replace(module, "lora_A", Placement(cut=("tp",)), dim=1)
         self._partial(module, "lora_B", "lora_magnitude")
         _set_sizes(module)
+        self._float8(module, Float8(inner=self.axis))
         become(module, RowLinear, line=self.line, part=self.part, is_compiled=self.is_compiled)
+
+    def _float8(self, module: nn.Module, form: Float8) -> None:
+        """A layer chosen for float8 knows who shares what its scales span."""
+        if getattr(module, "_weft_float8", None) is not None:
+            module._weft_float8 = form  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
 
     def _vocab(self, path: str, module: nn.Module) -> None:
         vocab = layers.weight_of(module).shape[0]

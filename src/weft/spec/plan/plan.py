@@ -44,9 +44,9 @@ from weft.spec.wires import COMPRESSES, GATHERS, WIRES, sync_of
 #: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
 #: is no factor of the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-PRECISIONS = ("fp32", "bf16", "fp16", "fp64")
-#: Those, and what the planner estimates without the runtime having them: fp8 and fp4 in the matmuls of layers.
-PLANNED_PRECISIONS = (*PRECISIONS, "fp8", "fp4")
+PRECISIONS = ("fp32", "bf16", "fp16", "fp64", "fp8")
+#: Those, and what the planner estimates without the runtime having it: fp4 in the products of layers.
+PLANNED_PRECISIONS = (*PRECISIONS, "fp4")
 #: Wires that gradients may travel as, also such as are registered later; "fp32" is the format of the master weights.
 REDUCES = WIRES
 RECOMPUTES = ("none", "full", "attention", "selective")
@@ -150,7 +150,8 @@ class Plan:
     )
     precision: str = described(
         OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"), "fp32",
-        "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64).",
+        "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64). fp8 is bf16 "
+        "with the products of linear layers in blocks in float8.",
         searched=precisions, tried=("fp64",), divides_work=False,
     )
     reduce: str = described(

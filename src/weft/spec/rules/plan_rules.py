@@ -359,7 +359,7 @@ LASTING: tuple[Rule, ...] = (
         field="precision",
         reason="The device must support the precision of the plan.",
         predicate=lambda plan, facts: (
-            plan.precision in ("bf16", "fp16") and facts.device.peak_flops(plan.precision) is None
+            plan.precision in ("bf16", "fp16", "fp8") and facts.device.peak_flops(plan.precision) is None
         ),
         finding=lambda plan, facts: f"{facts.device.title} has no {plan.precision} arithmetic",
         remedy=lambda plan, facts: alternatives(_precision_choices(facts), "precision"),

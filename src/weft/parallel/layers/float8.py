@@ -1,0 +1,126 @@
+"""Products of linear layers in float8: how numbers are rounded, and who multiplies them.
+
+    output        x rounded by token, the weight by output feature        over the features that go in
+    x's gradient  the output's gradient rounded by token, the weight as a whole    over the features that come out
+    weight's gradient    not rounded, in the compute format
+
+All three round to e4m3 (4 exponent bits, 3 of mantissa). A scale is the largest power of two that keeps the largest
+magnitude of its numbers within the format, so that scaling itself rounds nothing, and the rounded numbers are numbers
+of bf16 too. What a token becomes depends on that token and the weights alone: any division of a batch over ranks,
+microbatches and stages rounds alike. Where tensor parallelism divides the features that a scale spans, ranks agree on
+the largest first.
+
+Method: Micikevicius et al. 2022, arXiv 2209.05433 (the formats); the choice of scales is torchao's recipe
+"rowwise_with_gw_hp". Devices without such products multiply the rounded numbers in the compute format.
+
+R rows (tokens), I features in, O features out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.comm.autograd import max_over
+from weft.mesh import Axis
+from weft.parallel.private_torch import multiplies_float8, scaled_product
+
+FORMAT = torch.float8_e4m3fn
+#: The largest number of the format.
+LARGEST = 448.0
+#: No magnitude counts as less, so that zeros have a scale.
+_SMALLEST = 1e-12
+#: Sign and exponent of a float32.
+_POWER_BITS = -(1 << 23)
+#: Sides of matrices that products of devices take.
+MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """How one layer multiplies.
+
+    inner: the ranks that share the features that go in; outer: those that come out. None: all of them are here.
+    """
+
+    inner: Axis | None = None
+    outer: Axis | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8:
+        return self  # a copy of the layer runs on the same ranks
+
+    def product(self, x: Tensor, weight_OI: Tensor) -> Tensor:
+        """(..., I) to (..., O), without autograd."""
+        x_RI = x.reshape(-1, x.shape[-1])
+        by_row, by_feature = _agreed(self.inner, _largest(x_RI), _largest(weight_OI))
+        out_RO = _multiply(x_RI, weight_OI, _scale(by_row)[:, None], _scale(by_feature)[:, None])
+        return out_RO.view(*x.shape[:-1], weight_OI.shape[0])
+
+    def input_gradients(self, grads: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
+        """The gradient of the input that each of some products of one input adds, (R, I).
+
+        grads: (R, O) each. weights: (O, I) each.
+        """
+        largest = [of for grad, weight in zip(grads, weights, strict=True) for of in (_largest(grad), _whole(weight))]
+        scales = [_scale(one) for one in _agreed(self.outer, *largest)]
+        return [
+            _multiply(grad, weight.t(), scales[2 * at][:, None], scales[2 * at + 1].expand(weight.shape[1])[:, None])
+            for at, (grad, weight) in enumerate(zip(grads, weights, strict=True))
+        ]
+
+
+def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: Float8 | None) -> Tensor:
+    """Compute `torch.nn.functional.linear`, in float8 where the layer has a form, without autograd.
+
+    Args:
+        x: (..., I).
+        weight_OI: (O, I).
+        bias_O: (O,) or None.
+        form: how the layer multiplies; None: in the format of its operands.
+    """
+    if form is None:
+        return F.linear(x, weight_OI, bias_O)
+    out = form.product(x, weight_OI)
+    return out if bias_O is None else out + bias_O
+
+
+def round_to(x: Tensor, scale: Tensor) -> Tensor:
+    """The scaled numbers, in the format. scale: of float32, a power of two each."""
+    return (x * scale.to(x.dtype)).to(FORMAT)
+
+
+def _multiply(a_RK: Tensor, b_CK: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """a b^T, both rounded. scale_a: (R, 1). scale_b: (C, 1)."""
+    small_a, small_b = round_to(a_RK, scale_a), round_to(b_CK, scale_b)
+    back_a, back_b = scale_a.reciprocal(), scale_b.reciprocal()
+    if multiplies_float8(a_RK) and a_RK.shape[0] and not any(side % MULTIPLE for side in b_CK.shape):
+        return scaled_product(small_a.contiguous(), small_b.contiguous(), back_a, back_b, a_RK.dtype)
+    dtype = a_RK.dtype
+    return (small_a.to(dtype) * back_a.to(dtype)) @ (small_b.to(dtype) * back_b.to(dtype)).t()
+
+
+def _largest(x_RK: Tensor) -> Tensor:
+    """The largest magnitude of each row, (R,)."""
+    return torch.linalg.vector_norm(x_RK, ord=torch.inf, dim=-1)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """The largest magnitude of all, (1,)."""
+    return torch.linalg.vector_norm(weight, ord=torch.inf).view(1)
+
+
+def _agreed(axis: Axis | None, *largest: Tensor) -> list[Tensor]:
+    """The same magnitudes over all ranks of an axis: one small collective."""
+    if axis is None or axis.size == 1:
+        return list(largest)
+    return list(max_over(torch.cat(largest), axis).split([len(one) for one in largest]))
+
+
+def _scale(largest: Tensor) -> Tensor:
+    """What numbers of such a magnitude are multiplied by: a power of two in float32."""
+    exact = (LARGEST / largest.double().clamp(min=_SMALLEST)).float()
+    return (exact.view(torch.int32) & _POWER_BITS).view(torch.float32)

@@ -1,0 +1,110 @@
+"""Which linear layers multiply in float8, and how they come to it.
+
+Linear layers inside of the repeated blocks do, in front of their norms and behind; embeddings, the head, norms, stacked
+experts and what chooses experts do not. Both sides of a layer's whole weight must be multiples of 16: the rule looks
+at the model and not at the plan, so every plan of a model rounds the same layers.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ModelError, PlanError, WeftWarning
+from weft.models.adapters import AdaptedLinear
+from weft.parallel.layers.float8 import MULTIPLE, Float8
+from weft.parallel.layers.held import HoldingLayer, linear
+from weft.parallel.private_torch import multiplies_float8
+from weft.structure import become, layers, repeated_blocks
+
+
+class Float8Linear(HoldingLayer):
+    """A linear layer that multiplies in float8."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        transposed = layers.is_transposed(self)
+        out = linear(x, self.weight, self.bias, self._weft_held, transposed=transposed, form=self._weft_float8)
+        return self.adapt(out, x) if isinstance(self, AdaptedLinear) else out
+
+
+def choose_float8(model: nn.Module, device: torch.device, *, speaks: bool) -> None:
+    """Mark the layers that shall multiply in float8. Call it on the whole model, before any technique cuts it.
+
+    Args:
+        model: whole.
+        device: that it will run on.
+        speaks: whether this rank warns of layers that stay, and of a device without such products.
+
+    Raises:
+        ModelError: where no layer can.
+    """
+    chosen, left = 0, list[str]()
+    for path, block in repeated_blocks(model).items():
+        routers = _routers(block)
+        for name, module in block.named_modules():
+            if not layers.is_linear(module) or id(module) in routers:
+                continue
+            shape = tuple(layers.weight_of(module).shape)
+            if any(side % MULTIPLE for side in shape):
+                left.append(f"{path}.{name} {shape}")
+                continue
+            module._weft_float8 = Float8()  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
+            chosen += 1
+    if not chosen:
+        raise ModelError(
+            f"precision=fp8: model of type {type(model).__name__} has no linear layer in repeated blocks whose sides "
+            f"are multiples of {MULTIPLE}. Use precision=bf16."
+        )
+    if speaks and left:
+        said = f"{len(left)} of {chosen + len(left)} linear layers in blocks stay in bf16, the first is {left[0]}"
+        warnings.warn(f"precision=fp8: {said}: their sides are no multiples of {MULTIPLE}.", WeftWarning, stacklevel=4)
+    if speaks and not multiplies_float8(torch.empty(0, dtype=torch.bfloat16, device=device)):
+        warnings.warn(
+            f"precision=fp8: this {device.type} has no products of float8. Weft rounds as such a device would and "
+            "multiplies in bf16: the same numbers, and slower than precision=bf16.",
+            WeftWarning,
+            stacklevel=4,
+        )
+
+
+def use_float8(model: nn.Module) -> None:
+    """Let the marked layers that no technique has cut multiply in float8, in place."""
+    for module in model.modules():
+        if getattr(module, "_weft_float8", None) is not None and not isinstance(module, HoldingLayer):
+            become(module, Float8Linear)
+
+
+def refuse_partial(path: str, module: nn.Module) -> None:
+    """Refuse a marked layer whose output's gradient is a partial sum on each rank.
+
+    Args:
+        path: of the layer.
+        module: the layer, or any other module.
+
+    Raises:
+        PlanError: rounding summands is not rounding their sum.
+    """
+    if getattr(module, "_weft_float8", None) is not None:
+        raise PlanError(
+            f"precision=fp8: under tp each rank has a part of the gradient of {path}'s output, and rounding parts is "
+            "not rounding their sum. Use tp=1, a smaller tp where key and value heads are fewer than tp, or "
+            "precision=bf16."
+        )
+
+
+def _routers(block: nn.Module) -> set[int]:
+    """Linear layers beside stacked experts that choose among them."""
+    modules, found = dict(block.named_modules()), set[int]()
+    for path, experts in layers.find_experts(block):
+        count, around = layers.num_experts(path, experts), modules[layers.parent_of(path)]
+        found |= {
+            id(module)
+            for name, module in around.named_modules()
+            if not name.startswith(f"{path.rpartition('.')[2]}.")
+            and layers.is_linear(module)
+            and layers.weight_of(module).shape[0] == count
+        }
+    return found
