@@ -191,3 +191,11 @@ def scaled_product(
     return torch._scaled_mm(
         a_RK, b_CK.t(), scale_a=back_a, scale_b=back_b.t(), out_dtype=dtype, use_fast_accum=True
     )
+
+
+def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor in another shape, which autograd takes for a tensor of its own, as it takes what `F.linear` gives.
+
+    A step of autograd may give no view where what follows writes in place.
+    """
+    return torch.ops.aten._unsafe_view(x, shape)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from weft.comm.autograd import max_over
 from weft.mesh import Axis
-from weft.parallel.private_torch import multiplies_float8, scaled_product
+from weft.parallel.private_torch import multiplies_float8, own_view, scaled_product
 
 FORMAT = torch.float8_e4m3fn
 #: The largest number of the format.
@@ -58,7 +58,7 @@ class Float8:
         x_RI = x.reshape(-1, x.shape[-1])
         by_row, by_feature = _agreed(self.inner, _largest(x_RI), _largest(weight_OI))
         out_RO = _multiply(x_RI, weight_OI, _scale(by_row)[:, None], _scale(by_feature)[:, None])
-        return out_RO.view(*x.shape[:-1], weight_OI.shape[0])
+        return own_view(out_RO, (*x.shape[:-1], weight_OI.shape[0]))
 
     def input_gradients(self, grads: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
         """The gradient of the input that each of some products of one input adds, (R, I).

@@ -1,0 +1,118 @@
+"""precision=fp8: every plan rounds to float8 as one process does.
+
+Here all that bf16 would round stays in float64, so the roundings to float8 are the only ones: where a plan's scales, or
+what they span, were others, results would differ by percents and not by 1e-10.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.parity.cases import LLAMA, HuggingFaceCase
+from tests.parity.moe_cases import MOE, MoECase
+from weft.errors import PlanError, WeftWarning
+from weft.parallel.layers import Float8, linear
+from weft.parallel.local_tensors import precision
+from weft.testing import Case, DecoderCase, ParityResult, train_case
+
+WIDE = dataclasses.replace(LLAMA, dim=32, ffn_dim=48)
+CASES: dict[str, Case] = {
+    "llama": DecoderCase(WIDE, num_steps=2),
+    "gpt2": HuggingFaceCase(WIDE, num_steps=2, kind="gpt2"),
+    "experts": MoECase(dataclasses.replace(MOE, dim=32, ffn_dim=48, expert_ffn_dim=16), num_steps=2),
+}
+TWO_RANKS = {
+    "llama": (
+        "dp_shard=2 zero=1 accumulation=2",
+        "dp_shard=2 zero=3 recompute=full",
+        "tp=2",
+        "tp=2 sp=on recompute=selective",
+        "tp=2 compile=on",
+        "cp=2 cp_mode=ring",
+        "pp=2 microbatches=2",
+        "pp=2 microbatches=4 schedule=zb_h1",
+        "tp=2 offload=activations",
+    ),
+    "gpt2": ("tp=2", "dp_replicate=2 compile=on", "pp=2 microbatches=4 schedule=zb_h1"),
+    "experts": ("tp=2", "tp=2 ep=2", "dp_shard=2 ep=2 zero=1"),
+}
+FOUR_RANKS = {
+    "llama": ("dp_shard=2 tp=2 sp=on zero=3", "pp=2 tp=2 microbatches=4 schedule=zb_h1", "cp=2 tp=2 sp=on"),
+    "gpt2": ("dp_replicate=2 tp=2 zero=0",),
+    "experts": ("dp_shard=2 tp=2 ep=4 zero=1",),
+}
+
+
+def train_all(plans: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], ParityResult]:
+    """Each case under its plans, with what bf16 would round in float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(precision._COMPUTE, "fp8", torch.float64)
+        return {
+            (name, plan): train_case(f"{plan} precision=fp8".strip(), CASES[name]) for name in plans for plan in plans[name]
+        }
+
+
+@pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
+@pytest.mark.parametrize("plans, num_ranks", [(TWO_RANKS, 2), pytest.param(FOUR_RANKS, 4, marks=pytest.mark.full)])
+def test_every_plan_rounds_as_one_process_does(plans, num_ranks, request):
+    alone = train_all({name: ("",) for name in CASES})
+    for answer in request.getfixturevalue(f"ranks{num_ranks}").run(train_all, plans):
+        for (name, plan), result in answer.items():
+            assert result.largest_difference(alone[name, ""]) < 1e-10, (name, plan)
+    for name, case in CASES.items():
+        exact = train_case("precision=fp64", case)
+        assert alone[name, ""].largest_difference(exact) > 1e-3, f"{name} was not rounded"
+
+
+def test_products_are_those_of_rounded_factors():
+    """The recipe in ten lines: scales are powers of two, by token, by output feature, and of the weight as a whole."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 32, dtype=torch.float64), torch.randn(48, 32, dtype=torch.float64)
+    x[0, 0] = 0.0
+    x.requires_grad_(), weight.requires_grad_()
+    grad = torch.randn(3, 5, 48, dtype=torch.float64) * 1e-4
+
+    def rounded(values: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        scale = 2 ** torch.floor(torch.log2(448 / largest.clamp(min=1e-12)))
+        return (values * scale).float().to(torch.float8_e4m3fn).double() / scale
+
+    out = linear(x, weight, None, None, form=Float8())
+    out.backward(grad)
+    rows = rounded(x.detach(), x.detach().abs().amax(-1, keepdim=True))
+    features = rounded(weight.detach(), weight.detach().abs().amax(-1, keepdim=True))
+    whole = rounded(weight.detach(), weight.detach().abs().max())
+    back = rounded(grad, grad.abs().amax(-1, keepdim=True))
+    assert torch.allclose(out, F.linear(rows, features), rtol=1e-13, atol=1e-13)
+    assert torch.allclose(x.grad, back @ whole, rtol=1e-13, atol=1e-16)
+    assert torch.equal(weight.grad, grad.flatten(0, 1).t() @ x.detach().flatten(0, 1))
+
+
+def test_a_number_that_is_none_stays_none():
+    x, weight = torch.ones(2, 16), torch.ones(16, 16)
+    x[0, 3], x[1, 5] = torch.nan, torch.inf
+    assert not Float8().product(x, weight).isfinite().any()
+
+
+def test_layers_that_do_not_fit_are_named():
+    spec = dataclasses.replace(WIDE, ffn_dim=40)
+    with pytest.warns(WeftWarning) as told:
+        train_case("precision=fp8", DecoderCase(spec, num_steps=1))
+    texts = [str(one.message) for one in told]
+    assert any("6 of 14 linear layers in blocks stay in bf16, the first is blocks.0.mlp.gate (40, 32)" in text for text in texts), texts
+    assert any("this cpu has no products of float8" in text for text in texts)
+
+
+def few_heads() -> str:
+    with pytest.raises(PlanError) as caught:
+        train_case("tp=2 precision=fp8", DecoderCase(dataclasses.replace(WIDE, num_kv_heads=1, num_heads=2), num_steps=1))
+    return str(caught.value)
+
+
+def test_partial_gradients_are_refused(ranks2):
+    said = ranks2.run(few_heads)[0]
+    assert said.startswith("precision=fp8: under tp each rank has a part of the gradient of blocks.0.attn.k")
+    assert "Use tp=1" in said
