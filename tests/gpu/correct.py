@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -188,6 +189,34 @@ def attention_kernels(setting: Setting) -> Figures:
     return figures
 
 
+def products_in_float8(setting: Setting) -> Figures:
+    """A layer's product and gradients in float8 beside the same roundings multiplied on the CPU, and five steps."""
+    from weft.parallel.layers import Float8, linear
+
+    rows, inside, outside = (48, 32, 64) if setting.small else (4096, 2048, 5632)
+    draw = torch.Generator().manual_seed(0)
+    x, weight, grad = (
+        torch.randn(shape, generator=draw).bfloat16() for shape in ((rows, inside), (outside, inside), (rows, outside))
+    )
+    made: list[list[torch.Tensor]] = []
+    for device in (setting.device, CPU):
+        x_here, weight_here = (one.to(device).requires_grad_() for one in (x, weight))
+        out = linear(x_here, weight_here, None, None, form=Float8())
+        out.backward(grad.to(device))
+        assert x_here.grad is not None
+        assert weight_here.grad is not None
+        made.append([out.detach(), x_here.grad, weight_here.grad])
+    names = ("product", "gradient of x", "gradient of weight")
+    figures = {name: relative(ours.cpu(), theirs) for name, ours, theirs in zip(names, *made, strict=True)}
+    # The sums of Hopper's products in float8 have 14 bits.
+    require(max(figures.values()), 1e-2, "products in float8: apart from those of the CPU")
+    model = decoder(dataclasses.replace(SMALL, dim=64, ffn_dim=128))
+    ours, theirs = (train("precision=fp8", model, device, vocab=101) for device in (setting.device, CPU))
+    figures["five steps"] = ours.distance(theirs)
+    require(figures["five steps"], 5e-2, "precision=fp8: losses or norms apart from the CPU's")
+    return figures
+
+
 def loss_of_the_head(setting: Setting) -> Figures:
     """The loss that is taken some tokens at a time, beside the one of all logits at once; and what each holds."""
     from weft.parallel.tensor.cut_linear import SharedLayer
@@ -340,6 +369,7 @@ CASES = [
     Case("correct", "no wait for the device", no_wait_for_the_device),
     Case("correct", "no race", no_race, 240),
     Case("correct", "attention kernels", attention_kernels),
+    Case("correct", "products in float8", products_in_float8),
     Case("correct", "loss of the head", loss_of_the_head),
     Case("correct", "NCCL on one rank", nccl_on_one_rank),
     Case("correct", "one graph for all blocks", one_graph_for_all_blocks, 300),

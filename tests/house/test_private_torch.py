@@ -110,6 +110,7 @@ OPERATORS = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": (
         *("grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal"),
     ),
+    "_scaled_mm": ("self", "mat2", "scale_a", "scale_b"),
     "_unsafe_view": ("self", "size"),
 }
 #: Attributes that only instances have, by the module whose source sets them.

@@ -52,14 +52,16 @@ def train_all(plans: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], Parity
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(precision._COMPUTE, "fp8", torch.float64)
         return {
-            (name, plan): train_case(f"{plan} precision=fp8".strip(), CASES[name]) for name in plans for plan in plans[name]
+            (name, plan): train_case(f"{plan} precision=fp8".strip(), CASES[name])
+            for name in plans
+            for plan in plans[name]
         }
 
 
 @pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
 @pytest.mark.parametrize("plans, num_ranks", [(TWO_RANKS, 2), pytest.param(FOUR_RANKS, 4, marks=pytest.mark.full)])
 def test_every_plan_rounds_as_one_process_does(plans, num_ranks, request):
-    alone = train_all({name: ("",) for name in CASES})
+    alone = train_all(dict.fromkeys(CASES, ("",)))
     for answer in request.getfixturevalue(f"ranks{num_ranks}").run(train_all, plans):
         for (name, plan), result in answer.items():
             assert result.largest_difference(alone[name, ""]) < 1e-10, (name, plan)
@@ -102,13 +104,18 @@ def test_layers_that_do_not_fit_are_named():
     with pytest.warns(WeftWarning) as told:
         train_case("precision=fp8", DecoderCase(spec, num_steps=1))
     texts = [str(one.message) for one in told]
-    assert any("6 of 14 linear layers in blocks stay in bf16, the first is blocks.0.mlp.gate (40, 32)" in text for text in texts), texts
+    assert any(
+        "6 of 14 linear layers in blocks stay in bf16, the first is blocks.0.mlp.gate (40, 32)" in text
+        for text in texts
+    ), texts
     assert any("this cpu has no products of float8" in text for text in texts)
 
 
 def few_heads() -> str:
     with pytest.raises(PlanError) as caught:
-        train_case("tp=2 precision=fp8", DecoderCase(dataclasses.replace(WIDE, num_kv_heads=1, num_heads=2), num_steps=1))
+        train_case(
+            "tp=2 precision=fp8", DecoderCase(dataclasses.replace(WIDE, num_kv_heads=1, num_heads=2), num_steps=1)
+        )
     return str(caught.value)
 
 

@@ -188,9 +188,8 @@ def scaled_product(
     K and C are multiples of 16; dtype is bf16, the only one that scales by row are known for. torch documents no public
     name for it. Its sums have fewer bits (`use_fast_accum`): the kernels with exact sums are slower than bf16.
     """
-    return torch._scaled_mm(
-        a_RK, b_CK.t(), scale_a=back_a, scale_b=back_b.t(), out_dtype=dtype, use_fast_accum=True
-    )
+    product = torch.ops.aten._scaled_mm
+    return product(a_RK, b_CK.t(), back_a, back_b.t(), out_dtype=dtype, use_fast_accum=True)
 
 
 def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

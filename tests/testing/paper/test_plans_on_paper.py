@@ -28,6 +28,8 @@ DENSE = {
     "cp=2 cp_mode=ulysses precision=bf16": (0, 0),
     "cp=2 cp_mode=ring tp=2 dp_shard=2 zero=1 precision=bf16": (0, 0),
     "pp=2 tp=2 dp_shard=2 zero=1 microbatches=4 precision=bf16": (0, 0),
+    "tp=2 sp=on dp_shard=2 zero=1 precision=fp8": (0, 0),
+    "recompute=selective dp_shard=2 zero=3 precision=fp8": (0, 0),
     "recompute=selective precision=bf16": (0, 0),
     "recompute=full dp_shard=2 zero=3 precision=bf16": (0, 0),
     "offload=optimizer dp_shard=2 zero=1 precision=bf16": (2, 1),

@@ -54,14 +54,14 @@ class Float8:
         return self  # a copy of the layer runs on the same ranks
 
     def product(self, x: Tensor, weight_OI: Tensor) -> Tensor:
-        """(..., I) to (..., O), without autograd."""
+        """Return the product without autograd: (..., I) and (O, I) give (..., O)."""
         x_RI = x.reshape(-1, x.shape[-1])
         by_row, by_feature = _agreed(self.inner, _largest(x_RI), _largest(weight_OI))
         out_RO = _multiply(x_RI, weight_OI, _scale(by_row)[:, None], _scale(by_feature)[:, None])
         return own_view(out_RO, (*x.shape[:-1], weight_OI.shape[0]))
 
     def input_gradients(self, grads: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
-        """The gradient of the input that each of some products of one input adds, (R, I).
+        """Return the gradient of their input, (R, I), that each of some products adds.
 
         grads: (R, O) each. weights: (O, I) each.
         """

@@ -31,7 +31,7 @@ class Float8Linear(HoldingLayer):
 
 
 def choose_float8(model: nn.Module, device: torch.device, *, speaks: bool) -> None:
-    """Mark the layers that shall multiply in float8. Call it on the whole model, before any technique cuts it.
+    """Choose the layers that shall multiply in float8. Call it on the whole model, before any technique cuts it.
 
     Args:
         model: whole.

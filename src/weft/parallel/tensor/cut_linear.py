@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from weft.comm import Pending, all_reduce, start_all_gather, start_all_reduce, start_reduce_scatter
 from weft.comm.autograd import scatter_sum, sum_over

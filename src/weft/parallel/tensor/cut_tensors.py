@@ -161,16 +161,20 @@ class _Cutter:
         self._follow_ties()
         for path, found in heads.items():
             localise(self.modules[path], found, self.axis.size)
-        ahead = [path for path, style in self.styles.items() if style.name == "partial" and self._is_linear(path)]
-        for path in ahead:
-            refuse_partial(path, self.modules[path])
-        self.part.whole_paths = tuple(ahead)
+        self.part.whole_paths = tuple(self._ahead())
         if self.sequence is not None:
             cut_tokens(self.model, self.sequence, self.line)
             self.part.token_paths = self.sequence.modules
             self.part.whole_paths += self.sequence.whole
         keep_part(self.model, self.part)
         return self._placements()
+
+    def _ahead(self) -> list[str]:
+        """Whole layers in front of those that are cut."""
+        found = [path for path, style in self.styles.items() if style.name == "partial" and self._is_linear(path)]
+        for path in found:
+            refuse_partial(path, self.modules[path])
+        return found
 
     def _is_linear(self, path: str) -> bool:
         return layers.is_linear(self.modules[path])

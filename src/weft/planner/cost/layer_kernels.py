@@ -83,12 +83,15 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
     """Of a decoder's layer, by formulas."""
     shape, tokens = job.shape, cut.tokens
     gemm_f, dgrad, wgrad = _linears(job, columns, tables, tokens, cut.q, cut.kv, cut.rate)
+    fp8 = columns.precision == PRECISIONS.index("fp8")
+    if job.stack.half_wgrad and fp8.any():
+        wgrad = np.where(fp8, _linears(job, columns, tables, tokens, cut.q, cut.kv, cut.half)[2], wgrad)
     m, n, k = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / columns.tp)))
     last = gemm_s(tables, m, n, k, 1.0, cut.rate) * (shape.dense_share if shape.ffn else 0.0)
     attn_f, attn_b = _attention(job, columns, tables, cut.q, cut.half)
     moved_f, moved_b = _passes(job, columns, tokens, cut.q, cut.kv)
-    fp8 = columns.precision >= PRECISIONS.index("fp8")
-    quantised = np.where(fp8, 6.0 * tokens * (2 * shape.hidden + cut.q), 0.0)
+    narrow = columns.precision >= PRECISIONS.index("fp8")
+    quantised = np.where(narrow, 6.0 * tokens * (2 * shape.hidden + cut.q), 0.0)
     calls = np.where(job.stack.fused_norm | columns.compile, _CALLS_FUSED, _CALLS_EAGER)
     return Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, moved_f + quantised, moved_b + 2 * quantised, calls)
 

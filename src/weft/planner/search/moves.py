@@ -159,7 +159,8 @@ def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> 
     Args:
         plans: legal ones.
         question: what is asked.
-        products: fp8 or fp4, as if the plans multiplied in it; what else they do stays as it is.
+        products: fp8 or fp4, as if the plans multiplied in it; what else they do stays as it is. No software of Weft's
+            multiplies in fp4: then as Megatron does.
     """
     listed = [settled(plan, question.job) for plan in plans]
     if not listed:
@@ -168,7 +169,8 @@ def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> 
     if products:
         codes = np.full_like(columns.precision, PRECISIONS.index(products))
         columns = Columns(vars(columns) | {"precision": codes})
-        question = replace(question, job=replace(question.job, stack=replace(question.job.stack, fp8_inputs=True)))
+        stack = question.job.stack if products == "fp8" else replace(question.job.stack, fp8_inputs=True)
+        question = replace(question, job=replace(question.job, stack=stack))
     found = estimate(question.job, question.cluster, columns, question.tables)
     return [replace(one, products=products) for one in candidates(question, columns, found, listed)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,8 @@ class Question:
 def _stack(planned: PlannedModel) -> Stack:
     """Weft's software, with the states that the config asks for."""
     states = "fp32" if planned.config is None else planned.config.optimizer.states
-    return Stack() if states == "fp32" else Stack(main_bytes={"bf16": 8.0, "fp8": 6.0}[states])
+    weft = Stack(half_wgrad=True)
+    return weft if states == "fp32" else replace(weft, main_bytes={"bf16": 8.0, "fp8": 6.0}[states])
 
 
 @functools.lru_cache(maxsize=8)
@@ -227,7 +228,7 @@ def _expect_divisors(decided: Mapping[str, Any], num_devices: int) -> None:
 
 def _expect_measured(precision: str | None, profile: Profile | None, num_ranks: int) -> None:
     """ConfigError for a decided number format of which the host's profile says nothing with so many ranks."""
-    if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16"):
+    if profile is None or profile.machine.kind != "cpu" or precision not in ("bf16", "fp16", "fp8"):
         return
     if "bf16" not in profile.formats(num_ranks):  # it stands for all narrow formats
         rule = f"not measured with {counted(num_ranks, 'rank')} on this machine"

@@ -13,7 +13,7 @@ from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
 
-_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "fp8": 2}
 #: Share of the activations of blocks that selective and full recompute leave, for models of unknown shape.
 _LEFT = {"none": 1.0, "attention": 1.0, "selective": 0.55, "full": 0.1}
 

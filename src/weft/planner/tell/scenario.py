@@ -183,7 +183,7 @@ def what_if(text: str, question: Question) -> Scenario:
 
 
 def _in_format(found: Answer[Candidate], narrow: str) -> Answer[Candidate]:
-    """The best plans as if their products were made in fp8 or fp4, which the runtime does not do yet.
+    """The best plans as if their products were made in fp8 or fp4, which no search chooses.
 
     Plans are those that are best in half precision; the masters, and what is not a product, stay as they are.
     """

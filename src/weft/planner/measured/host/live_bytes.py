@@ -48,7 +48,8 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     shape = job.shape
     t = columns.tp.astype(float)
     h, vocab = float(shape.hidden), padded_vocab(job, t) / t
-    width = np.where(np.isin(columns.precision, [PRECISIONS.index("bf16"), PRECISIONS.index("fp16")]), 2.0, 4.0)
+    halves = [PRECISIONS.index(name) for name in ("bf16", "fp16", "fp8")]
+    width = np.where(np.isin(columns.precision, halves), 2.0, 4.0)
     width = np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, width)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     outside = np.where(columns.sp, t, 1.0)
