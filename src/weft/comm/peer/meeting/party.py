@@ -107,7 +107,7 @@ class Party:
                 raise CommError(f"the replicas cannot meet: {told['why']}. Start all with the same config.")
             if told["do"] == "meet":
                 place = told["members"].index(self.replica)
-                doors = tuple(map(tuple, told["doors"]))
+                doors: Any = tuple(tuple(each) for each in told["doors"])
                 rest = (told[key] for key in ("number", "token", "step"))
                 return Call(told["id"], tuple(told["members"]), tuple(told["givers"]), doors, place, *rest)
             if told["do"] != "wait":
@@ -154,10 +154,12 @@ class Party:
         link = SocketLink(calls, call.place, self.timeout_s, lambda place: hosts[place] != own)
         group: Any = object()  # stands for a process group: links are found by it
         kind = mesh.device.type
-        links = {(group, kind): link if kind == "cpu" else StagedLink(link, "sockets carry the host's memory")}
+        links: dict[tuple[object, ...], object] = {
+            (group, kind): link if kind == "cpu" else StagedLink(link, "sockets carry the host's memory")
+        }
         record = mesh.world.record
         try:
-            yield Axis("dp_replicate", len(doors), call.place, ranks, group, record, dict(links), mesh.pulse)
+            yield Axis("dp_replicate", len(doors), call.place, ranks, group, record, links, mesh.pulse)
         finally:
             link.close()
 

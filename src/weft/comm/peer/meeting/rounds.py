@@ -83,6 +83,8 @@ class MeetingRounds:
                 return self._done(number, said, now)
             case "end":
                 one.ended, one.arrived = said["where"], None
+            case _:  # "beat": that it lives is known by now
+                pass
         others = {key: [each.step, each.loss] for key, each in self._replicas.items() if each.heard is not None}
         return {"do": "go on", "behind": self._is_behind(number, now), "replicas": others}
 

@@ -14,6 +14,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -167,7 +168,7 @@ class SocketLink:
                     receives[operation.root] = out
                 self._swap(operation, sends, receives)
             case "all_to_all":
-                self._swap(operation, list(source.split(operation.send)), list(out.split(operation.receive)))
+                self._swap(operation, _cut(source, operation.send), _cut(out, operation.receive))
             case _:
                 token = torch.zeros(1, dtype=torch.uint8)
                 self._swap(operation, [token] * self._size, [token.clone() for _ in range(self._size)])
@@ -227,6 +228,11 @@ def _move(call: socket.socket, events: int, going: memoryview, coming: memoryvie
     return going, coming
 
 
+def _cut(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    ends = list(itertools.accumulate(counts, initial=0))
+    return [flat[first:last] for first, last in itertools.pairwise(ends)]
+
+
 def _combined(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     """The parts combined in the tree of all links, which splits n at the largest power of two below it."""
     if len(parts) == 1:
@@ -237,7 +243,10 @@ def _combined(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+    if not tensor.numel():
+        return memoryview(b"")
+    values: Any = tensor.detach().contiguous().view(torch.uint8).numpy()  # of an array, which has no such type
+    return memoryview(values)
 
 
 def _wanted(going: memoryview, coming: memoryview) -> int:
