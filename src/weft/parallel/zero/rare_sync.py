@@ -30,6 +30,7 @@ from weft.errors import CommError
 from weft.mesh import Mesh
 from weft.parallel.local_tensors import Stretch
 from weft.parallel.placement import DataParallel
+from weft.spec.plan import Plan
 
 #: Elements that travel at once: more would need as much memory again beside the masters.
 _AT_ONCE = 2**24
@@ -64,17 +65,21 @@ class RareSync:
     Args:
         model: parallelized.
         engine: of the model, on the mesh of its replica.
-        mesh: of all replicas.
+        mesh: of all replicas; of one alone where each is a world of its own.
+        plan: of all replicas; None: the mesh's.
     """
 
-    def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh):
-        self.way, self.every = mesh.plan.sync_way, mesh.plan.sync_every
+    #: Whether each replica is a world of its own, which hears of the others at meetings alone.
+    is_apart = False
+
+    def __init__(self, model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan | None = None):
+        plan = plan or mesh.plan
+        self.plan, self.way, self.every = plan, plan.sync_way, plan.sync_every
         self.outer_lr, self.outer_momentum = 0.7, 0.9
         self.since = self.meetings = 0
         self.meets_now = False
         self.mesh, self._axis, self._engine = mesh, mesh["dp_replicate"], engine
         self.replicas, self.place = self._axis.size, self._axis.rank
-        plan = mesh.plan
         self._coders = None if plan.compress == "none" else Coders(find_wire(plan.compress))
         buffers = {engine.axes.saved_name(name) for name, one in model.named_buffers() if one.is_floating_point()}
         trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
@@ -138,7 +143,7 @@ class RareSync:
             wire = None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
             all_reduce(delta, self._axis, wire=wire)
             self._step(run, delta.div_(self.replicas), averages=self._is_buffer(here))
-            _put(here, run.anchor, run.sizes)
+            self._put(here, run)
         self._engine.publish()
         self.since, self.meetings = 0, self.meetings + 1
 
@@ -149,6 +154,10 @@ class RareSync:
             return
         run.momentum.mul_(self.outer_momentum).add_(delta)
         run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
+
+    def _put(self, here: Sequence[Stretch], run: _Run) -> None:
+        """Let the weights of a run be its anchor."""
+        _put(here, run.anchor, run.sizes)
 
     def held(self) -> list[Stretch]:
         """Return what this rank trains, masters, and buffers that training moves, in its own memory; no collective."""
@@ -228,7 +237,7 @@ class RareSync:
             said = all_gather(own, self.mesh.world).tolist()
             ranks = [str(rank) for rank, one in zip(self.mesh.world.ranks, said, strict=True) if one]
             raise CommError(
-                f"sync={self.mesh.plan.sync}: weights of rank {', '.join(ranks)} are not finite, and nothing was "
+                f"sync={self.plan.sync}: weights of rank {', '.join(ranks)} are not finite, and nothing was "
                 "exchanged. Resume from the last checkpoint with a lower learning rate."
             )
 
@@ -240,7 +249,7 @@ class RareSync:
         unlike = (most != least).any().to(torch.float64).reshape(1)
         if float(all_reduce(unlike, self.mesh.world)):
             raise CommError(
-                f"sync={self.mesh.plan.sync}: replicas built different models. Build the same model on every rank."
+                f"sync={self.plan.sync}: replicas built different models. Build the same model on every rank."
             )
 
 
@@ -268,6 +277,11 @@ class _Kept:
         return type(None), ()
 
 
+def keep_sync(model: nn.Module, sync: RareSync) -> None:
+    """Keep with a model how its replicas meet, in the place of what it had."""
+    setattr(model, _ATTRIBUTE, _Kept(sync))
+
+
 def meet_rarely(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
     """Keep with a model how its replicas meet, where the plan says that they do so rarely.
 
@@ -277,7 +291,7 @@ def meet_rarely(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
         mesh: of all replicas.
     """
     if mesh.plan.sync != "step":
-        setattr(model, _ATTRIBUTE, _Kept(RareSync(model, engine, mesh)))
+        keep_sync(model, RareSync(model, engine, mesh))
 
 
 def rare_sync(model: nn.Module) -> RareSync | None:

@@ -335,14 +335,14 @@ class TrainStep:
 
     def _update_jointly(self, numbers: list[float]) -> StepMetrics:
         """Update, and where replicas train by themselves meet them if that is due; metrics are those of all."""
-        if self._rarely is None:
+        rarely, nominal = self._rarely, self._nominal
+        if rarely is None or nominal is None:
             return self._update(numbers)
-        assert self._nominal is not None
-        own = StepMetrics.of_sums(numbers, self._nominal, self._loss_scale)
-        joint = JointNumbers(own, self._rarely)  # travels while the optimizer works
+        own = StepMetrics.of_sums(numbers, nominal, self._loss_scale)
+        joint = None if rarely.is_apart else JointNumbers(own, rarely)  # travels while the optimizer works
         mine = self._update(numbers)
-        self._rarely.after_step()
-        return replace(joint.metrics(), update_ratio=mine.update_ratio)  # of this replica's own step
+        rarely.after_step()
+        return mine if joint is None else replace(joint.metrics(), update_ratio=mine.update_ratio)
 
     def _update(self, numbers: list[float]) -> StepMetrics:
         """Normalise, clip and step, or skip: one decision, from numbers that all ranks share."""

@@ -1,0 +1,111 @@
+"""Where replicas leave word, and how: one small question and answer at a time, each over a connection of its own.
+
+A connection that a cut link holds up takes nothing with it: the next question opens another. Answers are JSON; like
+torch's stores, the place is for a network whose machines trust each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+from weft.comm.peer.meeting.rounds import MeetingRounds
+from weft.errors import LaunchError
+
+_MOST_BYTES = 1 << 20
+#: How long (s) one answer may take before the question is asked again.
+_ANSWER_S = 5.0
+
+
+class MeetingPlace:
+    """Answers the replicas of one run, in threads of this process.
+
+    Args:
+        host: of the interface it listens on.
+        port: 0 takes a free one.
+        replicas: how many there are.
+        timeout_s: how long a meeting waits.
+
+    Raises:
+        LaunchError: where the address cannot be had.
+    """
+
+    def __init__(self, host: str, port: int, replicas: int, timeout_s: float):
+        self._rounds, self._lock = MeetingRounds(replicas, timeout_s), threading.Lock()
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise LaunchError(
+                f"launch.meet_at={host}:{port}: this machine cannot listen there ({error.strerror or error}). Use an "
+                "address of the machine of replica 0 and a free port."
+            ) from error
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._answer, name="weft-meetings", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        with contextlib.suppress(OSError):  # wakes accept()
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                call, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(call,), name="weft-meeting", daemon=True).start()
+
+    def _serve(self, call: socket.socket) -> None:
+        # What is no question is not answered: others may knock at a port.
+        with call, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            call.settimeout(_ANSWER_S)
+            said = _read(call)
+            with self._lock:
+                answer = self._rounds.hear(said, time.monotonic())
+            call.sendall(json.dumps(answer).encode() + b"\n")
+
+
+class MeetingLine:
+    """One replica's way to the place.
+
+    Args:
+        address: host:port.
+        replica: which one this is.
+        session: of this process: another one of the same replica is another session.
+    """
+
+    def __init__(self, address: str, replica: int, session: int):
+        self.address = address
+        self._own = {"replica": replica, "session": session}
+
+    def ask(self, say: str, **more: Any) -> dict[str, Any]:
+        """Return the answer. OSError where there is none in time.
+
+        Args:
+            say: as `MeetingRounds.hear` takes it.
+            more: the rest of what is said.
+        """
+        host, _, port = self.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as call:
+            call.sendall(json.dumps({"say": say, **self._own, **more}).encode() + b"\n")
+            try:
+                return _read(call)
+            except ValueError as error:
+                raise ConnectionResetError(str(error)) from error
+
+
+def _read(call: socket.socket) -> dict[str, Any]:
+    text = b""
+    while not text.endswith(b"\n"):
+        part = call.recv(65536)
+        if not part or len(text) > _MOST_BYTES:
+            raise ConnectionResetError("half a message")
+        text += part
+    found: dict[str, Any] = json.loads(text)
+    return found

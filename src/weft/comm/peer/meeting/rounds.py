@@ -1,0 +1,182 @@
+"""Who takes part in which meeting: one state, changed by what replicas say, with no clock and no socket of its own.
+
+A replica's *anchor* has a number, how many meetings it has been through, and a token that only equal anchors share. At
+a meeting
+
+    givers      have the newest anchor of all replicas that are known to live: what they learnt is averaged
+    the others  have an older one: they bring nothing, and take anchor and momentum from a giver
+
+It begins once all that live have arrived, or when the first giver has waited for `timeout_s`. Its members exchange and
+say how that went: if all of them did well it counts for all, else for none, and those who come again begin another.
+Only this state says that a meeting counts, so that two parts of a cut network never both believe in one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+#: Outcomes that are remembered: a member may have been away when one was decided.
+_KEPT = 8
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What is known of one replica. heard, arrived: when (s); None: never, not now. given_up: nobody waits for it."""
+
+    anchor: tuple[int, int] = (-1, 0)
+    step: int = 0
+    loss: float = 0.0
+    heard: float | None = None
+    arrived: float | None = None
+    session: int = 0
+    doors: list[str] = field(default_factory=list[str])
+    layout: str = ""
+    given_up: bool = False
+    ended: str | None = None
+
+
+@dataclass(slots=True)
+class _Round:
+    """A meeting under way. said: how the exchange went, by member. first_said: when the first told."""
+
+    told: dict[str, Any]
+    said: dict[int, bool] = field(default_factory=dict[int, bool])
+    first_said: float = 0.0
+
+
+class MeetingRounds:
+    """The meetings of a run's replicas.
+
+    Args:
+        replicas: how many there are.
+        timeout_s: how long those who are there wait for the others.
+    """
+
+    def __init__(self, replicas: int, timeout_s: float):
+        self._replicas = {number: _Replica() for number in range(replicas)}
+        self._timeout_s = timeout_s
+        self._round: _Round | None = None
+        self._outcomes: dict[int, str] = {}
+
+    def hear(self, said: dict[str, Any], now: float) -> dict[str, Any]:
+        """Take one replica's word, and return what it is told.
+
+        Args:
+            said: `say` is "beat", "arrive", "done" or "end"; the rest says who it is and where it stands.
+            now: seconds of a clock that only rises.
+        """
+        number = int(said["replica"])
+        one = self._replicas[number]
+        if said["session"] != one.session:  # a new process: what the old one began is over
+            one.session, one.arrived, one.ended = said["session"], None, None
+            if self._round is not None and number in self._round.told["members"]:
+                self._close("abort")
+        one.anchor = (said["number"], said["token"])
+        one.step, one.loss, one.heard, one.given_up = said["step"], said["loss"], now, False
+        self._settle(now)
+        match said["say"]:
+            case "arrive":
+                return self._arrive(number, said, now)
+            case "done":
+                return self._done(number, said, now)
+            case "end":
+                one.ended, one.arrived = said["where"], None
+            case _:  # "beat": that it lives is known by now
+                pass
+        others = {key: [each.step, each.loss] for key, each in self._replicas.items() if each.heard is not None}
+        return {"do": "go on", "behind": self._is_behind(number, now), "replicas": others}
+
+    def _lives(self, one: _Replica, now: float) -> bool:
+        return one.ended is None and one.heard is not None and now - one.heard <= self._timeout_s
+
+    def _is_behind(self, number: int, now: float) -> bool:
+        own = self._replicas[number].anchor
+        return any(one.anchor > own and self._lives(one, now) for one in self._replicas.values())
+
+    def _arrive(self, number: int, said: dict[str, Any], now: float) -> dict[str, Any]:
+        one, under_way = self._replicas[number], self._round
+        if under_way is not None and number in under_way.told["members"] and number not in under_way.said:
+            return under_way.told
+        one.doors, one.layout, one.ended = said["doors"], said["layout"], None
+        other = next((key for key, each in self._replicas.items() if each.layout not in ("", one.layout)), None)
+        if other is not None:
+            return {"do": "refuse", "why": f"replica {other} holds {self._replicas[other].layout}, and replica "
+                    f"{number} {one.layout}"}  # fmt: skip
+        if one.arrived is None:
+            one.arrived = now
+        over = [(key, each) for key, each in self._replicas.items() if each.ended is not None]
+        newest = max(over, key=lambda pair: pair[1].anchor, default=None)
+        if newest is not None and newest[1].anchor > one.anchor and not self._is_behind(number, now):
+            return {"do": "over", "replica": newest[0], "where": newest[1].ended, "step": newest[1].step}
+        if under_way is None:
+            self._begin(now)
+        if self._round is not None and number in self._round.told["members"]:
+            return self._round.told
+        return {"do": "wait"}
+
+    def _begin(self, now: float) -> None:
+        """Begin a meeting of those who have arrived, where it is time."""
+        here = {key: one for key, one in self._replicas.items() if one.arrived is not None and self._lives(one, now)}
+        newest = max(one.anchor for one in self._replicas.values() if self._lives(one, now))
+        givers = sorted(key for key, one in here.items() if one.anchor == newest)
+        if not givers:
+            return  # who has the newest anchor lives, and will come
+        away = [one for key, one in self._replicas.items() if key not in here and one.ended is None]
+        patient = [one for one in away if not one.given_up and (one.heard is None or self._lives(one, now))]
+        first = min(one.arrived for key in givers if (one := here[key]).arrived is not None)
+        if patient and now - first < self._timeout_s:
+            return
+        for one in away:
+            one.given_up = one.heard is None
+        members = sorted(here)
+        self._round = _Round(
+            {
+                "do": "meet",
+                "id": secrets.randbits(62),
+                "members": members,
+                "givers": givers,
+                "doors": [here[key].doors for key in members],
+                "number": newest[0] + 1,
+                "token": secrets.randbits(62),
+                "step": max(here[key].step for key in givers),
+            }
+        )
+        for one in here.values():
+            one.arrived = None
+
+    def _done(self, number: int, said: dict[str, Any], now: float) -> dict[str, Any]:
+        under_way = self._round
+        if under_way is None or said["id"] != under_way.told["id"]:
+            return {"do": self._outcomes.get(said["id"], "abort")}
+        under_way.first_said = under_way.first_said if under_way.said else now
+        under_way.said[number] = bool(said["ok"])
+        self._settle(now)
+        return {"do": self._outcomes.get(said["id"], "wait")}
+
+    def _settle(self, now: float) -> None:
+        """Decide whether the meeting under way counts, where that is known."""
+        under_way = self._round
+        if under_way is None:
+            return
+        members, said = under_way.told["members"], under_way.said
+        silent = [self._replicas[key] for key in members if key not in said]
+        if not all(said.values()) or (said and silent and now - under_way.first_said > self._timeout_s):
+            self._close("abort")
+        elif not silent:
+            self._close("commit")
+        elif not said and not any(self._lives(one, now) for one in silent):
+            self._close("abort")
+
+    def _close(self, outcome: str) -> None:
+        under_way, self._round = self._round, None
+        if under_way is None:
+            return
+        told = under_way.told
+        self._outcomes[told["id"]] = outcome
+        while len(self._outcomes) > _KEPT:
+            del self._outcomes[next(iter(self._outcomes))]
+        if outcome == "commit":
+            for key in told["members"]:
+                self._replicas[key].anchor = (told["number"], told["token"])

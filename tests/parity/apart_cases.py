@@ -1,0 +1,11 @@
+"""What the replicas of test_apart.py train, each in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tests.parity.cases import LLAMA
+from weft.testing import DecoderCase
+
+STEPS, EVERY, TIMEOUT_S, PAUSE_S = 8, 2, 1.5, 0.5
+CASE = dataclasses.replace(DecoderCase(LLAMA, num_steps=STEPS, max_grad_norm=0.5), num_steps=STEPS)

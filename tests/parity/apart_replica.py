@@ -1,0 +1,84 @@
+"""One replica as a process: PLACE_ADDRESS REPLICA PLAN FOLDER FAULT. Writes what it found into the folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tests.parity.apart_cases import CASE, PAUSE_S, STEPS, TIMEOUT_S
+from weft.comm.peer.meeting import Party
+from weft.mesh import build_mesh
+from weft.parallel import data_parallel, parallelize
+from weft.parallel.zero import meet_apart
+from weft.parallel.zero.apart_sync import ApartSync
+from weft.spec import shares
+from weft.spec.plan import Plan
+from weft.train import Microbatches, TrainStep
+
+
+class Faulty(ApartSync):
+    """Dies in the middle of its second exchange."""
+
+    def _receive(self, call, axis):
+        if call.number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._receive(call, axis)
+
+
+def main(address: str, replica: int, text: str, folder: Path, fault: str) -> None:
+    plan = Plan.parse(text)
+    mesh = build_mesh(plan.replace(dp_replicate=1, sync="step", compress="none"))
+    model = parallelize(CASE.model(), mesh)
+    lines: list[str] = []
+    party = Party(mesh, replica, address, "127.0.0.1", TIMEOUT_S, lambda act: act(), lambda own: [own], lines.append)
+    sync = meet_apart(model, data_parallel(model), mesh, plan, party)
+    meet = party.meet
+
+    def arrive(layout: str):
+        (folder / f"arrives-{replica}-{sync.step}").touch()
+        return meet(layout)
+
+    party.meet = arrive
+    if fault == "dies in exchange":
+        sync.__class__ = Faulty
+    step = TrainStep(
+        model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward, max_grad_norm=CASE.max_grad_norm
+    )
+    waited = (1,) if fault == "waits for 1" else (4,)
+    index, trained, met = 0, [], []
+    while index < STEPS:
+        if replica == 0 and index == 5:  # the other comes back meanwhile
+            while not any((folder / f"arrives-1-{step}").exists() for step in waited):
+                time.sleep(0.02)
+            time.sleep(PAUSE_S)
+        before = sync.meetings
+        parts = shares.microbatch_samples(CASE.global_batch, plan.dp_size, 1, replica)
+        batch = CASE.batch(index)
+        step(Microbatches([{name: one[list(part)] for name, one in batch.items()} for part in parts]))
+        trained.append(index)
+        index += 1
+        if sync.goes_to is not None:
+            index = sync.goes_to
+        if sync.meetings != before:
+            met.append((sync.meetings, index))
+        (folder / f"at-{replica}-{index}").touch()
+        if fault == "stops" and index == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    torch.save(
+        {
+            "anchor": {one.name: one.flat.clone() for one in sync.anchors()},
+            "momentum": {one.name: one.flat.clone() for one in sync.momenta()},
+            "trained": trained, "met": met, "lines": lines,
+        },
+        folder / f"found-{replica}",
+    )  # fmt: skip
+    party.end(str(folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5])
