@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.data.pictures import class_folder
+from tests.data.record_pictures import as_tars, labelled, write_tar
 from weft.errors import ConfigError, DataError, ModelError
 from weft.models.vision import IMAGE_MODELS, build_image_model
 from weft.spec import RunConfig
@@ -141,3 +142,26 @@ def test_a_run_trains_evaluates_and_goes_on_with_its_own_pictures(tmp_path: Path
     )
     with pytest.raises(ConfigError, match=r"task\.options"):
         prepare_run(moved, 1)
+
+
+def test_a_run_trains_on_records_and_refuses_others(tmp_path: Path):
+    data = tmp_path / "records"
+    data.mkdir()
+    as_tars(data, labelled(12))
+    made = config(tmp_path, data=str(data), holdout=0.25)
+    made = made.model_copy(update={"data": made.data.model_copy(update={"cache_dir": str(tmp_path / "cache")})})
+    folder = prepare_run(made, 1)
+    assert run_rank(folder).reason == "finished"
+    longer = made.model_copy(update={"train": made.train.model_copy(update={"steps": 4})})
+    assert run_rank(prepare_run(longer, 1)).step == 4
+    task = find_task(made)
+    task.open(folder)
+    where, picture = task.sample_lines(0)[:2]
+    assert where.startswith("epoch 0, number ")
+    assert ".tar, a/" in picture
+    assert ".png, class '" in picture
+    write_tar(data / "2.tar", labelled(3))
+    with pytest.raises(DataError, match=r"the records are not those that the run in .* was started with\. Use run\."):
+        prepare_run(longer, 1)
+    with pytest.raises(DataError, match=r"task\.options\.label=x: it names a column of records, and data=.* has no"):
+        find_task(config(tmp_path / "b", label="x")).samples("train")
