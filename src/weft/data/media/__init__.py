@@ -9,6 +9,7 @@ from weft.lazy import loads
 __all__ = [
     "ClassFolder",
     "Columns",
+    "DecodedAhead",
     "Look",
     "PictureSource",
     "Pictures",
@@ -18,11 +19,13 @@ __all__ = [
     "parse_source",
     "read_picture",
     "record_files",
+    "usual_workers",
     "with_classes",
 ]
 
 if TYPE_CHECKING:
     from weft.data.media.class_folder import ClassFolder, find_pictures
+    from weft.data.media.decoded_ahead import DecodedAhead, usual_workers
     from weft.data.media.file_forms import Columns
     from weft.data.media.picture_records import RecordPictures, find_records, record_files, with_classes
     from weft.data.media.pictures import Pictures, PictureSource, parse_source
@@ -33,6 +36,7 @@ __getattr__ = loads(
     {
         "ClassFolder": ".class_folder",
         "Columns": ".file_forms",
+        "DecodedAhead": ".decoded_ahead",
         "Look": ".pixels",
         "PictureSource": ".pictures",
         "Pictures": ".pictures",
@@ -42,6 +46,7 @@ __getattr__ = loads(
         "parse_source": ".pictures",
         "read_picture": ".pixels",
         "record_files": ".picture_records",
+        "usual_workers": ".decoded_ahead",
         "with_classes": ".picture_records",
     },
 )

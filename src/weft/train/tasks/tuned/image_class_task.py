@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from weft.data.media import (
     ClassFolder,
     Columns,
+    DecodedAhead,
     Look,
     Pictures,
     RecordPictures,
@@ -22,9 +23,11 @@ from weft.data.media import (
     find_records,
     parse_source,
     record_files,
+    usual_workers,
     with_classes,
 )
 from weft.data.prepared import cache_folder
+from weft.env import rank_env
 from weft.errors import CheckpointError, DataError, ModelError
 from weft.models.vision import build_image_model
 from weft.train.folder import RunFolder, free_name
@@ -62,7 +65,7 @@ class ImageClassTask(Task):
     label: str = ""
 
     unit = sample_unit = "pictures"
-    sections = ("data.cache_dir",)
+    sections = ("data.cache_dir", "data.workers")
     metrics = (
         Metric("accuracy", "", "Share of the pictures whose class the model names."),
         Metric("top5", "", "Share of the pictures whose class is among the five that the model finds likeliest."),
@@ -157,10 +160,16 @@ class ImageClassTask(Task):
             self._find()
         return self._found[split]
 
-    def samples(self, split: str) -> Pictures:
-        look = Look(self.side, self.augment, self.augment, self.colour, self.noise) if split == "train" else Look(
-            self.side)  # fmt: skip
-        return Pictures(self._pictures(split), look, self.config.seed)
+    def samples(self, split: str) -> DecodedAhead:
+        look = Look(self.side)
+        if split == "train":
+            look = Look(self.side, self.augment, self.augment, self.colour, self.noise)
+        return DecodedAhead(Pictures(self._pictures(split), look, self.config.seed), self._workers())
+
+    def _workers(self) -> int:
+        place = rank_env()
+        asked = self.config.data.workers
+        return usual_workers(place.local_world_size if place is not None else 1) if asked is None else asked
 
     def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
         pixels = torch.from_numpy(np.stack([pixels for pixels, _ in samples])).float()
