@@ -105,7 +105,7 @@ def test_shared_memory_that_cannot_be_had_is_one_sentence(pictures: Pictures, mo
     with pytest.raises(DataError) as caught:
         DecodedAhead(pictures, 2).many(keys(0))
     assert str(caught.value) == (
-        "data.workers=2: the 12.0 KiB of memory that they share cannot be had (No space left on device). Use fewer "
+        "data.workers=2: the 13.5 KiB of memory that they share cannot be had (No space left on device). Use fewer "
         "data.workers, a smaller task.options.side, or data.workers=0."
     )
 

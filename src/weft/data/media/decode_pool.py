@@ -30,8 +30,8 @@ from weft.units import format_bytes
 
 #: (epoch, index) of a picture.
 Key = tuple[int, int]
-#: Jobs that a process holds, so that it never waits for the next one.
-_DEPTH = 3
+#: Slots for each process beside those of the pictures that are asked for.
+_SPARE = 4
 #: A picture that ends so many processes is at fault.
 _MOST_DEATHS = 3
 #: A process without an answer for so long is ended: a disk that is gone, a decoder that loops.
@@ -55,7 +55,7 @@ class DecodePool:
         side = pictures.look.side
         self._pictures = pictures
         most = _MOST_RING_BYTES // (3 * side * side)
-        num_slots = max(workers * _DEPTH, min(ahead + workers * _DEPTH, most))
+        num_slots = max(workers * _SPARE, min(ahead + workers * _SPARE, most))
         self._fd = _shared_memory(num_slots * 3 * side * side, workers)
         self._memory = mmap.mmap(self._fd, num_slots * 3 * side * side)
         self._ring = np.frombuffer(self._memory, np.uint8).reshape(num_slots, 3, side, side)
@@ -122,14 +122,12 @@ class DecodePool:
         self._selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # pyright: ignore[reportArgumentType]
 
     def _hand_out(self, needed: dict[Key, None]) -> None:
-        """Give jobs to processes that have few, as long as there are slots."""
+        """Give out jobs as long as there are slots, so that no process waits while the rank does something else."""
         if self._queue and not self._free and not any(worker.jobs for worker in self._workers):
             spare = next(key for key in self._done if key not in needed)
             self._free.append(self._done.pop(spare))
         while self._queue and self._free:
             worker = min(self._workers, key=lambda one: len(one.jobs))
-            if len(worker.jobs) >= _DEPTH:
-                return
             worker.send(self._queue.popleft(), self._free.pop())
 
     def _wait(self) -> None:

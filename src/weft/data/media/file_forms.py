@@ -114,7 +114,7 @@ def _tar_records(path: Path, columns: Columns) -> Iterator[FoundRecord]:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                tar.members.clear()  # it would remember every member
+                vars(tar)["members"].clear()  # it would remember every member
                 if not member.isreg():
                     continue
                 folder, slash, file = member.name.rpartition("/")

@@ -96,10 +96,9 @@ class RecordPictures:
         """
         try:
             found = json.loads(text)
-            names = ("classes", "labels", "files")
-            lists = [tuple(found[name]) for name in names]
-            last = (tuple(found["unreadable"]), float(found["held_out"]), bool(found["is_held"]))
-            return cls(found["root"], found["folder"], found["digest"], *lists, Columns(**found["columns"]), *last)
+            lists = {name: tuple(found[name]) for name in ("classes", "labels", "files", "unreadable")}
+            plain = {name: found[name] for name in ("root", "folder", "digest", "held_out", "is_held")}
+            return cls(**plain, **lists, columns=Columns(**found["columns"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"pictures.json: it is damaged ({error}). Delete it to have the pictures found again."

@@ -180,6 +180,9 @@ def _rgb(picture: Any, image: Any) -> Any:
         wide = np.asarray(picture, dtype=np.float64)
         top = 65535.0 if wide.max(initial=0.0) > 255 else 255.0
         return image.fromarray((wide / top * 255.0).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if picture.mode == "RGB":
+        picture.load()
+        return picture  # `convert` would copy it
     return picture.convert("RGB")
 
 
