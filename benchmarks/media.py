@@ -28,7 +28,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from weft.data import Prefetch
-from weft.data.media import Columns, DecodedAhead, Look, Pictures, RecordPictures, find_records
+from weft.data.media import DecodedAhead, Look, Pictures, RecordColumns, RecordPictures, find_records
 
 MEAN = torch.tensor((123.675, 116.28, 103.53)).view(3, 1, 1)
 STD = torch.tensor((58.395, 57.12, 57.375)).view(3, 1, 1)
@@ -138,7 +138,7 @@ def main() -> None:
         size = (16, 12) if args.index_only else (args.width, args.width * 3 // 4)
         write_shard(shard, args.records, size)
         before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        source = find_records(str(shard), [shard], Columns(), Path(folder) / "cache", None)
+        source = find_records(str(shard), [shard], RecordColumns(), Path(folder) / "cache", None)
         found = {
             "records": len(source),
             "records_per_cpu_s": round(len(source) / (time.process_time() - cpu)),

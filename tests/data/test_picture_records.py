@@ -14,9 +14,9 @@ from tests.data.pictures import COLOURS
 from tests.data.record_pictures import FORMS, add, as_lines_with_paths, as_tars, labelled, write_lines, write_tar
 from tests.data.test_media import bomb
 from weft.data.media import (
-    Columns,
     Look,
     Pictures,
+    RecordColumns,
     RecordPictures,
     find_records,
     parse_source,
@@ -27,8 +27,8 @@ from weft.data.prepared import RowTable
 from weft.errors import DataError
 
 
-def found(path: Path, cache: Path, columns: Columns | None = None) -> RecordPictures:
-    return find_records(str(path), record_files(str(path)), columns or Columns(), cache, None)
+def found(path: Path, cache: Path, columns: RecordColumns | None = None) -> RecordPictures:
+    return find_records(str(path), record_files(str(path)), columns or RecordColumns(), cache, None)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -71,7 +71,7 @@ def test_labels_may_be_numbers_stand_in_json_or_under_another_name(tmp_path: Pat
         for index, (data, _) in enumerate(labelled(4)):
             add(tar, f"{index}.seg.jpg", data)
             add(tar, f"{index}.json", b'{"kind": %d}' % (index * 5))
-    records = found(tmp_path / "data", tmp_path / "cache", Columns("seg.jpg", "kind"))
+    records = found(tmp_path / "data", tmp_path / "cache", RecordColumns("seg.jpg", "kind"))
     assert records.classes == ("0", "5", "10", "15")
     narrow = found(as_lines(tmp_path, [0, 5]), tmp_path / "cache")
     assert [with_classes(narrow, records.classes, "eval").label(i) for i in range(2)] == [0, 1]

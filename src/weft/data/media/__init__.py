@@ -8,7 +8,7 @@ from weft.lazy import loads
 
 __all__ = [
     "ClassFolder",
-    "Columns",
+    "RecordColumns",
     "DecodedAhead",
     "Look",
     "PictureSource",
@@ -26,7 +26,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.data.media.class_folder import ClassFolder, find_pictures
     from weft.data.media.decoded_ahead import DecodedAhead, usual_workers
-    from weft.data.media.file_forms import Columns
+    from weft.data.media.file_forms import RecordColumns
     from weft.data.media.picture_records import RecordPictures, find_records, record_files, with_classes
     from weft.data.media.pictures import Pictures, PictureSource, parse_source
     from weft.data.media.pixels import Look, read_picture
@@ -35,7 +35,7 @@ __getattr__ = loads(
     __name__,
     {
         "ClassFolder": ".class_folder",
-        "Columns": ".file_forms",
+        "RecordColumns": ".file_forms",
         "DecodedAhead": ".decoded_ahead",
         "Look": ".pixels",
         "PictureSource": ".pictures",

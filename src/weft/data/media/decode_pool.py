@@ -119,7 +119,7 @@ class DecodePool:
     def _start(self) -> None:
         worker = _Worker(self._fd, len(self._ring), self._told)
         self._workers.append(worker)
-        self._selector.register(worker.process.stdout, selectors.EVENT_READ, worker)  # pyright: ignore[reportArgumentType]
+        self._selector.register(worker.output, selectors.EVENT_READ, worker)
 
     def _hand_out(self, needed: dict[Key, None]) -> None:
         """Give out jobs as long as there are slots, so that no process waits while the rank does something else."""
@@ -154,7 +154,7 @@ class DecodePool:
 
     def _replace(self, worker: _Worker) -> None:
         """Have another process do what was left to one that died."""
-        self._selector.unregister(worker.process.stdout)  # pyright: ignore[reportArgumentType]
+        self._selector.unregister(worker.output)
         self._workers.remove(worker)
         code = worker.end()
         jobs = list(worker.jobs)
@@ -185,6 +185,7 @@ class _Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(ring_fd,), bufsize=0,
             env={**env.bare_env(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
+        self.output: Any = self.process.stdout
         self.jobs: deque[tuple[Key, int]] = deque()
         self._since = time.monotonic()
         self._read = bytearray()
@@ -206,8 +207,7 @@ class _Worker:
 
     def receive(self) -> bool:
         """Read what was answered; False: the process has ended."""
-        stdout: Any = self.process.stdout
-        read = os.read(stdout.fileno(), 2**16)
+        read = os.read(self.output.fileno(), 2**16)
         self._read += read
         return bool(read)
 
@@ -236,12 +236,10 @@ class _Worker:
 
     def end(self) -> int:
         """End the process, and return its exit code."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
+        stdin: Any = self.process.stdin
         with contextlib.suppress(BrokenPipeError):
             stdin.close()
-        stdout.close()
+        self.output.close()
         try:
             return self.process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:

@@ -29,7 +29,7 @@ _GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class RecordColumns:
     """Names of the columns, or of the suffixes in a tar, that hold picture and label; "": the usual names."""
 
     picture: str = ""
@@ -53,7 +53,7 @@ class FoundRecord:
     reason: str = ""
 
 
-def records_in(path: Path, columns: Columns) -> Iterator[FoundRecord]:
+def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
     """Yield the records of a file, in its order.
 
     Args:
@@ -76,7 +76,7 @@ def records_in(path: Path, columns: Columns) -> Iterator[FoundRecord]:
         ) from error
 
 
-def picture_at(path: Path, name: str, kind: int, offset: int, length: int, columns: Columns) -> Encoded:
+def picture_at(path: Path, name: str, kind: int, offset: int, length: int, columns: RecordColumns) -> Encoded:
     """Return the picture of a record whose place is known.
 
     Args:
@@ -107,7 +107,7 @@ def picture_at(path: Path, name: str, kind: int, offset: int, length: int, colum
 # --- tar ---
 
 
-def _tar_records(path: Path, columns: Columns) -> Iterator[FoundRecord]:
+def _tar_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
     """Files that follow one another and share all before the first dot of their names are one sample."""
     sample: dict[str, tarfile.TarInfo] = {}
     stem = ""
@@ -149,7 +149,7 @@ def _cut_off(path: Path, why: str) -> DataError:
 
 
 def _tar_record(
-    path: Path, tar: tarfile.TarFile, stem: str, sample: Mapping[str, tarfile.TarInfo], columns: Columns
+    path: Path, tar: tarfile.TarFile, stem: str, sample: Mapping[str, tarfile.TarInfo], columns: RecordColumns
 ) -> FoundRecord:
     wanted = [columns.picture] if columns.picture else [suffix[1:] for suffix in SUFFIXES]
     picture = next((sample[name] for name in sample if name in wanted or name.rpartition(".")[2] in wanted), None)
@@ -162,7 +162,7 @@ def _tar_record(
     return FoundRecord(picture.name, STRETCH, picture.offset_data, picture.size, "", encoded, label)
 
 
-def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], columns: Columns) -> int | str | None:
+def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], columns: RecordColumns) -> int | str | None:
     def text(name: str) -> str:
         member = sample[name]
         if member.size > _MOST_LABEL_BYTES:
@@ -186,7 +186,7 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
 # --- jsonl ---
 
 
-def _line_records(path: Path, columns: Columns) -> Iterator[FoundRecord]:
+def _line_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
     offset = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -196,7 +196,7 @@ def _line_records(path: Path, columns: Columns) -> Iterator[FoundRecord]:
             offset += length
 
 
-def _line_record(path: Path, number: int, line: bytes, offset: int, columns: Columns) -> FoundRecord:
+def _line_record(path: Path, number: int, line: bytes, offset: int, columns: RecordColumns) -> FoundRecord:
     name = f"line {number}"
     try:
         record = json.loads(line)
@@ -254,7 +254,7 @@ def _held(value: Any) -> bytes | None:
 # --- parquet ---
 
 
-def _parquet_records(path: Path, columns: Columns) -> Iterator[FoundRecord]:
+def _parquet_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -286,14 +286,14 @@ def _class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
         return ()
 
 
-def _row(path: Path, number: int, columns: Columns) -> bytes | None:
+def _row(path: Path, number: int, columns: RecordColumns) -> bytes | None:
     starts, picture = _groups(str(path), columns)
     group = max(index for index, start in enumerate(starts) if start <= number)
     return _held(_group(str(path), group, picture)[number - starts[group]].as_py())
 
 
 @lru_cache(maxsize=256)
-def _groups(path: str, columns: Columns) -> tuple[list[int], str]:
+def _groups(path: str, columns: RecordColumns) -> tuple[list[int], str]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as parquet:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weft.data.media.class_folder import MOST_BAD
 from weft.data.media.encoded import Encoded
-from weft.data.media.file_forms import RECORD_SUFFIXES, Columns, FoundRecord, picture_at, records_in
+from weft.data.media.file_forms import RECORD_SUFFIXES, FoundRecord, RecordColumns, picture_at, records_in
 from weft.data.media.pixels import picture_size
 from weft.data.order import permutation
 from weft.data.prepared import RowTable, RowWriter, ready_table
@@ -46,7 +46,7 @@ class RecordPictures:
     classes: tuple[str, ...]
     labels: tuple[int, ...]
     files: tuple[str, ...]
-    columns: Columns
+    columns: RecordColumns
     unreadable: tuple[str, ...] = ()
     held_out: float = 0.0
     is_held: bool = False
@@ -98,7 +98,7 @@ class RecordPictures:
             found = json.loads(text)
             lists = {name: tuple(found[name]) for name in ("classes", "labels", "files", "unreadable")}
             plain = {name: found[name] for name in ("root", "folder", "digest", "held_out", "is_held")}
-            return cls(**plain, **lists, columns=Columns(**found["columns"]))
+            return cls(**plain, **lists, columns=RecordColumns(**found["columns"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"pictures.json: it is damaged ({error}). Delete it to have the pictures found again."
@@ -148,7 +148,9 @@ def record_files(path: str) -> list[Path]:
     return sorted(file for file in found if file.suffix in RECORD_SUFFIXES and file.is_file())
 
 
-def find_records(path: str, files: Sequence[Path], columns: Columns, cache: Path, told: Told | None) -> RecordPictures:
+def find_records(
+    path: str, files: Sequence[Path], columns: RecordColumns, cache: Path, told: Told | None
+) -> RecordPictures:
     """Find the pictures of records, and leave out those whose header cannot be read.
 
     Args:
@@ -207,7 +209,7 @@ def _in_order(labels: Sequence[int | str]) -> tuple[str, ...]:
 class _Survey:
     """Looks at every record once, and writes a row for each that can be used."""
 
-    def __init__(self, path: str, files: Sequence[Path], columns: Columns, told: Told | None):
+    def __init__(self, path: str, files: Sequence[Path], columns: RecordColumns, told: Told | None):
         self._path, self._files, self._columns, self._told = path, files, columns, told
 
     def write(self, writer: RowWriter) -> dict[str, Any]:

@@ -66,7 +66,13 @@ def parse_source(text: str) -> ClassFolder | RecordPictures:
 
 
 class Pictures:
-    """Pictures of a source, seen in one way. What is drawn at random follows from (seed, epoch, index)."""
+    """Pictures of a source, seen in one way. What is drawn at random follows from (seed, epoch, index).
+
+    Args:
+        source: where they lie.
+        look: how they are seen.
+        seed: of the run.
+    """
 
     def __init__(self, source: PictureSource, look: Look, seed: int):
         self.source, self.look, self.seed = source, look, seed

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from weft.data.media import (
     ClassFolder,
-    Columns,
     DecodedAhead,
     Look,
     Pictures,
+    RecordColumns,
     RecordPictures,
     find_pictures,
     find_records,
@@ -134,7 +134,7 @@ class ImageClassTask(Task):
         files = record_files(path)
         if files:
             cache = cache_folder(self.config.data)
-            return find_records(path, files, Columns(self.picture, self.label), cache, told)
+            return find_records(path, files, RecordColumns(self.picture, self.label), cache, told)
         if self.picture or self.label:
             name = "picture" if self.picture else "label"
             raise DataError(
