@@ -96,9 +96,9 @@ class RecordPictures:
         """
         try:
             found = json.loads(text)
-            lists = {name: tuple(found[name]) for name in ("classes", "labels", "files", "unreadable")}
-            plain = {name: found[name] for name in ("root", "folder", "digest", "held_out", "is_held")}
-            return cls(**plain, **lists, columns=RecordColumns(**found["columns"]))
+            values: dict[str, Any] = {name: found[name] for name in ("root", "folder", "digest", "held_out", "is_held")}
+            values |= {name: tuple(found[name]) for name in ("classes", "labels", "files", "unreadable")}
+            return cls(**values, columns=RecordColumns(**found["columns"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"pictures.json: it is damaged ({error}). Delete it to have the pictures found again."
