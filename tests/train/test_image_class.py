@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.data.pictures import class_folder
+from tests.data.record_pictures import as_tars, labelled, write_tar
 from weft.errors import ConfigError, DataError, ModelError
 from weft.models.vision import IMAGE_MODELS, build_image_model
 from weft.spec import RunConfig
@@ -141,3 +144,61 @@ def test_a_run_trains_evaluates_and_goes_on_with_its_own_pictures(tmp_path: Path
     )
     with pytest.raises(ConfigError, match=r"task\.options"):
         prepare_run(moved, 1)
+
+
+def test_a_run_trains_on_records_and_refuses_others(tmp_path: Path):
+    data = tmp_path / "records"
+    data.mkdir()
+    as_tars(data, labelled(12))
+    made = config(tmp_path, data=str(data), holdout=0.25)
+    made = made.model_copy(update={"data": made.data.model_copy(update={"cache_dir": str(tmp_path / "cache")})})
+    folder = prepare_run(made, 1)
+    assert run_rank(folder).reason == "finished"
+    longer = made.model_copy(update={"train": made.train.model_copy(update={"steps": 4})})
+    assert run_rank(prepare_run(longer, 1)).step == 4
+    task = find_task(made)
+    task.open(folder)
+    where, picture = task.sample_lines(0)[:2]
+    assert where.startswith("epoch 0, number ")
+    assert ".tar, a/" in picture
+    assert ".png, class '" in picture
+    write_tar(data / "2.tar", labelled(3))
+    with pytest.raises(DataError, match=r"the records are not those that the run in .* was started with\. Use run\."):
+        prepare_run(longer, 1)
+    with pytest.raises(DataError, match=r"task\.options\.label=x: it names a column of records, and data=.* has no"):
+        find_task(config(tmp_path / "b", label="x")).samples("train")
+
+
+def test_batches_are_the_same_at_any_number_of_processes_ranks_and_after_a_resume(tmp_path: Path):
+    from weft.train.task import Share
+
+    def task(folder: str, workers: int):
+        made = config(tmp_path / folder, colour=0.3, noise=2.0)
+        return find_task(made.model_copy(update={"data": made.data.model_copy(update={"workers": workers})}))
+
+    plain = task("a", 0)
+    expected = [plain.batches(Share(5)).batches(step)[0] for step in range(5)]
+    wide = task("b", 2)
+    whole = wide.batches(Share(5))
+    found = []
+    with whole.iterate(0, 3) as batches:
+        for [batch] in batches:
+            found.append(batch)
+            os.kill(whole._samples.pids()[0], signal.SIGKILL)
+    assert not whole._samples.pids()
+    for step in (3, 4):  # resumed on two ranks with two microbatches each
+        ranks = []
+        for rank in range(2):
+            with wide.batches(Share(5, microbatches=2, rank=rank, size=2)).iterate(step, step + 1) as batches:
+                ranks += list(batches)
+        parts = [ranks[rank][number] for number in range(2) for rank in range(2)]
+        found.append(tuple(torch.cat(column) for column in zip(*parts, strict=True)))
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+    evaluated = [list(each.eval_batches(Share(2))) for each in (plain, wide)]
+    assert torch.equal(evaluated[0][0][0], evaluated[1][0][0])
+
+
+def test_only_tasks_on_pictures_take_workers():
+    with pytest.raises(ConfigError, match=r"^data\.workers=2: only tasks on pictures read it\. Leave it out\.$"):
+        find_task(RunConfig.model_validate({"data": {"workers": 2}}))

@@ -6,18 +6,47 @@ from typing import TYPE_CHECKING
 
 from weft.lazy import loads
 
-__all__ = ["ClassFolder", "Look", "find_pictures", "read_picture"]
+__all__ = [
+    "ClassFolder",
+    "RecordColumns",
+    "DecodedAhead",
+    "Look",
+    "PictureSource",
+    "Pictures",
+    "RecordPictures",
+    "find_pictures",
+    "find_records",
+    "parse_source",
+    "read_picture",
+    "record_files",
+    "usual_workers",
+    "with_classes",
+]
 
 if TYPE_CHECKING:
     from weft.data.media.class_folder import ClassFolder, find_pictures
+    from weft.data.media.decoded_ahead import DecodedAhead, usual_workers
+    from weft.data.media.file_forms import RecordColumns
+    from weft.data.media.picture_records import RecordPictures, find_records, record_files, with_classes
+    from weft.data.media.pictures import Pictures, PictureSource, parse_source
     from weft.data.media.pixels import Look, read_picture
 
 __getattr__ = loads(
     __name__,
     {
         "ClassFolder": ".class_folder",
+        "RecordColumns": ".file_forms",
+        "DecodedAhead": ".decoded_ahead",
         "Look": ".pixels",
+        "PictureSource": ".pictures",
+        "Pictures": ".pictures",
+        "RecordPictures": ".picture_records",
         "find_pictures": ".class_folder",
+        "find_records": ".picture_records",
+        "parse_source": ".pictures",
         "read_picture": ".pixels",
+        "record_files": ".picture_records",
+        "usual_workers": ".decoded_ahead",
+        "with_classes": ".picture_records",
     },
 )

@@ -176,6 +176,9 @@ class DataSection(Section):
     """Maximum share of documents with a mask whose answers train.seq_len cuts."""
     cache_dir: str = ""
     """Folder for tokenised data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
+    workers: Count | None = None
+    """Processes of each rank that decode pictures; 0 decodes in the rank. They change no number. By default one for
+    each core that the machine's ranks leave, at most 8."""
 
 
 class EarlyStopSection(Section):

@@ -33,11 +33,25 @@ class IndexedBatches:
         return len(self._samples)
 
     def batches(self, step: int) -> list[Any]:
+        return self._cut(step, None)
+
+    def batches_ahead(self, step: int) -> list[Any]:
+        """Return the same, read at once and with the next step's in view where the samples can."""
+        size, own = self._share.global_batch, _own_numbers(self._share)
+        place = {number: self.locate(step * size + number) for number in own}
+        soon = [self.locate((step + 1) * size + number) for number in own]
+        return self._cut(step, _reader(self._samples, place, soon))
+
+    def _cut(self, step: int, read: Callable[[int], Any] | None) -> list[Any]:
         first = step * self._share.global_batch
-        return _own_microbatches(lambda number: self.sample(first + number), self._share, self._collate)
+        return _own_microbatches(read or (lambda number: self.sample(first + number)), self._share, self._collate)
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
-        return Prefetch(self, start_step, end_step)
+        return _Ahead(self, start_step, end_step)
+
+    def close(self) -> None:
+        """End the processes that samples may have."""
+        _close(self._samples)
 
     def state_at(self, num_samples: int) -> dict[str, int]:
         epoch, index = divmod(num_samples, len(self._samples))
@@ -75,10 +89,18 @@ class _EvalBatches:
         self._samples, self._share, self._collate, self._num_batches = samples, share, collate, num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        for start in range(0, self._num_batches * self._share.global_batch, self._share.global_batch):
-            yield from _own_microbatches(
-                lambda number, first=start: self._samples[first + number], self._share, self._collate
-            )
+        size, own = self._share.global_batch, _own_numbers(self._share)
+        try:
+            for start in range(0, self._num_batches * size, size):
+                place = {number: (0, start + number) for number in own}
+                is_last = start + size == self._num_batches * size
+                soon = [] if is_last else [(0, start + size + number) for number in own]
+                read = _reader(self._samples, place, soon) or (
+                    lambda number, first=start: self._samples[first + number]
+                )
+                yield from _own_microbatches(read, self._share, self._collate)
+        finally:
+            _close(self._samples)
 
 
 def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collate, most: int) -> Iterable[Any] | None:
@@ -94,6 +116,49 @@ def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collat
             f"train.global_batch={share.global_batch}. Give at least as many, or return None."
         )
     return _EvalBatches(samples, share, collate, min(most, len(samples) // share.global_batch))
+
+
+class _Ahead(Prefetch):
+    """Batches built in a thread; with it end the processes that samples may have."""
+
+    def __init__(self, loader: IndexedBatches, start_step: int, end_step: int):
+        self._loader = loader
+        super().__init__(_AtOnce(loader), start_step, end_step)
+
+    def close(self) -> None:
+        super().close()
+        self._loader.close()
+
+
+class _AtOnce:
+    """Gives each step's microbatches with what comes next in view."""
+
+    def __init__(self, loader: IndexedBatches):
+        self.batches = loader.batches_ahead
+
+
+def _close(samples: MapDataset) -> None:
+    close = getattr(samples, "close", None) if hasattr(samples, "many") else None
+    if close is not None:
+        close()
+
+
+def _own_numbers(share: Share) -> list[int]:
+    """Numbers in the global batch of the samples that a rank has."""
+    own = shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
+    return [number for part in own for number in part]
+
+
+def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Callable[[int], Any] | None:
+    """Samples by their numbers, read all at once; None where they are read one by one.
+
+    place: (epoch, index) by number. soon: of those that come next.
+    """
+    many = getattr(samples, "many", None)
+    if many is None or not place:
+        return None
+    found = dict(zip(place, many(list(place.values()), soon), strict=True))
+    return found.__getitem__
 
 
 def _own_microbatches(sample_at: Callable[[int], Any], share: Share, collate: Collate) -> list[Any]:

@@ -33,7 +33,9 @@ class Share:
 class MapDataset(Protocol):
     """Samples by index: a list, or a map-style dataset of torch.
 
-    Training asks one with a method `in_epoch(epoch, index)` by that: its samples change from epoch to epoch.
+    Training asks one with a method `in_epoch(epoch, index)` by that: its samples change from epoch to epoch. One with a
+    method `many(wanted, soon)` is asked for a batch of (epoch, index) at a time, and told which come next; its
+    `close()` is called once no more are wanted.
     """
 
     def __len__(self) -> int: ...

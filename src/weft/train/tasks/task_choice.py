@@ -47,6 +47,9 @@ def find_task(config: RunConfig) -> Task:
         kind = _found(config.task.name, tuned if config.model.path else plain)
         task = _made(kind, config.task.name, config.task.options)
         _refuse_unread(task, config)
+    if config.data.workers is not None and "data.workers" not in task.sections:
+        rule = f"data.workers={config.data.workers}: only tasks on pictures read it. Leave it out."
+        raise ConfigError([Problem("data.workers", rule)])
     task.config = config
     return task
 

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.data.media import ClassFolder, Look, find_pictures, read_picture
-from weft.data.order import permutation
+from weft.data.media import (
+    ClassFolder,
+    DecodedAhead,
+    Look,
+    Pictures,
+    RecordColumns,
+    RecordPictures,
+    find_pictures,
+    find_records,
+    parse_source,
+    record_files,
+    usual_workers,
+    with_classes,
+)
+from weft.data.prepared import cache_folder
+from weft.env import rank_env
 from weft.errors import CheckpointError, DataError, ModelError
 from weft.models.vision import build_image_model
-from weft.train.folder import RunFolder
+from weft.train.folder import RunFolder, free_name
 from weft.train.task import Metric, Report, Task
 from weft.units import format_count
 
 #: Mean and deviation of each channel over ImageNet, which published weights were trained with (0 to 255).
-_MEAN, _STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+_MEAN, _STD = np.array(((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)), np.float32)[..., None, None]
 _FILE = "pictures.json"
 
 
@@ -29,10 +43,13 @@ _FILE = "pictures.json"
 class ImageClassTask(Task):
     """Trains a network to name the class of a picture.
 
-    data: a folder with a folder of pictures for each class. eval: another one with the same classes; by default a share
-    `holdout` of the pictures. model: resnet18, resnet34, resnet50, vgg11, vgg16 ("vgg16_bn": with batch norm). side:
-    pictures become squares of so many pixels. augment: crop and mirror at random, by (seed, epoch, picture). weights: a
-    safetensors file with torchvision's names to start from; a head for other classes starts new.
+    data: a folder with a folder of pictures for each class; or records: a file, a folder or a glob of .tar shards,
+    .jsonl or .parquet files, whose columns `picture` and `label` are found by the usual names. eval: the same for other
+    pictures of these classes; by default a share `holdout` of the pictures. model: resnet18, resnet34, resnet50, vgg11,
+    vgg16 ("vgg16_bn": with batch norm). side: pictures become squares of so many pixels. augment: crop and mirror at
+    random, by (seed, epoch, picture). colour: change brightness, contrast and saturation by up to this share. noise:
+    deviation of what is added to each value of 0 to 255. weights: a safetensors file with torchvision's names to start
+    from; a head for other classes starts new.
     """
 
     data: str
@@ -42,35 +59,60 @@ class ImageClassTask(Task):
     side: int = 224
     augment: bool = True
     weights: str = ""
+    colour: float = 0.0
+    noise: float = 0.0
+    picture: str = ""
+    label: str = ""
 
     unit = sample_unit = "pictures"
+    sections = ("data.cache_dir", "data.workers")
     metrics = (
         Metric("accuracy", "", "Share of the pictures whose class the model names."),
         Metric("top5", "", "Share of the pictures whose class is among the five that the model finds likeliest."),
     )
     sum_names = ("right", "among_five")
 
-    _found: dict[str, ClassFolder] = field(default_factory=dict, init=False, repr=False)
+    _found: dict[str, ClassFolder | RecordPictures] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0.0 < self.holdout < 1.0:
             raise DataError(f"holdout={self.holdout}: it is a share of the pictures. Use a number between 0 and 1.")
         if self.side < 8:
             raise DataError(f"side={self.side}: pictures need at least 8 pixels to a side. Use 8 or more.")
+        if not 0.0 <= self.colour < 1.0:
+            raise DataError(f"colour={self.colour}: it is a share of the brightness. Use 0 or more, and less than 1.")
+        if not 0.0 <= self.noise <= 255.0:
+            raise DataError(f"noise={self.noise}: it is added to values of 0 to 255. Use a number between them.")
 
     # --- the pictures ---
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
         kept = folder.path / _FILE
-        if kept.exists():
-            self._found = _read(kept)
-            train = self._found["train"]
-            if Path(self.data).absolute() != Path(train.root):
-                raise CheckpointError(
-                    f"task.options.data={self.data}: this run trains on {train.root}. Use it, or another run.name."
-                )
+        if not kept.exists():
+            self._find(report)
             return
+        self._found = _read(kept)
+        train = self._found["train"]
+        if Path(self.data).absolute() != Path(train.root).absolute():
+            raise CheckpointError(
+                f"task.options.data={self.data}: this run trains on {train.root}. Use it, or another run.name."
+            )
+        if any(isinstance(source, RecordPictures) for source in self._found.values()):
+            self._refuse_other(folder, report)
+
+    def _refuse_other(self, folder: RunFolder, report: Report | None) -> None:
+        """Look at records again, where the cache does not know them, and refuse others than the run began with."""
+        begun = self._found
         self._find(report)
+        for split, source in begun.items():
+            now = self._found[split]
+            if isinstance(source, RecordPictures) and replace(source, root="", folder="", files=()) != replace(
+                cast(RecordPictures, now), root="", folder="", files=()
+            ):
+                raise DataError(
+                    f"task.options.data={source.root}: the records are not those that the run in {str(folder.path)!r} "
+                    f"was started with. Use {free_name(folder)} for a new run, or bring the old data back to resume."
+                )
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
         lines = [self._found[split].format() for split in ("train", "eval")]
@@ -80,42 +122,61 @@ class ImageClassTask(Task):
         self._found = _read(folder.path / _FILE)
 
     def _find(self, report: Report | None = None) -> None:
-        whole = find_pictures(Path(self.data), None if report is None else _told(report, self.data))
+        whole = self._source("data", self.data, report)
         if self.eval:
-            held = find_pictures(Path(self.eval), None if report is None else _told(report, self.eval))
-            if held.classes != whole.classes:
-                odd = sorted({*held.classes} ^ {*whole.classes})
-                raise DataError(
-                    f"task.options.eval={self.eval}: class {odd[0]!r} is in one of the two folders only. Give both the "
-                    "same classes."
-                )
-            self._found = {"train": whole, "eval": held}
+            self._found = {"train": whole, "eval": self._held(whole, report)}
             return
-        # A pure function of the names: a picture that is added moves no other one to the other side but by chance.
-        order = permutation(len(whole.paths), "held out pictures")
-        count = max(1, round(self.holdout * len(whole.paths)))
-        held_out = sorted(order(place) for place in range(count))
-        rest = sorted({*range(len(whole.paths))} - {*held_out})
-        left_out = ClassFolder(whole.root, whole.classes, (), (), whole.unreadable)
-        train = whole.part(rest)
-        self._found = {
-            "train": ClassFolder(train.root, train.classes, train.paths, train.labels, left_out.unreadable),
-            "eval": whole.part(held_out),
-        }
+        self._found = dict(zip(("train", "eval"), whole.split(self.holdout), strict=True))
 
-    def _pictures(self, split: str) -> ClassFolder:
+    def _source(self, option: str, path: str, report: Report | None) -> ClassFolder | RecordPictures:
+        """Pictures of a path: records where it names files of them, else folders of classes."""
+        told = None if report is None else _told(report, path)
+        files = record_files(path)
+        if files:
+            cache = cache_folder(self.config.data)
+            return find_records(path, files, RecordColumns(self.picture, self.label), cache, told)
+        if self.picture or self.label:
+            name = "picture" if self.picture else "label"
+            raise DataError(
+                f"task.options.{name}={getattr(self, name)}: it names a column of records, and {option}={path} has no "
+                ".tar, .jsonl or .parquet file. Leave it out."
+            )
+        return find_pictures(Path(path), told)
+
+    def _held(self, whole: ClassFolder | RecordPictures, report: Report | None) -> ClassFolder | RecordPictures:
+        held = self._source("eval", self.eval, report)
+        if isinstance(held, RecordPictures):
+            return with_classes(held, whole.classes, "task.options.eval")
+        if held.classes != whole.classes:
+            odd = sorted({*held.classes} ^ {*whole.classes})
+            raise DataError(
+                f"task.options.eval={self.eval}: class {odd[0]!r} is in one of the two folders only. Give both the "
+                "same classes."
+            )
+        return held
+
+    def _pictures(self, split: str) -> ClassFolder | RecordPictures:
         if not self._found:
             self._find()
         return self._found[split]
 
-    def samples(self, split: str) -> Pictures:
-        look = Look(self.side, crops=self.augment, mirrors=self.augment) if split == "train" else Look(self.side)
-        return Pictures(self._pictures(split), look, self.config.seed)
+    def samples(self, split: str) -> DecodedAhead:
+        look = Look(self.side)
+        if split == "train":
+            look = Look(self.side, self.augment, self.augment, self.colour, self.noise)
+        return DecodedAhead(Pictures(self._pictures(split), look, self.config.seed), self._workers())
+
+    def _workers(self) -> int:
+        place = rank_env()
+        asked = self.config.data.workers
+        return usual_workers(place.local_world_size if place is not None else 1) if asked is None else asked
 
     def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
-        pixels = torch.from_numpy(np.stack([pixels for pixels, _ in samples])).float()
-        mean, std = torch.tensor(_MEAN).view(3, 1, 1), torch.tensor(_STD).view(3, 1, 1)
-        return (pixels - mean) / std, torch.tensor([label for _, label in samples])
+        # With numpy: in the thread that builds batches, torch would start threads that take cores from the step.
+        values = np.stack([pixels for pixels, _ in samples]).astype(np.float32)
+        values -= _MEAN
+        values /= _STD
+        return torch.from_numpy(values), torch.tensor([label for _, label in samples])
 
     # --- the model ---
 
@@ -145,45 +206,24 @@ class ImageClassTask(Task):
         where, *made = super().sample_lines(place)
         pictures = self._pictures("train")
         index = int(where.split()[3])
-        return [where, f"{pictures.file(index)}, class {pictures.classes[pictures.labels[index]]!r}", *made]
+        return [where, f"{pictures.file(index)}, class {pictures.classes[pictures.label(index)]!r}", *made]
 
     def data_lines(self) -> Sequence[str]:
         train, held = self._pictures("train"), self._pictures("eval")
         lines = [
-            f"{train.root}: {format_count(len(train.paths))} pictures of {len(train.classes)} classes; "
-            f"{format_count(len(held.paths))} for evaluation"
+            f"{train.root}: {format_count(len(train))} pictures of {len(train.classes)} classes; "
+            f"{format_count(len(held))} for evaluation"
         ]
         return [*lines, *(f"left out: {reason}" for reason in train.unreadable[:3])]
-
-
-class Pictures:
-    """Pictures and their classes by index, decoded when they are asked for."""
-
-    def __init__(self, folder: ClassFolder, look: Look, seed: int):
-        self._folder, self._look, self._seed = folder, look, seed
-
-    def __len__(self) -> int:
-        return len(self._folder.paths)
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self.in_epoch(0, index)
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
-        return (self[index] for index in range(len(self)))
-
-    def in_epoch(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        """Return a sample as it looks in an epoch."""
-        key = (self._seed, epoch, index)
-        return read_picture(self._folder.file(index), self._look, key), self._folder.labels[index]
 
 
 def _told(report: Report, what: str) -> Any:
     return lambda done, total: report(f"looking at {what}", done, total)
 
 
-def _read(path: Path) -> dict[str, ClassFolder]:
+def _read(path: Path) -> dict[str, ClassFolder | RecordPictures]:
     lines = path.read_text().splitlines()
-    return dict(zip(("train", "eval"), map(ClassFolder.parse, lines), strict=True))
+    return dict(zip(("train", "eval"), map(parse_source, lines), strict=True))
 
 
 def _load(model: nn.Module, path: Path) -> None:
