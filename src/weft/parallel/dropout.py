@@ -31,7 +31,10 @@ _ATTRIBUTE = "_weft_drops"
 #: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
 _CALLS = 4
 #: What modules call the share that they drop by functions.
-_RATES = ("attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attention_probs_dropout_prob", "resid_dropout")
+_RATES = (
+    "attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attention_probs_dropout_prob", "resid_dropout",
+    "hidden_dropout",
+)  # fmt: skip
 
 
 class Drops:
