@@ -102,6 +102,11 @@ def test_with_other_techniques(plan, ranks4):
         _check(result, family)
 
 
+def test_two_chains_under_sp(ranks2):
+    case = ForeignCase(LLAMA, num_steps=2, family="two sequences", optimizer="sgd")
+    _check(ranks2.run(train_case, "tp=2 sp=on precision=fp64", case)[0], "two sequences")
+
+
 @pytest.mark.full
 def test_compiled(ranks2):
     case = ForeignCase(LLAMA, num_steps=2, optimizer="sgd")

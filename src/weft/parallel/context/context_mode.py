@@ -146,7 +146,7 @@ class Context:
         return self._divided[ids_BT]
 
     def sees_whole(self, path: str) -> bool:
-        """Whether the module of that path works on all tokens of a sequence, though it is cut."""
+        """Return whether the module of that path works on all tokens of a sequence, though it is cut."""
         del path
         return False
 

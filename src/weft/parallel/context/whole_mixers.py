@@ -88,7 +88,7 @@ class WholeMixers(Context):
         }
 
     def sees_whole(self, path: str) -> bool:
-        """Whether a module works on all tokens: outside of the blocks, and in what mixes tokens."""
+        """Return whether a module works on all tokens: outside of the blocks, and in what mixes tokens."""
         return not _is_in(path, self._blocks) or _is_in(path, self._whole)
 
 
