@@ -135,8 +135,8 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
             f"{where}: the attention of {type(model).__name__} needs all tokens, and Weft can cut them only between "
             f"blocks with attention inside; its lists without are {lists}. {remedy}"
         )
-    table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    width = table.embedding_dim if isinstance(table, nn.Embedding) else 0
+    table = layers.input_embeddings(model)
+    width = 0 if table is None else table.embedding_dim
     token_flow.check_tokens(model, {}, mixers, width, where, remedy)
 
 
