@@ -108,12 +108,6 @@ def test_two_chains_under_sp(ranks2):
 
 
 @pytest.mark.full
-def test_compiled(ranks2):
-    case = ForeignCase(LLAMA, num_steps=2, optimizer="sgd")
-    _check(ranks2.run(train_case, "cp=2 compile=on precision=fp64", case)[0], "alibi")
-
-
-@pytest.mark.full
 def test_in_a_pipeline(ranks4):
     case = ForeignCase(LLAMA, num_steps=2, optimizer="sgd")
     _check(ranks4.run(train_case, "cp=2 pp=2 microbatches=2 precision=fp64", case)[0], "alibi")
@@ -133,6 +127,11 @@ def test_what_cannot_be_cut_is_refused():
         ModelError, match=r"only between blocks with attention inside; its lists without are transformer\.att"
     ):
         check_sequences(transformers.XLMWithLMHeadModel(config), _Mesh(Plan(cp=2), context.axis))
+    config.n_layers = 1
+    for field in ("sp", "compile"):
+        plan = Plan(cp=2, tp=2, sp=True) if field == "sp" else Plan(cp=2, compile=True)
+        with pytest.raises(ModelError, match=f"cp=2 {field}=on: the attention of XLM.*Use {field}=off or cp=1"):
+            check_sequences(transformers.XLMWithLMHeadModel(config), _Mesh(plan, context.axis))
 
 
 class _Mesh(dict):

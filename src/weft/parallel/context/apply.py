@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from weft.comm.autograd import prepare_operators
 from weft.errors import ModelError, WeftWarning
 from weft.memory import Opaque
 from weft.mesh import Mesh
@@ -41,6 +40,11 @@ def check_sequences(model: nn.Module, mesh: Mesh) -> str:
             raise ModelError(
                 f"cp={mesh['cp'].size} sp=on: {why}, so it gets all tokens on every rank, and sp would cut "
                 "them once more. Use sp=off or cp=1 for this model."
+            )
+        if mesh.plan.compile:
+            raise ModelError(
+                f"cp={mesh['cp'].size} compile=on: {why}, so it gets all tokens on every rank, and compiled blocks do "
+                "not do that yet. Use compile=off or cp=1 for this model."
             )
         check_mixers(model, mesh["cp"])
     return why
@@ -84,8 +88,6 @@ def apply_context(
 
 
 def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[str]] | None) -> WholeMixers:
-    if mesh.plan.compile:
-        prepare_operators(mesh["cp"])
     here = chains_of(model) if runs is None else runs
     context = WholeMixers(mesh.plan, mesh["cp"], [path for run in here for path in run], mixers := mixers_of(model))
     gather_mixers(model, context, here, mixers)
