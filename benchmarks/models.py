@@ -1,7 +1,7 @@
 """Which Hugging Face families train under which technique: `weft verify` of each, on two ranks, as a table.
 
 python benchmarks/models.py                       writes docs/reference/models.md; some 10 minutes on two quiet cores
-python benchmarks/models.py --only llama,t5       prints the rows of these alone
+python benchmarks/models.py --only llama,t5       prints the rows of these alone; --techniques cp,pp: of these columns
 
 Models are two layers of width 16 with random weights, made from transformers' own configs, in float64. A cell is
 "equal" where loss, norm, gradients and weights of two steps equal those of PyTorch alone, "refused" where Weft says in
@@ -217,7 +217,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="families, with commas")
     parser.add_argument("--out", default="docs/reference/models.md")
+    parser.add_argument("--techniques", default="", help="with --only: these alone, with commas")
     options = parser.parse_args()
+    for name in set(PLANS) - set(options.techniques.split(",")) if options.only and options.techniques else ():
+        del PLANS[name]
     only = set(filter(None, options.only.split(",")))
     with RankPool(2, timeout_s=120) as pool:
         rows, left_out = measure(only, pool)

@@ -31,7 +31,10 @@ _ATTRIBUTE = "_weft_drops"
 #: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
 _CALLS = 4
 #: What modules call the share that they drop by functions.
-_RATES = ("attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attention_probs_dropout_prob", "resid_dropout")
+_RATES = (
+    "attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attention_probs_dropout_prob", "resid_dropout",
+    "hidden_dropout",
+)  # fmt: skip
 
 
 class Drops:
@@ -126,12 +129,23 @@ class Drops:
         # Made anew for each call: a replay must run what the forward ran.
         return self._samples.places(count, device)
 
-    def tokens(self, count: int, is_cut: bool, device: torch.device) -> Tensor:
-        """Places in the sequence of this rank's tokens. is_cut: over tp, as between cut layers under sp."""
+    def sees_whole(self, path: str) -> bool:
+        """Whether cp leaves a module all tokens."""
+        return self._context is not None and self._context.sees_whole(path)
+
+    def tokens(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
+        """Places in the sequence of this rank's tokens.
+
+        Args:
+            count: of the tokens that are here.
+            is_cut: over tp, as between cut layers under sp.
+            is_whole: over cp, where the module gets all tokens.
+            device: of the places.
+        """
         tp = self.part.axis
         whole = count * tp.size if is_cut else count
         context = self._context
-        if context is not None and context.in_use:
+        if context is not None and context.in_use and not is_whole:
             places = context.places(whole, device)
         else:
             places = torch.arange(whole, device=device)
@@ -161,6 +175,7 @@ class DropSite:
         self._path = path
         self._cuts_tokens = drops.part.sees_cut_tokens(path)  # each rank of tp has a part of them
         self._sees_all = drops.part.sees_all(path)
+        self._sees_whole = drops.sees_whole(path)
 
     @property
     def is_plain(self) -> bool:
@@ -212,7 +227,7 @@ class DropSite:
             places[own] = places[own] + drops.part.axis.rank * x.shape[own]
         if x.ndim == 3 or (x.ndim == 4 and x.shape[1] == 1):  # what all heads share has a dim for them
             is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
-            places[x.ndim - 2] = drops.tokens(x.shape[-2], is_cut, x.device)
+            places[x.ndim - 2] = drops.tokens(x.shape[-2], is_cut, self._sees_whole, x.device)
         return torch.where(kept_at(key, places, rate), x * (1.0 / (1.0 - rate)), 0.0)
 
     def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:

@@ -12,7 +12,7 @@ from weft.memory import MOST_OF_HOST, Host, apply_recompute, offload_activations
 from weft.mesh import Mesh
 from weft.parallel.batch_statistics import group_norms, watch_local_means
 from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn_of_uncompiled
-from weft.parallel.context import apply_context, context_of
+from weft.parallel.context import apply_context, check_sequences, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
 from weft.parallel.layers import choose_float8, use_float8, watch_indices
@@ -96,6 +96,7 @@ def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str,
     if plan.tp > 1:
         # Of the model as it came: a stage alone, or experts that are spread over ranks, cannot be traced.
         tensor_layout = check_whole_model(model, mesh, layout)
+    why_whole = check_sequences(model, mesh)
     stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     pipeline = pipeline_of(model)
     experts = spread_experts(model, mesh, layout)
@@ -104,7 +105,7 @@ def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str,
     else:
         tensors = {}
         fuse_whole_head(model, mesh)
-    context = apply_context(model, mesh)
+    context = apply_context(model, mesh, why_whole, pipeline.runs if pipeline else None)
     divide_sequences(model, mesh, context_of(model))
     return merge_placements(stages, experts, tensors, context)
 

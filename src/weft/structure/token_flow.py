@@ -70,11 +70,23 @@ def mixing(module: nn.Module) -> str:
     return "convolution" if isinstance(module, nn.Conv2d) else ""
 
 
-def check_tokens(model: nn.Module, styles: Mapping[str, Style], gathering: Collection[str], width: int) -> None:
-    """LayoutError where a block of a foreign model mixes tokens outside of cut parts; a warning where none can tell.
+def check_tokens(
+    model: nn.Module, styles: Mapping[str, Style], gathering: Collection[str], width: int, where: str = "sp=on",
+    remedy: str = "Use sp=off.",
+) -> None:  # fmt: skip
+    """Look for blocks of a foreign model that mix tokens outside of cut parts; warn where the model cannot be traced.
 
-    gathering: modules whose inputs are brought together, and whose outputs are cut again: the parts around cut layers.
-    width: features of the hidden states.
+    Args:
+        model: the whole one.
+        styles: of its cut layers.
+        gathering: modules whose inputs are brought together, and whose outputs are cut again, as the parts around cut
+            layers are.
+        width: features of the hidden states.
+        where: the setting that cuts tokens, for messages.
+        remedy: what helps.
+
+    Raises:
+        LayoutError: where a block mixes them.
     """
     if isinstance(model, KnownModel):
         return
@@ -83,15 +95,15 @@ def check_tokens(model: nn.Module, styles: Mapping[str, Style], gathering: Colle
         flow = in_some_format(lambda dtype: _TokenFlow(model, styles, gathering, width).follow(example, dtype))
     except (LayoutError, ModelError) as error:
         warnings.warn(
-            f"sp=on: {str(error).removeprefix('layout: ').partition('. Give')[0].rstrip('.')}, so Weft cannot tell "
+            f"{where}: {str(error).removeprefix('layout: ').partition('. Give')[0].rstrip('.')}, so Weft cannot tell "
             "whether its blocks mix tokens between cut layers. Run `weft verify` on it.",
             stacklevel=2,
         )
         return
     for path, operation in flow.mixed.items():
         raise LayoutError(
-            f"sp=on: {path} ({type(model.get_submodule(path)).__name__}) mixes tokens by `{operation}` outside of cut "
-            f"layers, so it would see only a part of them. Use sp=off."
+            f"{where}: {path} ({type(model.get_submodule(path)).__name__}) mixes tokens by `{operation}` outside of "
+            f"cut layers, so it would see only a part of them. {remedy}"
         )
 
 

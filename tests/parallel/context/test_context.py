@@ -17,7 +17,7 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder, generate
 from weft.parallel import parallelize
 from weft.parallel.context import Context, apply_context, context_of, cut_sequence, sequence_in_use
-from weft.parallel.context.attention_functions import PREFIX, refuse_chunks, replace_attention
+from weft.parallel.context.attention_functions import PREFIX, refuse_chunks, why_whole
 from weft.spec.plan import Plan
 from weft.spec.shares import choose_cp_mode
 from weft.spec.shares.sequence_chunks import sent_bytes
@@ -36,16 +36,6 @@ def hf_llama(**changes):
         intermediate_size=24, max_position_embeddings=64, **changes,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).double()
-
-
-def hf_of(family, **changes):
-    import transformers
-
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=61, hidden_size=16, num_hidden_layers=2, intermediate_size=24, pad_token_id=0, bos_token_id=0,
-        eos_token_id=0, **changes,
-    )  # fmt: skip
-    return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
 def outside_of_steps(text):
@@ -203,23 +193,11 @@ class WithoutAttention(nn.Module):
         return hidden_states.cumsum(1), None
 
 
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
-#: Models that mix tokens by other ways than attention, or attend as a cut sequence cannot.
-FOREIGN = {
-    "state space": ("Mamba", {"state_size": 4}),
-    "convolution": ("Lfm2", {**_HEADS, "layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False}),
-}
-
-
 def misused_model(kind):
     """A model that cannot be cut, for those kinds that are about models."""
     if kind == "free":
         return Free()
-    if kind in FOREIGN:
-        family, changes = FOREIGN[kind]
-        return hf_of(family, **changes)
     model = hf_llama(attention_dropout=0.1 if kind == "dropout" else 0.0)
-    model.config.trigram_input = kind == "neighbours"
     if kind == "heads":
         model.config.num_attention_heads = 3
     elif kind == "layer":
@@ -262,10 +240,8 @@ def misuse(kind):
             model(input_ids=batch["input_ids"])
 
 
-MODELS = ("neighbours", "free", "heads", "dropout", "bias", "layer", "own mask", *FOREIGN)
+MODELS = ("free", "heads", "dropout", "bias", "layer", "own mask")
 REFUSALS = {
-    "neighbours": "cp=2: LlamaForCausalLM reads the embeddings of neighbouring tokens together (trigram_input), and a "
-    "rank has only its own. Use cp=1 for this model.",
     "free": "cp=2: Free is neither one of Weft's decoders nor one of transformers, so its attention cannot be "
     "replaced. Use cp=1.",
     "heads": "cp_mode=ulysses: 3 heads and 2 key-value heads cannot be divided over cp=2 and tp=1. "
@@ -274,10 +250,6 @@ REFUSALS = {
     "none of the usual names. Store it as module.attention_dropout, or set it to 0.",
     "bias": "cp=2: LlamaAttention passes position_bias to its attention, and attention over a cut sequence does not "
     "support it. Use cp=1.",
-    "state space": "cp=2: MambaForCausalLM gives no single number of attention heads, and Weft cuts sequences "
-    "only through attention. Use cp=1 for this model.",
-    "convolution": "cp=2: model.layers.1.conv (Lfm2ShortConv) mixes tokens by something other than attention, so it "
-    "would see only this rank's tokens. Use cp=1 for this model.",
     "layer": "cp=2: model.layers.1 (LlamaDecoderLayer) called no attention, and Weft cuts sequences only through "
     "attention. Use cp=1 for this model.",
     "own mask": "cp=2: LlamaAttention makes its own attention mask, which a cut sequence does not support. "
@@ -326,8 +298,18 @@ def test_without_cp_nothing_happens():
         pass
 
 
-def test_a_model_that_never_asks_for_attention_is_refused():
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        ("_supports_attention_backend", "the attention of LlamaForCausalLM cannot be replaced from outside"),
+        ("trigram_input", "LlamaForCausalLM reads the embeddings of neighbouring tokens together"),
+    ],
+)
+def test_why_attention_gets_all_tokens(change, why):
     model = hf_llama()
-    model._supports_attention_backend = False
-    with pytest.raises(ModelError, match="cannot be replaced from outside"):
-        replace_attention(model, Context(Plan(cp=2), build_mesh(Plan())["cp"], 4, 2))
+    assert why_whole(model) == ""
+    if change == "trigram_input":
+        model.config.trigram_input = True
+    else:
+        model._supports_attention_backend = False
+    assert why_whole(model).startswith(why)

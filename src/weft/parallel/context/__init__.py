@@ -7,7 +7,14 @@ in attention, cut or not.
 
 from __future__ import annotations
 
-from weft.parallel.context.apply import apply_context, context_of, cut_sequence, hold_context, sequence_in_use
+from weft.parallel.context.apply import (
+    apply_context,
+    check_sequences,
+    context_of,
+    cut_sequence,
+    hold_context,
+    sequence_in_use,
+)
 from weft.parallel.context.context_mode import Context
 from weft.parallel.context.dropped import AttentionDrop, dropped_attention
 
@@ -15,6 +22,7 @@ __all__ = [
     "AttentionDrop",
     "Context",
     "apply_context",
+    "check_sequences",
     "context_of",
     "cut_sequence",
     "dropped_attention",

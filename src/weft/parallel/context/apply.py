@@ -3,40 +3,76 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
 
-from weft.errors import ModelError
+from weft.errors import ModelError, WeftWarning
 from weft.memory import Opaque
 from weft.mesh import Mesh
 from weft.models import Decoder
-from weft.parallel.context.attention_functions import hold_attention, replace_attention
+from weft.parallel.context.attention_functions import hold_attention, replace_attention, why_whole
 from weft.parallel.context.context_mode import Context
 from weft.parallel.context.decoder_attention import hold_cores, replace_cores
+from weft.parallel.context.whole_mixers import WholeMixers, chains_of, check_mixers, gather_mixers, mixers_of
 from weft.parallel.placement import Placement
 from weft.structure import hugging_face
 
 _ATTRIBUTE = "_weft_context"
 
 
-def apply_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
+def check_sequences(model: nn.Module, mesh: Mesh) -> str:
+    """Look at a whole model, before it is divided, for what `apply_context` must know: why attention needs all tokens.
+
+    Returns "" where attention itself can be cut.
+
+    Raises:
+        ModelError: where attention can neither be replaced nor be given all tokens.
+        LayoutError: where a block mixes tokens outside of the modules that would get all.
+    """
+    if mesh["cp"].size == 1 or not hugging_face.is_hugging_face(model):
+        return ""
+    if why := why_whole(model):
+        if mesh.plan.sp:
+            raise ModelError(
+                f"cp={mesh['cp'].size} sp=on: {why}, so it gets all tokens on every rank, and sp would cut "
+                "them once more. Use sp=off or cp=1 for this model."
+            )
+        if mesh.plan.compile:
+            raise ModelError(
+                f"cp={mesh['cp'].size} compile=on: {why}, so it gets all tokens on every rank, and compiled blocks do "
+                "not do that yet. Use compile=off or cp=1 for this model."
+            )
+        check_mixers(model, mesh["cp"])
+    return why
+
+
+def apply_context(
+    model: nn.Module, mesh: Mesh, why: str = "", runs: Sequence[Sequence[str]] | None = None
+) -> dict[str, Placement]:
     """Let `model` take sequences that are cut over `mesh["cp"]`, in place. Nothing happens where cp is 1.
 
     Returns the placements of the parameters it changed: none, since every rank of cp keeps them whole.
+
+    Args:
+        model: whole, or this rank's stages of it.
+        mesh: of the plan.
+        why: what `check_sequences` said of the whole model.
+        runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
 
     Raises:
         ModelError: for a model whose attention cannot be replaced from outside.
     """
     if mesh["cp"].size == 1:
         return {}
-    if hugging_face.is_hugging_face(model):
-        if (heads := hugging_face.attention_heads(model)) is None:
-            raise ModelError(
-                f"cp={mesh['cp'].size}: {type(model).__name__} gives no single number of attention heads, and Weft "
-                "cuts sequences only through attention. Use cp=1 for this model."
-            )
+    if why:
+        context = _give_all(model, mesh, why, runs)
+    elif hugging_face.is_hugging_face(model):
+        heads = hugging_face.attention_heads(model)
+        assert heads is not None  # else attention gets all tokens
         context = Context(mesh.plan, mesh["cp"], *heads)
         replace_attention(model, context)
     elif isinstance(model, Decoder):
@@ -49,6 +85,21 @@ def apply_context(model: nn.Module, mesh: Mesh) -> dict[str, Placement]:
         )
     setattr(model, _ATTRIBUTE, context)
     return {}
+
+
+def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[str]] | None) -> WholeMixers:
+    here = chains_of(model) if runs is None else runs
+    context = WholeMixers(mesh.plan, mesh["cp"], [path for run in here for path in run], mixers := mixers_of(model))
+    gather_mixers(model, context, here, mixers)
+    if mesh.rank == 0:
+        warnings.warn(
+            f"cp={mesh['cp'].size}: {why}, so what mixes tokens gets all of them on every rank of cp: the numbers are "
+            "those of one process, the rest of each block has its share of the tokens, but attention costs every rank "
+            "the memory and time of a whole sequence, and each of its calls gathers the hidden states.",
+            WeftWarning,
+            stacklevel=2,
+        )
+    return context
 
 
 def hold_context(model: nn.Module, recomputes: bool) -> None:

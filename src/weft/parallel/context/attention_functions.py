@@ -27,6 +27,7 @@ from weft.parallel.context.kernel import Scoring
 from weft.parallel.context.order import remember_whole, whole_values
 from weft.parallel.context.pieces import Sight
 from weft.parallel.context.positions import positions_of
+from weft.parallel.context.whole_mixers import BESIDE_TOKENS
 from weft.private_torch import uncompiled
 from weft.structure import hugging_face, repeated_blocks, token_flow
 
@@ -34,26 +35,15 @@ from weft.structure import hugging_face, repeated_blocks, token_flow
 PREFIX = "weft_context_parallel_"
 _ATTRIBUTE, _OWN, _HANDLE = "_weft_context", "_weft_own_attention", "_weft_handle"
 _SITE = "_weft_site"  # where dropout by position put what it knows of a module
-#: Inputs that models of several kinds of data merge into their tokens, or read beside them.
-_BESIDE_TOKENS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 #: What some models ask of attention and a cut sequence does not have yet.
 _UNKNOWN = ("position_bias", "head_mask", "indices")
 
 
 def replace_attention(model: Any, context: Context) -> None:
-    """Let the model's attention call `attend_cut` while the context is in use.
-
-    Raises ModelError for a model that does not look its attention up by name.
-    """
+    """Let the model's attention, which it looks up by name, call `attend_cut` while the context is in use."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ModelError(
-            f"cp={context.axis.size}: the attention of {type(model).__name__} cannot be replaced from outside "
-            f"(_supports_attention_backend is not set). Use cp=1 for this model."
-        )
-    _refuse_mixers(model, context)
     context.positions = positions_of(model)
     copies: dict[int, Any] = {}
     for module in model.modules():
@@ -91,21 +81,23 @@ def _attend(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[float
     return _attend_cut(module, getattr(module, _ATTRIBUTE), query, key, value, ids_BT, 0.0, scaling, causal, asked)
 
 
-def _refuse_mixers(model: nn.Module, context: Context) -> None:
-    """ModelError where tokens reach each other by other ways than attention: a rank would see its own only."""
+def why_whole(model: nn.Module) -> str:
+    """Why attention of this model of transformers must get all tokens; "" where its calls can be replaced."""
+    kind = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"the attention of {kind} cannot be replaced from outside (_supports_attention_backend is not set)"
+    if hugging_face.attention_heads(model) is None:
+        return f"{kind} gives no single number of attention heads"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{kind} takes no position_ids"
     if getattr(getattr(model, "config", None), "trigram_input", False):
-        raise ModelError(
-            f"cp={context.axis.size}: {type(model).__name__} reads the embeddings of neighbouring tokens together "
-            f"(trigram_input), and a rank has only its own. Use cp=1 for this model."
-        )
+        return f"{kind} reads the embeddings of neighbouring tokens together (trigram_input)"
     for path, block in repeated_blocks(model).items():
         for name, module in block.named_modules():
             if token_flow.mixing(module) == "other":
                 place = f"{path}.{name}" if name else path
-                raise ModelError(
-                    f"cp={context.axis.size}: {place} ({type(module).__name__}) mixes tokens by something other than "
-                    "attention, so it would see only this rank's tokens. Use cp=1 for this model."
-                )
+                return f"{place} ({type(module).__name__}) mixes tokens by something other than attention"
+    return ""
 
 
 def attend_by_name(
@@ -216,7 +208,7 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
             f"cp={context.axis.size}: {type(model).__name__} has no input_ids or no position_ids, so Weft cannot "
             "give it the positions of its part of a sequence. Use cp=1 for this model."
         )
-    if others := [name for name in _BESIDE_TOKENS if given.get(name) is not None]:
+    if others := [name for name in BESIDE_TOKENS if given.get(name) is not None]:
         raise ModelError(
             f"cp={context.axis.size}: {type(model).__name__} takes {others[0]} beside its tokens, and Weft cannot "
             "tell which part of it belongs to a rank's tokens. Use cp=1 for this model."

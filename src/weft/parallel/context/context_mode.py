@@ -98,9 +98,7 @@ class Context:
                 f"cp={self.axis.size}: the batch has no tensor of shape (batch, sequence) that could be cut. "
                 f"Use cp=1 for this model."
             )
-        if not self._labels_checked:
-            self._check_labels(batch)
-            self._labels_checked = True
+        self.check_labels(batch)
         return cut_batch(batch, self.order(seq_len))
 
     def places(self, num_tokens: int, device: torch.device) -> Tensor:
@@ -147,8 +145,20 @@ class Context:
             self._divided[ids_BT] = View(self.axis, order, find_borders(ids_BT, self.axis, order))
         return self._divided[ids_BT]
 
-    def _check_labels(self, batch: Any) -> None:
-        """Labels that are the inputs themselves were meant to be shifted inside of sequences, which are cut here."""
+    def sees_whole(self, path: str) -> bool:
+        """Return whether the module of that path works on all tokens of a sequence, though it is cut."""
+        del path
+        return False
+
+    def check_labels(self, batch: Any) -> None:
+        """Look once whether labels are the inputs, to be shifted inside of sequences.
+
+        Raises:
+            ModelError: where they are: sequences are cut here.
+        """
+        if self._labels_checked:
+            return
+        self._labels_checked = True
         if not isinstance(batch, Mapping) or not {"labels", "input_ids"} <= batch.keys():
             return
         labels, inputs = batch["labels"], batch["input_ids"]

@@ -73,10 +73,11 @@ def cut_batch(batch: Any, order: SequenceOrder) -> Any:
 
     Raises ModelError for a mask over pairs of tokens, which has the sequence in two dims.
     """
-    return map_tensors(lambda tensor: _cut_tensor(tensor, order), batch)
+    return map_tensors(lambda tensor: cut_tensor(tensor, order), batch)
 
 
-def _cut_tensor(tensor: torch.Tensor, order: SequenceOrder) -> torch.Tensor:
+def cut_tensor(tensor: torch.Tensor, order: SequenceOrder) -> torch.Tensor:
+    """This rank's tokens of it, where dim 1 is the sequence; itself where it is not."""
     if tensor.ndim >= 3 and list(tensor.shape[-2:]) == [order.seq_len] * 2:
         raise ModelError(
             f"cp={order.cp}: the batch holds a mask of shape {tuple(tensor.shape)} over pairs of tokens, which cannot "

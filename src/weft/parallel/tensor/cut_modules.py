@@ -48,15 +48,20 @@ class Entry:
         self._outer: torch.Tensor | None = None
         self._products: dict[int, torch.Tensor] = {}
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """All tokens of activations of which this rank has a part; the gradient is summed and cut again."""
+    def enter(self, x: torch.Tensor, *, is_shared: bool = True) -> torch.Tensor:
+        """All tokens of activations of which this rank has a part; the gradient is summed and cut again.
+
+        is_shared: the members read them, and nothing else.
+        """
         if self.line.cuts_tokens:
             if x.dim() < 3:
                 token_share(x.shape, self.line.axis)
             inner = gather_from(x, self.line.axis, TOKENS)
         else:
             inner = copy_to(x, self.line.axis)
-        if not self.is_compiled and not self.is_ahead:
+        if not is_shared:
+            self.close()
+        if is_shared and not self.is_compiled and not self.is_ahead:
             self._begin(inner, x)
         elif self.part is not None:
             self.part.is_open = True
@@ -126,14 +131,15 @@ class Enter:
     """Hooks of the module in front of which an entry stands. Objects, since copies of a module copy its hooks.
 
     ends: whether the cut part ends inside of it. BERT's pooler gives out features that are cut until the classifier.
+    second: arguments, by place and name, that give it other states to read keys from.
     """
 
-    def __init__(self, entry: Entry, ends: bool):
-        self._entry = entry
-        self._ends = ends
+    def __init__(self, entry: Entry, ends: bool, second: tuple[tuple[int, str], ...] = ()):
+        self._entry, self._ends, self._second = entry, ends, second
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Bring all tokens of the activations among the arguments; where tokens are cut, or layers ahead whole."""
+        args, kwargs, has_second = self._second_entered(args, kwargs)
         values = [*args, *kwargs.values()]
         for place, value in enumerate(values):
             if (
@@ -141,12 +147,25 @@ class Enter:
                 and value.is_floating_point()
                 and value.shape[-1:] == (self._entry.width,)
             ):
-                values[place] = self._entry.enter(value)
+                values[place] = self._entry.enter(value, is_shared=not has_second)
                 return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
         raise ModelError(
             f"module of type {type(module).__name__}: none of its arguments has the {self._entry.width} features that "
             f"its cut layers read. Use sp=off, or give a layout that leaves it out."
         )
+
+    def _second_entered(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+        """The arguments with all tokens of what an encoder gave, and whether it gave any."""
+        for place, name in self._second if self._entry.line.cuts_tokens else ():
+            if len(args) > place and args[place] is not None:
+                return (
+                    (*args[:place], self._entry.enter(args[place], is_shared=False), *args[place + 1 :]),
+                    kwargs,
+                    True,
+                )
+            if kwargs.get(name) is not None:
+                return args, {**kwargs, name: self._entry.enter(kwargs[name], is_shared=False)}, True
+        return args, kwargs, False
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Nothing of it is needed any more."""

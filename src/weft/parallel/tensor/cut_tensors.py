@@ -40,7 +40,7 @@ from weft.parallel.tensor.read_layout import (
     read_own,
     read_styles,
 )
-from weft.parallel.tensor.sequence import TokenCut, cut_tokens, plan_sequence
+from weft.parallel.tensor.sequence import TokenCut, cut_tokens, plan_sequence, second_states
 from weft.spec import Layout, Style
 from weft.structure import Heads, become, find_layout, hugging_face, layers, token_flow
 from weft.structure.layouts import rms_form
@@ -209,7 +209,7 @@ class _Cutter:
             self.entries[place] = entry
             if not alone:
                 ends = any(name.startswith(f"{parent}.") for name in self.rows)
-                hooks = Enter(entry, ends)
+                hooks = Enter(entry, ends, second_states(around) if self.sequence and self.sequence.reading else ())
                 if self.line.cuts_tokens or ahead:
                     around.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 around.register_forward_hook(hooks.after)

@@ -11,6 +11,7 @@ B sequences, T tokens, S = T / tp tokens of this rank, D features.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ from weft.private_torch import tree_flatten, tree_unflatten
 from weft.spec import Layout, Style
 from weft.structure import layers, repeated_blocks, token_flow
 
+#: What transformers calls an encoder's output among the arguments of a decoder's block.
+_ENCODER_STATES = "encoder_hidden_states"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenCut:
@@ -34,6 +38,7 @@ class TokenCut:
     runs: the first and the last block of each stage that is here. with_ends: embedding and head are cut along too, and
     stages of a pipeline hand parts of the tokens to each other. width: features of the residual stream. whole: modules
     that mix tokens and that the layout leaves whole: every rank brings all tokens together for them, and does all.
+    reading: blocks that read what an encoder gave.
     """
 
     blocks: tuple[str, ...]
@@ -42,6 +47,7 @@ class TokenCut:
     with_ends: bool
     width: int
     whole: tuple[str, ...] = ()
+    reading: tuple[str, ...] = ()
 
 
 def plan_sequence(
@@ -54,10 +60,13 @@ def plan_sequence(
     LayoutError where a block mixes tokens outside of cut layers.
     """
     blocks = repeated_blocks(model)
-    lists = {path.rpartition(".")[0] for path in blocks}
-    if len(lists) != 1:
+    chains: dict[str, list[str]] = {}
+    for path in blocks:
+        chains.setdefault(layers.parent_of(path), []).append(path)
+    if len(chains) != 1 and not _is_encoder_decoder(model, chains):
         raise LayoutError(
-            f"sp=on: one chain of blocks is needed, and {type(model).__name__} has {len(lists)}. Use sp=off."
+            f"sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and {type(model).__name__} has "
+            f"{len(chains)}. Use sp=off."
         )
     whole = tuple(place for path, block in blocks.items() for place in _left_whole(path, block, styles))
     begin = f"{next(iter(blocks))}."
@@ -71,8 +80,25 @@ def plan_sequence(
     # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
     ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
     outside = ("norm", "pos_embed") if ends else ()
-    here = [tuple(blocks)] if runs is None else runs
-    return TokenCut(tuple(blocks), tuple((run[0], run[-1]) for run in here), (*blocks, *outside), ends, width, whole)
+    here = list(chains.values()) if runs is None else runs
+    ends_of_runs = tuple((run[0], run[-1]) for run in here)
+    reading = tuple(path for path, block in blocks.items() if len(chains) > 1 and _ENCODER_STATES in _names(block))
+    return TokenCut(tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading)
+
+
+def _is_encoder_decoder(model: nn.Module, chains: Mapping[str, Sequence[str]]) -> bool:
+    config = getattr(model, "config", None)
+    return len(chains) == 2 and bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+def second_states(module: nn.Module) -> tuple[tuple[int, str], ...]:
+    """Places and names of the arguments in which a module is given other states to read keys from."""
+    found = enumerate(_names(module))
+    return tuple((place, name) for place, name in found if name in (_ENCODER_STATES, "key_value_states"))
 
 
 def _is_vocab(style: Style | None) -> bool:
@@ -100,6 +126,8 @@ def _left_whole(path: str, block: nn.Module, styles: Mapping[str, Style]) -> lis
 def cut_tokens(model: nn.Module, sequence: TokenCut, line: SharedLayer) -> None:
     """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
     modules = dict(model.named_modules())
+    for path in sequence.reading:
+        modules[path].register_forward_pre_hook(_CutStates(line, _names(modules[path])).before, with_kwargs=True)
     for path in sequence.whole:
         together = _Together(line, sequence.width)
         modules[path].register_forward_pre_hook(together.before, with_kwargs=True)
@@ -139,6 +167,26 @@ class _Edge:
 
     def _find(self, leaves: list[Any], module: nn.Module) -> int:
         return _find_hidden(leaves, self._width, module)
+
+
+class _CutStates:
+    """Hook of a block that reads what an encoder gave: this rank's tokens of it, which cut layers bring together."""
+
+    def __init__(self, line: SharedLayer, names: list[str]):
+        self._line, self._place = line, names.index(_ENCODER_STATES)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Cut them."""
+        del module
+        if len(args) > self._place and args[self._place] is not None:
+            return (*args[: self._place], self._cut(args[self._place]), *args[self._place + 1 :]), kwargs
+        if kwargs.get(_ENCODER_STATES) is not None:
+            return args, {**kwargs, _ENCODER_STATES: self._cut(kwargs[_ENCODER_STATES])}
+        return None
+
+    def _cut(self, states: torch.Tensor) -> torch.Tensor:
+        token_share(states.shape, self._line.axis)
+        return slice_to(states, self._line.axis, TOKENS)
 
 
 class _Together:
