@@ -12,18 +12,20 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.parity.adapter_cases import AdapterCase
 from tests.parity.cases import LLAMA, HuggingFaceCase
 from tests.parity.moe_cases import MOE, MoECase
 from weft.errors import PlanError, WeftWarning
 from weft.parallel.layers import Float8, linear
 from weft.parallel.local_tensors import precision
-from weft.testing import Case, DecoderCase, ParityResult, train_case
+from weft.testing import Case, DecoderCase, ParityResult, RankPool, train_case
 
 WIDE = dataclasses.replace(LLAMA, dim=32, ffn_dim=48)
 CASES: dict[str, Case] = {
     "llama": DecoderCase(WIDE, num_steps=2),
     "gpt2": HuggingFaceCase(WIDE, num_steps=2, kind="gpt2"),
     "experts": MoECase(dataclasses.replace(MOE, dim=32, ffn_dim=48, expert_ffn_dim=16), num_steps=2),
+    "adapter": AdapterCase(DecoderCase(WIDE), kind="dora"),
 }
 TWO_RANKS = {
     "llama": (
@@ -31,43 +33,52 @@ TWO_RANKS = {
         "dp_shard=2 zero=3 recompute=full",
         "tp=2",
         "tp=2 sp=on recompute=selective",
-        "tp=2 compile=on",
         "cp=2 cp_mode=ring",
         "pp=2 microbatches=2",
         "pp=2 microbatches=4 schedule=zb_h1",
         "tp=2 offload=activations",
     ),
-    "gpt2": ("tp=2", "dp_replicate=2 compile=on", "pp=2 microbatches=4 schedule=zb_h1"),
+    "gpt2": ("tp=2", "pp=2 microbatches=4 schedule=zb_h1"),
     "experts": ("tp=2", "tp=2 ep=2", "dp_shard=2 ep=2 zero=1"),
+    "adapter": ("tp=2 sp=on", "dp_shard=2 zero=3"),
 }
+COMPILED = {"llama": ("tp=2 compile=on",), "gpt2": ("dp_replicate=2 compile=on",)}
 FOUR_RANKS = {
     "llama": ("dp_shard=2 tp=2 sp=on zero=3", "pp=2 tp=2 microbatches=4 schedule=zb_h1", "cp=2 tp=2 sp=on"),
     "gpt2": ("dp_replicate=2 tp=2 zero=0",),
     "experts": ("dp_shard=2 tp=2 ep=4 zero=1",),
+    "adapter": ("dp_replicate=2 tp=2",),
 }
 
 
-def train_all(plans: dict[str, tuple[str, ...]]) -> dict[tuple[str, str], ParityResult]:
-    """Each case under its plans, with what bf16 would round in float64."""
+def train_all(name: str, plans: tuple[str, ...]) -> dict[str, ParityResult]:
+    """A case under its plans, with what bf16 would round in float64."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(precision._COMPUTE, "fp8", torch.float64)
-        return {
-            (name, plan): train_case(f"{plan} precision=fp8".strip(), CASES[name])
-            for name in plans
-            for plan in plans[name]
-        }
+        return {plan: train_case(f"{plan} precision=fp8".strip(), CASES[name]) for plan in plans}
+
+
+def expect_one_rounding(pool: RankPool, name: str, plans: tuple[str, ...]) -> None:
+    alone = train_all(name, ("",))[""]
+    for answer in pool.run(train_all, name, plans):
+        for plan, result in answer.items():
+            assert result.largest_difference(alone) < 1e-10, plan
+    exact = train_case("precision=fp64", CASES[name])
+    assert alone.largest_difference(exact) > 1e-3, f"{name} was not rounded"
 
 
 @pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
-@pytest.mark.parametrize("plans, num_ranks", [(TWO_RANKS, 2), pytest.param(FOUR_RANKS, 4, marks=pytest.mark.full)])
-def test_every_plan_rounds_as_one_process_does(plans, num_ranks, request):
-    alone = train_all(dict.fromkeys(CASES, ("",)))
-    for answer in request.getfixturevalue(f"ranks{num_ranks}").run(train_all, plans):
-        for (name, plan), result in answer.items():
-            assert result.largest_difference(alone[name, ""]) < 1e-10, (name, plan)
-    for name, case in CASES.items():
-        exact = train_case("precision=fp64", case)
-        assert alone[name, ""].largest_difference(exact) > 1e-3, f"{name} was not rounded"
+@pytest.mark.parametrize("name", CASES)
+def test_every_plan_rounds_as_one_process_does(name, ranks2):
+    expect_one_rounding(ranks2, name, TWO_RANKS[name])
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_plans_of_four_ranks_and_compiled_ones_round_alike(name, ranks2, ranks4):
+    expect_one_rounding(ranks4, name, FOUR_RANKS[name])
+    expect_one_rounding(ranks2, name, COMPILED.get(name, ()))
 
 
 def test_products_are_those_of_rounded_factors():
