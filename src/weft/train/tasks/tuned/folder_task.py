@@ -330,6 +330,8 @@ class FolderTask(Task):
         from weft.train.task import describe_by_tracing
 
         traced = describe_by_tracing(self.shapes())
+        if traced.reads_sequence:  # a text of the task, and not the longest that the model reads
+            traced = replace(traced, default_seq_len=self.config.train.seq_len)
         limits = {**dict(traced.limits), **self.limits()}
         found = read_model(replace(traced, name=self.name(), limits=tuple(limits.items())))
         return replace(found, config=self.config, sample_unit=self.sample_unit)

@@ -1,0 +1,25 @@
+"""What the planner is told of tasks on Hugging Face folders."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.train.tuned_folders import save_tokenizer, write_tables
+from weft.planner.search import Question
+from weft.spec.files.config_file import load_config
+from weft.train.tasks.task_choice import find_task
+
+transformers = pytest.importorskip("transformers")
+
+
+def test_the_planner_takes_the_runs_length_of_texts(tmp_path):
+    """And not the longest text that the model reads: a step over that would be planned four times as long."""
+    entries = save_tokenizer(tmp_path / "bert", "bert")
+    layers = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    transformers.BertConfig(vocab_size=entries + 960, max_position_embeddings=512, **layers).save_pretrained(
+        tmp_path / "bert"
+    )
+    write_tables(tmp_path)
+    words = ["task=masked_lm", f"model.path={tmp_path / 'bert'}", f"data.train={tmp_path / 'texts.jsonl'}"]
+    config = load_config(None, [*words, "train.seq_len=128", "train.global_batch=8"]).config
+    assert Question.of(find_task(config).describe(), "2xa100").job.seq_len == 128
