@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.errors import ModelError
@@ -64,19 +63,21 @@ class Entry:
 
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The member's product with x. Members that read the same tensor are one product with one collective."""
-        weight, bias = layers.weight_of(member), layers.bias_of(member)
+        bias = layers.bias_of(member)
         if self.is_ahead:
-            return F.linear(x, weight, bias)  # autograd knows how it was made of what came in
+            return layers.product(member, x, bias)  # autograd knows how it was made of what came in
         if self.is_compiled:
             if not self.line.cuts_tokens and x is not self._inner:
                 self._begin(x, copy_to(x, self.line.axis))
-            return F.linear(x if self._outer is None else self._outer, weight, bias)
+            return layers.product(member, x if self._outer is None else self._outer, bias)
         if torch.is_autocast_enabled(x.device.type):
-            return F.linear(x if self.line.cuts_tokens else copy_to(x, self.line.axis), weight, bias)
+            return layers.product(member, x if self.line.cuts_tokens else copy_to(x, self.line.axis), bias)
         if not self.line.cuts_tokens and x is not self._inner:
             self._begin(x, x)
         if x is not self._inner or self._outer is None:
-            return F.linear(x, weight, bias)  # made from what came in: autograd knows how
+            return layers.product(member, x, bias)  # made from what came in: autograd knows how
+        if layers.is_packed(member):  # its bytes are unpacked for its own product alone
+            return layers.product(member, x if self.line.cuts_tokens else copy_to(x, self.line.axis), bias)
         outer = self._outer
         if not self._products:
             self._products = self._multiply(self.members, x, outer)
@@ -174,7 +175,7 @@ class RowLinear(HoldingLayer):
         if held is not None and weight.dtype == x.dtype:
             product = linear(x, weight, None, held, transposed=layers.is_transposed(self))
         else:
-            product = F.linear(x, layers.weight_of(self).to(x.dtype))
+            product = layers.product(self, x)
         if isinstance(self, AdaptedLinear):  # what it adds to the ranks' products adds up with them
             product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
         out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
