@@ -12,7 +12,7 @@ from tests.parity.families import FAMILIES, FamilyCase, shape_of
 from tests.parity.moe_cases import MOE, MoECase
 from tests.parity.plans import Subject
 from weft.models.adapters import add_adapter
-from weft.testing import Case
+from weft.testing import Case, DecoderCase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +24,11 @@ class AdapterCase:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
     start_noise: float = 0.05
+    base: str = "stored"
 
     def model(self) -> nn.Module:
         model = self.of.model()
-        settings = {"targets": self.targets, "kind": self.kind, "dropout": self.dropout}
+        settings = {"targets": self.targets, "kind": self.kind, "dropout": self.dropout, "base": self.base}
         add_adapter(model, rank=2, alpha=3, seed=5, **settings)
         generator = torch.Generator().manual_seed(11)
         for _, param in model.named_parameters():
@@ -57,6 +58,19 @@ def adapter_subjects() -> dict[str, Subject]:
         "hf-gpt2-some": Subject(AdapterCase(chosen["hf-gpt2"], kind="rslora", targets=("c_attn", "h.1.mlp.*")), GPT2),
         "hf-latent-dora": Subject(AdapterCase(FamilyCase("deepseek-v3"), kind="dora"), shape_of(latent)),
         "experts": Subject(AdapterCase(experts, kind="rslora"), MOE),
+    }
+
+
+#: Wide enough that two ranks share whole blocks of 64 inputs.
+WIDE = dataclasses.replace(LLAMA, dim=128, ffn_dim=128, num_heads=2)
+
+
+def packed_subjects() -> dict[str, Subject]:
+    """Those whose base is kept as bytes, with adapters on all layers that are, and on some."""
+    wide = DecoderCase(WIDE)
+    return {
+        "nf4": Subject(AdapterCase(wide, base="nf4"), WIDE),
+        "int8": Subject(AdapterCase(wide, base="int8", targets=("attn.q", "mlp.down")), WIDE),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parity.adapter_cases import AdapterCase, adapter_subjects, dropping_subjects
+from tests.parity.adapter_cases import AdapterCase, adapter_subjects, dropping_subjects, packed_subjects
 from tests.parity.cases import cases
 from tests.parity.plans import BROAD_GROUPS, RTOL, Cell, chosen_cells, differing
 from weft.comm import Ledger
@@ -57,6 +57,19 @@ def test_a_layout_equals_one_process(ranks2, wanted):
     found = differing(chosen, subjects(), wanted, ranks2)
     assert not found, "\n".join(found)
     assert {cell.subject for cell in chosen} == subjects().keys()
+
+
+def test_a_packed_base_equals_one_process(ranks2):
+    """Every stage of ZeRO, each cut, replays, weights' gradients that wait: the same bytes, and so the same numbers."""
+    texts = {
+        "nf4": ("zero=1 dp_shard=2", "zero=3 dp_shard=2 recompute=full", "tp=2", "tp=2 sp=on", "pp=2 accumulation=2"),
+        "int8": ("dp_shard=2", "zero=2 dp_shard=2", "zero=3 dp_shard=2", "tp=2 sp=on recompute=full", "cp=2",
+                 "pp=2 accumulation=2 schedule=zb_h1"),
+    }  # fmt: skip
+    chosen = [Cell(name, Plan.parse(f"{text} precision=fp64")) for name, some in texts.items() for text in some]
+    alone = {one.case: train_plain(one.case) for one in packed_subjects().values()}
+    found = differing(chosen, packed_subjects(), alone, ranks2)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.full

@@ -19,6 +19,12 @@ CASES = [
     ("adapter-has-a-rank", ["adapter.kind=dora"],
      "adapter.rank=0: there is no adapter, and other settings of [adapter] are given. Use adapter.rank=16, or leave "
      "them out."),
+    ("packed-base-has-a-folder", ["adapter.rank=4", "adapter.base=nf4"],
+     "adapter.base=nf4: weights are rounded as they are read from a folder, and there is none. Set model.path to a "
+     "Hugging Face folder, or use adapter.base=stored."),
+    ("packed-base-has-no-dora", ["adapter.rank=4", "adapter.base=int8", "adapter.kind=dora", "model.path=base"],
+     "adapter.base=int8: adapter.kind=dora divides by norms of the weights as stored. Use adapter.kind=lora, or "
+     "adapter.base=stored."),
     ("warmup-fits", ["train.steps=10", "schedule.warmup_steps=20"],
      "schedule.warmup_steps=20: warm-up must end before train.steps=10. Use schedule.warmup_steps=1, or more steps."),
     ("decay-fits", ["schedule.kind=wsd", "schedule.decay_steps=290"],

@@ -33,6 +33,7 @@ from weft.train import Microbatches, StepMetrics, TrainStep
 from weft.train.engine import EngineJob, Evaluation, LateResult, Measures, StepResult, TraceKind, derive_seed
 from weft.train.planned import report_times
 from weft.train.state import adapter_state, expected_bytes, gather, on_first, pieces, resume
+from weft.train.state.base import packed_source
 from weft.train.step import RankForwards, evaluate
 from weft.train.step.tracing import StepTracer, TracedStep
 from weft.train.task import Batches, Share, Task, with_adapter
@@ -83,6 +84,7 @@ class TorchEngine:
         base = task.initial_model(mesh.plan)
         weights = task.initial_weights(base)
         self._model: nn.Module = with_adapter(base, config)
+        weights = None if weights is None else packed_source(self._model, weights)
         freeze(self._model, config.optimizer)
         self._lay_out(self._model, weights, reads=self._reads_base())
         second = task.second_model(mesh.plan)

@@ -69,6 +69,11 @@ def _fill(parameter: Tensor, full_name: str, owner: nn.Module, name: str, seed: 
     fill_adapter = getattr(owner, "fill_adapter", None)
     if fill_adapter is not None and fill_adapter(parameter, name, full_name, seed):
         return
+    if not parameter.is_floating_point():
+        raise ModelError(
+            f"parameter {full_name}: it holds bytes of a packed weight, which no seed makes. Give the model weights "
+            "before add_adapter(base=...)."
+        )
     if name == "bias":
         parameter.zero_()
     elif isinstance(owner, _NORMS):

@@ -55,16 +55,30 @@ def _own_forward(kind: type[nn.Module]) -> Any:
 
 
 def weight_of(module: nn.Module) -> torch.Tensor:
-    """The weight as (outputs, inputs)."""
+    """The weight as (outputs, inputs); of one that is kept as bytes, the numbers that they stand for."""
+    unpacked = getattr(module, "unpacked_weight", None)
+    if unpacked is not None:
+        return unpacked()
     weight = stored_weight(module)
     return weight.t() if is_transposed(module) else weight
 
 
 def stored_weight(module: nn.Module) -> torch.Tensor:
-    """The weight as the layer keeps it: (outputs, inputs), or the other way round where it is transposed."""
+    """The weight as the layer keeps it: (outputs, inputs), or the other way round where it is transposed, or bytes."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return weight
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether a linear layer keeps its frozen weight as bytes."""
+    return hasattr(module, "times_weight")
+
+
+def product(module: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The product of x with the layer's weight in the format of x, and a bias."""
+    times: Any = getattr(module, "times_weight", None)
+    return nn.functional.linear(x, weight_of(module).to(x.dtype), bias) if times is None else times(x, bias)
 
 
 def bias_of(module: nn.Module) -> torch.Tensor | None:

@@ -78,7 +78,7 @@ def test_a_larger_rank_trains_more(folder):
         ("lroa", "it is full, lora, lora=RANK or all. Did you mean 'lora'? Use --tune lora."),
         ("full=3", "it is full, lora, lora=RANK or all. Did you mean 'full'? Use --tune lora."),
         ("lora=0", "an adapter's rank is a whole number from 1 to 65536. Use --tune lora=64."),
-        ("qlora", "Weft does not train beside a quantised base. Use --tune lora."),
+        ("qlora", "the planner does not count a base that adapter.base rounds. Use --tune lora."),
     ],
 )
 def test_another_word_is_refused(folder, capsys, tune, said):

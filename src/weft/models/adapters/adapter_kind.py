@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -38,22 +38,29 @@ class AdapterKind:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """What `add_adapter` did to a model. layers: by path, whether the layer keeps its weight transposed."""
+    """What `add_adapter` did to a model.
+
+    layers: by path, whether the layer keeps its weight transposed. base: "stored", or the format in which linear layers
+    keep their weights. packed: by path, the inputs of those that do.
+    """
 
     kind: AdapterKind
     layers: Mapping[str, bool]
+    base: str = "stored"
+    packed: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> Adapted:
         """Return what `said` wrote."""
         kind = AdapterKind(said["rank"], said["alpha"], said["kind"], said["dropout"])
-        return cls(kind, said["layers"])
+        return cls(kind, said["layers"], said.get("base_format", "stored"), said.get("packed", {}))
 
     def said(self) -> dict[str, Any]:
         """Return all of it as JSON."""
         kind = self.kind
         said = {"rank": kind.rank, "alpha": kind.alpha, "kind": kind.kind, "dropout": kind.dropout}
-        return {**said, "layers": dict(self.layers)}
+        packed = {"base_format": self.base, "packed": dict(self.packed)} if self.packed else {}
+        return {**said, "layers": dict(self.layers), **packed}
 
     def params(self) -> Iterator[tuple[str, str]]:
         """Yield (path of the layer, name in it) of each of the adapter's parameters."""

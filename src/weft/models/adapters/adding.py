@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from weft.errors import ModelError
 from weft.models.adapters.adapted_linear import AdaptedLinear
 from weft.models.adapters.adapter_kind import ADAPTER_PARAMS, Adapted, AdapterKind, adapted, note_adapted
+from weft.models.adapters.packed_linear import pack_layers
 from weft.structure import become, layers
 
 KINDS = ("lora", "rslora", "dora")
@@ -24,6 +26,7 @@ def add_adapter(
     targets: Sequence[str] = (),
     dropout: float = 0.0,
     kind: str = "lora",
+    base: str = "stored",
     seed: int = 0,
 ) -> nn.Module:
     """Give linear layers an adapter, in place, and freeze every other parameter. Call it before `parallelize`.
@@ -40,6 +43,8 @@ def add_adapter(
             any text. (): all linear layers but the one that makes the logits and those that choose experts.
         dropout: share of the adapter's inputs that training drops.
         kind: "lora", "rslora" or "dora".
+        base: how linear layers that may have an adapter keep their frozen weights: "stored", as they are; "int8" or
+            "nf4", in blocks of 64 with one scale, unpacked in each product.
         seed: of the first values of A, with each parameter's name.
 
     Returns:
@@ -50,7 +55,22 @@ def add_adapter(
             for a model that has an adapter or is parallelized.
     """
     adapter = AdapterKind(rank, 2.0 * rank if alpha is None else float(alpha), kind, float(dropout))
-    return adapt_layers(model, chosen_layers(model, targets), adapter, seed)
+    chosen = chosen_layers(model, targets)
+    if base == "stored":
+        return adapt_layers(model, chosen, adapter, seed)
+    if kind == "dora":
+        raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
+    _check(adapter)
+    packed = pack_layers(model, chosen_layers(model), base)
+    adapt_layers(model, chosen, adapter, seed)
+    note_adapted(model, replace(_noted(model), base=base, packed=packed))
+    return model
+
+
+def _noted(model: nn.Module) -> Adapted:
+    record = adapted(model)
+    assert record is not None
+    return record
 
 
 def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: AdapterKind, seed: int) -> nn.Module:

@@ -10,12 +10,15 @@ from torch import Tensor, nn
 from weft.errors import ModelError
 from weft.models.adapters.adapted_linear import AdaptedLinear
 from weft.models.adapters.adapter_kind import ADAPTER_PARAMS, Adapted, adapted, note_adapted
+from weft.models.adapters.base_format import BASE_FORMATS
+from weft.models.adapters.packed_linear import leave_packed, unpack_layer
 from weft.structure import layers, revert
 
 
 def merge_adapter(model: nn.Module) -> nn.Module:
     """Add each adapter to the weight beside it, in place; the layers are then what they were before `add_adapter`.
 
+    Weights that are kept as bytes become the numbers that these stand for: the adapter was trained beside those.
     Of a parallelized model merge the whole tensors with `merged_tensors`. All parameters stay frozen.
 
     Returns:
@@ -35,6 +38,8 @@ def merge_adapter(model: nn.Module) -> nn.Module:
             )
         assert isinstance(layer, AdaptedLinear)
         found[path] = layer
+    for path in record.packed:
+        unpack_layer(model.get_submodule(path))
     for path, layer in found.items():
         weight = layers.stored_weight(layer)
         own = {name: getattr(layer, name) for name in ADAPTER_PARAMS if getattr(layer, name) is not None}
@@ -43,6 +48,8 @@ def merge_adapter(model: nn.Module) -> nn.Module:
         for name in (*ADAPTER_PARAMS, "lora_dropout", "_weft_adapter", "_weft_whole", "_weft_is_on"):
             delattr(layer, name)
         revert(layer, AdaptedLinear)
+    for path in record.packed:
+        leave_packed(model.get_submodule(path))
     note_adapted(model, None)
     return model
 
@@ -61,8 +68,11 @@ def merged_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
     own: dict[str, dict[str, Tensor]] = {}
     for path, name in record.params():
         own.setdefault(path, {})[name] = merged.pop(f"{path}.{name}")
+    for path, width in record.packed.items():
+        dtype = own[path]["lora_A"].dtype if path in own else torch.float32
+        merged[f"{path}.weight"] = BASE_FORMATS[record.base].unpack(tensors[f"{path}.weight"], width, dtype)
     for path, parts in own.items():
-        merged[f"{path}.weight"] = merged_weight(record, path, tensors[f"{path}.weight"], parts)
+        merged[f"{path}.weight"] = merged_weight(record, path, merged[f"{path}.weight"], parts)
     return merged
 
 

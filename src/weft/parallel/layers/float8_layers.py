@@ -1,8 +1,8 @@
 """Which linear layers multiply in float8, and how they come to it.
 
 Linear layers inside of the repeated blocks do, in front of their norms and behind; embeddings, the head, norms, stacked
-experts and what chooses experts do not. Both sides of a layer's whole weight must be multiples of 16: the rule looks
-at the model and not at the plan, so every plan of a model rounds the same layers.
+experts, what chooses experts, and a base that is kept as bytes do not. Both sides of a layer's whole weight must be
+multiples of 16: the rule looks at the model and not at the plan, so every plan of a model rounds the same layers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def choose_float8(model: nn.Module, device: torch.device, *, speaks: bool) -> No
     for path, block in repeated_blocks(model).items():
         routers = _routers(block)
         for name, module in block.named_modules():
-            if not layers.is_linear(module) or id(module) in routers:
+            if not layers.is_linear(module) or layers.is_packed(module) or id(module) in routers:
                 continue
             shape = tuple(layers.weight_of(module).shape)
             if any(side % MULTIPLE for side in shape):

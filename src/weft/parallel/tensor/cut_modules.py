@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
 from weft.errors import ModelError
@@ -81,6 +80,8 @@ class Entry:
             self._begin(x, x)
         if x is not self._inner or self._outer is None:
             return _linear(member, x)  # made from what came in: autograd knows how
+        if layers.is_packed(member):  # its bytes are unpacked for its own product alone
+            return _linear(member, x if self.line.cuts_tokens else copy_to(x, self.line.axis))
         outer = self._outer
         if not self._products:
             self._products = self._multiply(self.members, x, outer)
@@ -123,8 +124,10 @@ def _form_of(member: nn.Module) -> Float8 | None:
 
 def _linear(member: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The member's product, by steps of autograd that the compiler can follow."""
-    weight, bias, form = layers.weight_of(member), layers.bias_of(member), _form_of(member)
-    return F.linear(x, weight, bias) if form is None else linear(x, weight, bias, None, form=form)
+    bias, form = layers.bias_of(member), _form_of(member)
+    if form is None:
+        return layers.product(member, x, bias)
+    return linear(x, layers.weight_of(member), bias, None, form=form)
 
 
 class Enter:
@@ -207,7 +210,7 @@ class RowLinear(HoldingLayer):
         elif self._weft_float8 is not None:
             product = linear(x, layers.weight_of(self), None, None, form=self._weft_float8)
         else:
-            product = F.linear(x, layers.weight_of(self).to(x.dtype))
+            product = layers.product(self, x)
         if isinstance(self, AdaptedLinear):  # what it adds to the ranks' products adds up with them
             product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
         out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)

@@ -248,6 +248,12 @@ class _Cutter:
         become(module, CutNorm, form=form, axis=self.axis)
 
     def _row(self, path: str, module: nn.Module) -> None:
+        width = layers.weight_of(module).shape[1]
+        if layers.is_packed(module) and width % (64 * self.axis.size):
+            raise LayoutError(
+                f"layout: {path} keeps its {width} inputs in blocks of 64, which tp={self.axis.size} cannot share out "
+                "whole. Use adapter.base=stored, or a smaller tp."
+            )
         self._replace(module, "weight", Placement(cut=("tp",)), dim=0 if layers.is_transposed(module) else 1)
         self._replace(module, "lora_A", Placement(cut=("tp",)), dim=1)
         self._partial(module, "lora_B", "lora_magnitude")

@@ -87,7 +87,7 @@ def _rank(tune: str) -> int:
     """The adapter's rank; 0: all weights are trained."""
     kind, equals, number = tune.partition("=")
     if kind == "qlora":
-        raise _wrong(tune, "Weft does not train beside a quantised base", "lora")
+        raise _wrong(tune, "the planner does not count a base that adapter.base rounds", "lora")
     if kind not in TUNES or (equals and kind != "lora"):
         raise _wrong(tune, f"it is full, lora, lora=RANK or all.{did_you_mean(kind, TUNES)}", "lora", is_ended=True)
     if not equals:

@@ -25,3 +25,6 @@ class AdapterSection(Section):
     """Share of the adapter's inputs that training drops, chosen by position, so every plan drops the same."""
     kind: Literal["lora", "rslora", "dora"] = "lora"
     """lora; rslora: scaled by the root of the rank; dora: with a trained magnitude for each output."""
+    base: Literal["stored", "int8", "nf4"] = "stored"
+    """How frozen linear layers keep their weights. stored: as precision says; int8, nf4: rounded in blocks of 64, in
+    1.06 and 0.56 byte a weight, and unpacked in each product (QLoRA)."""

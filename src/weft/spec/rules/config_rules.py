@@ -104,11 +104,31 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
     ),
     ConfigRule(
         name="adapter-has-a-rank",
-        keys=("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.dropout", "adapter.kind"),
+        keys=("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.dropout", "adapter.kind", "adapter.base"),
         reason="Without a rank there is no adapter, and its other settings would do nothing.",
         predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
         message=lambda _: (
             "0: there is no adapter, and other settings of [adapter] are given. Use adapter.rank=16, or leave them out."
+        ),
+    ),
+    ConfigRule(
+        name="packed-base-has-a-folder",
+        keys=("adapter.base", "model.path"),
+        reason="Random weights rounded to a few bits are no base worth adapting, and every plan must make the same.",
+        predicate=lambda config: config.adapter.base != "stored" and not config.model.path,
+        message=lambda config: (
+            f"{config.adapter.base}: weights are rounded as they are read from a folder, and there is none. Set "
+            "model.path to a Hugging Face folder, or use adapter.base=stored."
+        ),
+    ),
+    ConfigRule(
+        name="packed-base-has-no-dora",
+        keys=("adapter.base", "adapter.kind"),
+        reason="DoRA divides by norms of the weights, which bytes do not show.",
+        predicate=lambda config: config.adapter.base != "stored" and config.adapter.kind == "dora",
+        message=lambda config: (
+            f"{config.adapter.base}: adapter.kind=dora divides by norms of the weights as stored. Use "
+            "adapter.kind=lora, or adapter.base=stored."
         ),
     ),
     ConfigRule(

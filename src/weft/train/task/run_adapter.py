@@ -24,11 +24,12 @@ def with_adapter(model: Model, config: RunConfig) -> Model:
         return model
     from weft.models.adapters import add_adapter
 
-    settings = {"targets": section.targets, "dropout": section.dropout, "kind": section.kind}
+    settings = {"targets": section.targets, "dropout": section.dropout, "kind": section.kind, "base": section.base}
     try:
         add_adapter(model, rank=section.rank, alpha=section.alpha, seed=config.seed, **settings)
     except ModelError as error:
-        key = "adapter.targets" if str(error).startswith("targets=") else "adapter.rank"
-        said = f"adapter.{error}" if key == "adapter.targets" else f"{key}={section.rank}: {error}"
+        named = next((key for key in ("targets", "base") if str(error).startswith(f"{key}=")), None)
+        key = f"adapter.{named or 'rank'}"
+        said = f"adapter.{error}" if named else f"{key}={section.rank}: {error}"
         raise ConfigError([Problem(key, said)]) from error
     return model

@@ -12,7 +12,7 @@ from torch import nn
 from weft.checkpoint import Checkpoint
 from weft.checkpoint.pretrained import JoinedTensors
 from weft.errors import ConfigError
-from weft.models.adapters import Adapted, merge_adapter, merged_weight
+from weft.models.adapters import BASE_FORMATS, Adapted, merge_adapter, merged_weight
 from weft.parallel.local_tensors import read_whole
 from weft.train.folder import RunFolder
 from weft.train.state import model_tensors, restore_model
@@ -49,8 +49,15 @@ class MergedBase:
         """
         if name in self._trained:  # a norm, say, that was trained beside the adapter
             return self._trained[name]
-        stored = read_whole(self._source, name)
-        expect_same_base(name, stored, self._digests, self._path)
+        stored, path = read_whole(self._source, name), name.removesuffix(".weight")
+        if path in self._record.packed:
+            # What the adapter was trained beside: the numbers that the bytes stand for, and not the folder's.
+            kept = BASE_FORMATS[self._record.base]
+            packed = kept.pack(stored)
+            expect_same_base(name, packed, self._digests, self._path)
+            stored = kept.unpack(packed, stored.shape[1], stored.dtype)
+        else:
+            expect_same_base(name, stored, self._digests, self._path)
         if name not in self._own:
             return stored
         parts = {kind: self._trained[full] for kind, full in self._own[name].items()}
