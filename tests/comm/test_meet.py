@@ -108,14 +108,19 @@ def use_meshes(number: int) -> None:
             all_reduce(torch.ones(5), axis)
 
 
-def use_and_count(number: int) -> tuple[dict[str, int], dict[str, int]]:
+def use_and_count(number: int) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Mappings before the first mesh, and what is held after two meshes and after all.
+
+    Mappings may stand before: a model under zero=3 that an error stopped amid backward stays alive, and its mesh too.
+    """
+    start = held()["mappings"]
     use_meshes(2)
     before = held()
     use_meshes(number)
-    return before, held()
+    return start, before, held()
 
 
 def test_a_hundred_meshes_leave_nothing_behind(ranks4):
-    for before, after in ranks4.run(use_and_count, 100):
+    for start, before, after in ranks4.run(use_and_count, 100):
         assert after == before
-        assert after["mappings"] == 0
+        assert after["mappings"] == start
