@@ -15,6 +15,8 @@ __all__ = [
     "Share",
     "Task",
     "Which",
+    "cost_limits",
+    "costs_of",
     "describe_by_tracing",
     "sample_in_order",
     "trace",
@@ -22,6 +24,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.train.task.by_cost import cost_limits, costs_of
     from weft.train.task.description import describe_by_tracing, trace
     from weft.train.task.forwards import Forwards, Which
     from weft.train.task.indexed import sample_in_order
@@ -40,6 +43,8 @@ __getattr__ = loads(
         "Share": ".share",
         "Task": ".task",
         "Which": ".forwards",
+        "cost_limits": ".by_cost",
+        "costs_of": ".by_cost",
         "describe_by_tracing": ".description",
         "sample_in_order": ".indexed",
         "trace": ".description",

@@ -19,7 +19,7 @@ from weft.errors import ConfigError, DataError, Problem
 from weft.spec.rules import Facts
 from weft.spec.traced import Limit
 from weft.train.folder import RunFolder, free_name, run_folder
-from weft.train.task import Report, Task
+from weft.train.task import Report, Task, cost_limits, costs_of
 from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, keep_base
 from weft.train.tasks.tuned.padding import FilledUp, padded, padded_length
 from weft.train.tasks.tuned.table_data import Rows, SplitTables, TableReader, TableRecord
@@ -44,7 +44,8 @@ class FolderTask(Task):
     """Trains a model of a Hugging Face folder, with a head of some kind, on the rows of tables."""
 
     sections = ("model.path", "data.train", "data.eval", "data.holdout", "data.max_record_bytes",
-                "data.max_bad_fraction", "data.cache_dir", "train.seq_len")  # fmt: skip
+                "data.max_bad_fraction", "data.cache_dir", "data.batching", "data.microbatch_cost",
+                "train.seq_len")  # fmt: skip
     identity = ("model", "data.holdout", "train.seq_len")
 
     #: What transformers' AutoModelFor is followed by, and what that is called.
@@ -53,6 +54,8 @@ class FolderTask(Task):
     #: Options that do not change the rows.
     free_options: ClassVar[tuple[str, ...]] = ("pad_multiple",)
     pad_multiple: int = 8
+    #: What of a row is filled up.
+    padded_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
 
     _folder: RunFolder | None = None
     _tables: SplitTables | None = None
@@ -89,7 +92,7 @@ class FolderTask(Task):
 
     def limits(self) -> dict[str, Limit]:
         """Return which fields of a plan this task narrows, beside its model."""
-        return {"cp": _NO_CP}
+        return {"cp": _NO_CP, **cost_limits(self.config)}
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
         """Check the weights' names and shapes, and make rows of the data.
@@ -104,6 +107,7 @@ class FolderTask(Task):
         if (folder.path / _ROWS).is_file():
             self._refuse_other(folder, tables)
         self._take(tables)
+        costs_of(self, 1, 1)  # a text that no microbatch can hold
         if self._needs_folder or not base_of(folder).is_dir():
             self._notes = self._weight_notes()
 
@@ -238,6 +242,13 @@ class FolderTask(Task):
 
     def samples_per_epoch(self) -> int:
         return len(self.tables.train)
+
+    def lengths(self) -> Sequence[int] | np.ndarray | None:
+        """Return what each text is filled up to where it stands alone, int64 (rows, columns that are filled up)."""
+        most, table = self.config.train.seq_len, self.tables.train
+        columns = [table.lengths(name) for name in self.padded_columns]
+        multiple = self.pad_multiple
+        return np.stack([np.maximum(one, np.minimum(-(-one // multiple) * multiple, most)) for one in columns], axis=1)
 
     def sample_lines(self, place: int) -> Sequence[str]:
         """Show the text that the model reads, beside what else a row holds."""
