@@ -18,6 +18,12 @@ from weft.spec.traced import Limit, TracedModel
 
 #: What a microbatch costs beside its samples, as a share of what it may hold: calls of many small kernels.
 _CALL = 0.05
+#: Bounds of a microbatch's cost that are tried, and the runs of all ranks up to which they are.
+_BOUNDS, _SEARCHED = 6, 64
+#: Into how many more microbatches than the plan's a step may be cut, where that leaves less to fill up.
+_MORE = 4
+#: Places at most where runs may begin, in that search.
+_PLACES = 128
 #: What sums may be above a bound by rounding.
 _NEARLY = 1 + 1e-9
 
@@ -62,12 +68,19 @@ class Costs:
         order = np.lexsort((np.arange(len(lengths)), *-lengths.T, -lengths.sum(1)))
         runs = _Runs(lengths[order], self.cost_of, self.most_tokens)
         needed = -(-len(runs.cut(self.most)) // num_ranks)
-        cuts = {number: runs.even(self.most, number * num_ranks)
-                for number in range(needed, max(needed, self.room) + 1)}  # fmt: skip
-        number = min(cuts, key=lambda one: self._time(runs.costs_of(cuts[one]), num_ranks))
-        dealt = _dealt(runs.costs_of(cuts[number]), num_ranks)
+        room = max(needed, min(self.room, _SEARCHED // num_ranks))
+        counts = [number * num_ranks for number in range(needed, room + 1)]
+        found = [runs.even(self.most, count) for count in counts]
+        least = max(runs.costs_of(found[-1]))
+        if counts[-1] <= _SEARCHED:
+            # Less filling than runs of equal cost have, as long as ranks still come out even.
+            for bound in np.geomspace(least, max(least, self.most), _BOUNDS):
+                found += runs.least_filled(float(bound), counts)
+        best = min(found, key=lambda cut: self._time(runs.costs_of(cut), num_ranks))
+        dealt = _dealt(runs.costs_of(best), num_ranks)
+        number = max(map(len, dealt))
         return [
-            [tuple(sorted(order[cuts[number][one].start : cuts[number][one].stop].tolist())) for one in own]
+            [tuple(sorted(order[best[one].start : best[one].stop].tolist())) for one in own]
             + [()] * (number - len(own))
             for own in dealt
         ]
@@ -104,6 +117,36 @@ class _Runs:
             middle = (low + high) / 2
             low, high = (low, middle) if len(self.cut(middle)) <= number else (middle, high)
         return self.cut(high)
+
+    def least_filled(self, bound: float, numbers: Sequence[int]) -> list[list[range]]:
+        """Return for each number at most so many runs within a bound of cost, whose costs add up to the least.
+
+        Where there are none, none is returned. Dynamic programming over the places between samples.
+        """
+        step = -(-len(self._lengths) // _PLACES)
+        places = [*range(0, len(self._lengths), step), len(self._lengths)]
+        weights = np.full((len(places), len(places)), np.inf)
+        for row, start in enumerate(places[:-1]):
+            filled = np.maximum.accumulate(self._lengths[start:]).sum(1)
+            ends = np.array(places[row + 1 :]) - start
+            costs = self._cost_of(filled[ends - 1]) * ends
+            fits = (costs <= bound * _NEARLY) & (filled[ends - 1] * ends <= (self._most_tokens or np.inf))
+            weights[row, row + 1 :] = np.where(fits, costs, np.inf)
+        sums = np.where(np.arange(len(places)) == 0, 0.0, np.inf)
+        best, came, found = [sums], list[np.ndarray](), list[list[range]]()
+        for _ in range(max(numbers)):
+            whole = best[-1][:, None] + weights
+            came.append(whole.argmin(0))
+            best.append(whole.min(0))
+        for number in numbers:
+            used = min(range(1, number + 1), key=lambda one: best[one][-1])
+            if np.isfinite(best[used][-1]):
+                ends = [len(places) - 1]
+                for row in reversed(came[:used]):
+                    ends.append(int(row[ends[-1]]))
+                found.append([range(places[start], places[stop]) for stop, start in zip(ends, ends[1:], strict=False)])
+                found[-1].reverse()
+        return found
 
     def costs_of(self, cut: list[range]) -> list[float]:
         """Cost of each run, filled up to its longest sample."""
@@ -167,8 +210,8 @@ def costs_of(task: _CostTask, rows: int, num_microbatches: int) -> Costs | None:
         return table[some]
 
     if data.microbatch_cost == "auto":
-        return Costs(lengths, cost_of, rows * float(table[longest]), rows * longest, num_microbatches)
-    found = Costs(lengths, cost_of, data.microbatch_cost)
+        return Costs(lengths, cost_of, rows * float(table[longest]), rows * longest, _MORE * num_microbatches)
+    found = Costs(lengths, cost_of, data.microbatch_cost, room=_MORE * num_microbatches)
     found.check()
     return found
 

@@ -32,6 +32,7 @@ class IndexedBatches:
             raise DataError("task: it has no training samples. Let samples('train') return some.")
         self._samples, self._share, self._collate, self._seed = samples, share, collate, seed
         self._costs = costs
+        self._divided: dict[int, Sequence[Sequence[int]]] = {}
 
     @property
     def samples_per_epoch(self) -> int:
@@ -60,9 +61,14 @@ class IndexedBatches:
         share = self._share
         if self._costs is None:
             return _own_parts(share)
-        first = step * share.global_batch
-        indices = [self.locate(first + number)[1] for number in range(share.global_batch)]
-        return self._costs.divide(indices, share.size)[share.rank]
+        found = self._divided.get(step)
+        if found is None:
+            first = step * share.global_batch
+            indices = [self.locate(first + number)[1] for number in range(share.global_batch)]
+            found = self._costs.divide(indices, share.size)[share.rank]
+            # Who reads ahead asks for a step twice.
+            self._divided = {**{one: own for one, own in self._divided.items() if one == step - 1}, step: found}
+        return found
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
         return _Ahead(self, start_step, end_step)

@@ -250,6 +250,21 @@ class FolderTask(Task):
         multiple = self.pad_multiple
         return np.stack([np.maximum(one, np.minimum(-(-one // multiple) * multiple, most)) for one in columns], axis=1)
 
+    def length_costs(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the FLOPs of texts, divided by those of one token: of all weights but tables, and of attention."""
+        from torch import nn
+
+        from weft.structure import hugging_face
+
+        config: Any = hugging_face.load_model_config(self._base)
+        model = self.shapes()
+        tables = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+        weights = sum(param.numel() for param in model.parameters() if id(param) not in tables)
+        # A token takes 2 FLOPs for each weight, and for each token that it looks at 4 for each feature of each layer.
+        per_pair = 2 * config.num_hidden_layers * config.hidden_size
+        asked = np.asarray(lengths, np.float64)
+        return asked * (weights + per_pair * asked) / (weights + per_pair)
+
     def sample_lines(self, place: int) -> Sequence[str]:
         """Show the text that the model reads, beside what else a row holds."""
         from weft.data import visible
