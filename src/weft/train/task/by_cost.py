@@ -19,7 +19,7 @@ from weft.spec.traced import Limit, TracedModel
 #: What a microbatch costs beside its samples, as a share of what it may hold: calls of many small kernels.
 _CALL = 0.05
 #: Bounds of a microbatch's cost that are tried, and the runs of all ranks up to which they are.
-_BOUNDS, _SEARCHED = 6, 64
+_BOUNDS, _SEARCHED = 4, 32
 #: Into how many more microbatches than the plan's a step may be cut, where that leaves less to fill up.
 _MORE = 4
 #: Places at most where runs may begin, in that search.
@@ -70,7 +70,7 @@ class Costs:
         needed = -(-len(runs.cut(self.most)) // num_ranks)
         room = max(needed, min(self.room, _SEARCHED // num_ranks))
         counts = [number * num_ranks for number in range(needed, room + 1)]
-        found = [runs.even(self.most, count) for count in counts]
+        found = [runs.even(self.most, count) for count in sorted({counts[0], counts[-1]})]
         least = max(runs.costs_of(found[-1]))
         if counts[-1] <= _SEARCHED:
             # Less filling than runs of equal cost have, as long as ranks still come out even.
@@ -113,7 +113,7 @@ class _Runs:
     def even(self, most: float, number: int) -> list[range]:
         """Return at most `number` runs, the most costly of which costs least, and no more than `most`."""
         low, high = 0.0, most
-        while high - low > 1e-4 * high:
+        while high - low > 2e-3 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if len(self.cut(middle)) <= number else (middle, high)
         return self.cut(high)
