@@ -97,7 +97,9 @@ def prepared(root: Path, case: str, *more: str) -> RunFolder:
     return prepare_run(load_config(None, words).config, world_size=1)
 
 
-def trained(plan_text: str, folder: Path, steps: int) -> tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]:
+def trained(
+    plan_text: str, folder: Path, steps: int
+) -> tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]:
     """Losses, norms and counts of all steps, weights after them, and the number of microbatches of each step."""
     torch.set_num_threads(1)
     plan = Plan.parse(f"{plan_text} precision=fp64")

@@ -228,4 +228,6 @@ def cost_limits(config: RunConfig) -> Mapping[str, Limit]:
     """Return which fields of a plan batches by cost narrow."""
     if config.data.batching == "fixed":
         return {}
-    return {"pp": Limit((1,), "with data.batching=cost steps differ in microbatches, and a pipeline counts them before")}
+    return {
+        "pp": Limit((1,), "with data.batching=cost steps differ in microbatches, and a pipeline counts them before")
+    }

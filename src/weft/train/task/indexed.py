@@ -25,9 +25,7 @@ class IndexedBatches:
     steps ahead.
     """
 
-    def __init__(
-        self, samples: MapDataset, share: Share, collate: Collate, *, seed: int, costs: Costs | None = None
-    ):
+    def __init__(self, samples: MapDataset, share: Share, collate: Collate, *, seed: int, costs: Costs | None = None):
         if not len(samples):
             raise DataError("task: it has no training samples. Let samples('train') return some.")
         self._samples, self._share, self._collate, self._seed = samples, share, collate, seed
