@@ -51,7 +51,8 @@ def test_each_sample_lies_in_one_microbatch_that_is_not_too_costly(num_ranks, co
         indices = rng.permutation(900)[:number]
         ranks = costs.divide(indices, num_ranks)
         assert sorted(one for rank in ranks for run in rank for one in run) == list(range(number))
-        assert len(ranks) == num_ranks and len({len(rank) for rank in ranks}) == 1
+        assert len(ranks) == num_ranks
+        assert len({len(rank) for rank in ranks}) == 1
         for rank in ranks:
             empty = [not run for run in rank]
             assert empty == sorted(empty), "an empty microbatch stands before one with samples"
@@ -173,8 +174,8 @@ def test_what_cannot_be_is_refused(case, more, sentence, root):
 
 
 def test_a_pipeline_and_a_small_bound_are_refused(root):
+    words = [*settings("classify", root), "data.batching=cost", "plan=pp=2 microbatches=2", "run.name=refused"]
     with pytest.raises(PlanError, match=r"pp=2.*data.batching=cost"):
-        words = [*settings("classify", root), "data.batching=cost", "plan=pp=2 microbatches=2", "run.name=refused"]
         prepare_run(load_config(None, words).config, world_size=2)
-    with pytest.raises(DataError, match="data.microbatch_cost=4: sample"):
+    with pytest.raises(DataError, match=r"data\.microbatch_cost=4: sample"):
         prepared(root, "classify", "data.batching=cost", "data.microbatch_cost=4", "run.name=refused")

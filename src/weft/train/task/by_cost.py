@@ -1,13 +1,14 @@
-"""How the samples of a step lie on ranks and in microbatches, found by cost. Which samples these are is not decided here.
+"""How the samples of a step lie on ranks and in microbatches, found by cost.
 
-Every rank computes it alike from the lengths of all samples of the step, so nothing is sent. A microbatch is filled up to
-its longest sample, so it holds samples that are alike in length; all ranks get equally many microbatches.
+Every rank computes it alike from the lengths of all samples of the step, so nothing is sent. A microbatch is filled up
+to its longest sample, so it holds samples that are alike in length; all ranks get equally many microbatches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -34,8 +35,8 @@ class Costs:
 
     lengths: of each sample of the training data, by its index, in tokens or what else a batch is filled up to; with a
     second dimension, of several things that are filled up each.
-    cost_of: cost of samples of such lengths, in tokens: FLOPs, divided by those of one token alone; float64, of the same
-    shape, and never less for a longer one. most: cost of a microbatch. most_tokens: tokens of one, filled up; None: any
+    cost_of: cost of samples of such lengths, in tokens: FLOPs, divided by those of one token alone; float64, of the
+    same shape, and never less for a longer one. most: cost of a microbatch. most_tokens: tokens of one, filled up; None: any
     number. room: microbatches of a rank, up to which a step may be cut into more of them than it must.
     """
 
@@ -52,8 +53,9 @@ class Costs:
         if found.size and found.max() > self.most * _NEARLY:
             number, least = int(found.argmax()), int(np.ceil(found.max()))
             raise DataError(
-                f"data.microbatch_cost={self.most:g}: sample {number} of the training data has {lengths[number]} tokens, "
-                f"which cost {found[number]:.1f}. Use data.microbatch_cost={least}, or cut long samples (train.seq_len)."
+                f"data.microbatch_cost={self.most:g}: sample {number} of the training data has {lengths[number]} "
+                f"tokens, which cost {found[number]:.1f}. Use data.microbatch_cost={least}, or cut long samples "
+                "(train.seq_len)."
             )
 
     def divide(self, indices: Sequence[int], num_ranks: int) -> list[list[tuple[int, ...]]]:
@@ -144,7 +146,7 @@ class _Runs:
                 ends = [len(places) - 1]
                 for row in reversed(came[:used]):
                     ends.append(int(row[ends[-1]]))
-                found.append([range(places[start], places[stop]) for stop, start in zip(ends, ends[1:], strict=False)])
+                found.append([range(places[start], places[stop]) for stop, start in pairwise(ends)])
                 found[-1].reverse()
         return found
 
