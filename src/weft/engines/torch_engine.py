@@ -15,6 +15,7 @@ from weft.comm import Ledger, StoreTalk, barrier
 from weft.comm.watch import StoreBoard, Watch, hang_event
 from weft.data.batch import move_batch
 from weft.engines.held_memory import memory_by_class
+from weft.errors import ModelError
 from weft.memory import HostCopies, offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models.adapters import adapted
@@ -348,9 +349,14 @@ class TorchEngine:
 
     def _seeds_by_sample(self, number: int, whole: Microbatches) -> list[int]:
         """The same for microbatches that cost decides: by the first sample that each of them has."""
+        if whole.samples is None:
+            raise ModelError(
+                "data.batching=cost: before_step returned batches of new tensors, so nobody knows whose samples they "
+                "hold. Return changed ones with the old tensors among them, or leave data.batching out."
+            )
         first, seed = number * self._config.train.global_batch, self._config.seed
         part = (self.mesh["cp"].rank,) if self.plan.cp > 1 else ()
         return [
             derive_seed(seed, number, first + min(one.numbers, default=-1 - self.mesh.data.rank), *part)
-            for one in whole.samples or ()
+            for one in whole.samples
         ]
