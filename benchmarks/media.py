@@ -28,7 +28,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from weft.data import Prefetch
-from weft.data.media import DecodedAhead, Look, Pictures, RecordColumns, RecordPictures, find_records
+from weft.data.media import DecodedAhead, Look, Pictures, RecordColumns, MediaRecords, find_records
 
 MEAN = torch.tensor((123.675, 116.28, 103.53)).view(3, 1, 1)
 STD = torch.tensor((58.395, 57.12, 57.375)).view(3, 1, 1)
@@ -55,7 +55,7 @@ def write_shard(path: Path, count: int, size: tuple[int, int]) -> None:
 class Plain(Dataset[Any]):
     """What a user of torch writes: PIL decodes, crops and resizes. is_float: workers normalise."""
 
-    def __init__(self, source: RecordPictures, side: int, is_float: bool):
+    def __init__(self, source: MediaRecords, side: int, is_float: bool):
         self.source, self.side, self.is_float = source, side, is_float
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ def normalised(pixels: torch.Tensor) -> torch.Tensor:
     return pixels.float().sub_(MEAN).div_(STD)
 
 
-def torch_batches(source: RecordPictures, args: argparse.Namespace, is_float: bool) -> Iterator[torch.Tensor]:
+def torch_batches(source: MediaRecords, args: argparse.Namespace, is_float: bool) -> Iterator[torch.Tensor]:
     loader = DataLoader(
         Plain(source, args.side, is_float), args.batch, shuffle=True, num_workers=args.workers, drop_last=True
     )
@@ -92,7 +92,7 @@ def torch_batches(source: RecordPictures, args: argparse.Namespace, is_float: bo
 class Steps:
     """Batches by step, as a run has them: built in a thread, with the next step's pictures in view."""
 
-    def __init__(self, source: RecordPictures, args: argparse.Namespace):
+    def __init__(self, source: MediaRecords, args: argparse.Namespace):
         pictures = Pictures(source, Look(args.side, crops=True, mirrors=True), 0)
         self.samples, self.size = DecodedAhead(pictures, args.workers), args.batch
         self.order = np.random.default_rng(0).permutation(len(source)).tolist()
@@ -108,7 +108,7 @@ class Steps:
         return [torch.from_numpy(values)]
 
 
-def weft_batches(source: RecordPictures, args: argparse.Namespace) -> Iterator[torch.Tensor]:
+def weft_batches(source: MediaRecords, args: argparse.Namespace) -> Iterator[torch.Tensor]:
     steps = Steps(source, args)
     with closing(steps.samples), Prefetch(steps, 0, len(source) // args.batch) as found:
         for [batch] in found:

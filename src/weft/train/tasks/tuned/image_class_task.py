@@ -18,7 +18,7 @@ from weft.data.media import (
     Look,
     Pictures,
     RecordColumns,
-    RecordPictures,
+    MediaRecords,
     find_pictures,
     find_records,
     parse_source,
@@ -72,7 +72,7 @@ class ImageClassTask(Task):
     )
     sum_names = ("right", "among_five")
 
-    _found: dict[str, ClassFolder | RecordPictures] = field(default_factory=dict, init=False, repr=False)
+    _found: dict[str, ClassFolder | MediaRecords] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0.0 < self.holdout < 1.0:
@@ -97,7 +97,7 @@ class ImageClassTask(Task):
             raise CheckpointError(
                 f"task.options.data={self.data}: this run trains on {train.root}. Use it, or another run.name."
             )
-        if any(isinstance(source, RecordPictures) for source in self._found.values()):
+        if any(isinstance(source, MediaRecords) for source in self._found.values()):
             self._refuse_other(folder, report)
 
     def _refuse_other(self, folder: RunFolder, report: Report | None) -> None:
@@ -106,8 +106,8 @@ class ImageClassTask(Task):
         self._find(report)
         for split, source in begun.items():
             now = self._found[split]
-            if isinstance(source, RecordPictures) and replace(source, root="", folder="", files=()) != replace(
-                cast(RecordPictures, now), root="", folder="", files=()
+            if isinstance(source, MediaRecords) and replace(source, root="", folder="", files=()) != replace(
+                cast(MediaRecords, now), root="", folder="", files=()
             ):
                 raise DataError(
                     f"task.options.data={source.root}: the records are not those that the run in {str(folder.path)!r} "
@@ -128,7 +128,7 @@ class ImageClassTask(Task):
             return
         self._found = dict(zip(("train", "eval"), whole.split(self.holdout), strict=True))
 
-    def _source(self, option: str, path: str, report: Report | None) -> ClassFolder | RecordPictures:
+    def _source(self, option: str, path: str, report: Report | None) -> ClassFolder | MediaRecords:
         """Pictures of a path: records where it names files of them, else folders of classes."""
         told = None if report is None else _told(report, path)
         files = record_files(path)
@@ -143,9 +143,9 @@ class ImageClassTask(Task):
             )
         return find_pictures(Path(path), told)
 
-    def _held(self, whole: ClassFolder | RecordPictures, report: Report | None) -> ClassFolder | RecordPictures:
+    def _held(self, whole: ClassFolder | MediaRecords, report: Report | None) -> ClassFolder | MediaRecords:
         held = self._source("eval", self.eval, report)
-        if isinstance(held, RecordPictures):
+        if isinstance(held, MediaRecords):
             return with_classes(held, whole.classes, "task.options.eval")
         if held.classes != whole.classes:
             odd = sorted({*held.classes} ^ {*whole.classes})
@@ -155,7 +155,7 @@ class ImageClassTask(Task):
             )
         return held
 
-    def _pictures(self, split: str) -> ClassFolder | RecordPictures:
+    def _pictures(self, split: str) -> ClassFolder | MediaRecords:
         if not self._found:
             self._find()
         return self._found[split]
@@ -221,7 +221,7 @@ def _told(report: Report, what: str) -> Any:
     return lambda done, total: report(f"looking at {what}", done, total)
 
 
-def _read(path: Path) -> dict[str, ClassFolder | RecordPictures]:
+def _read(path: Path) -> dict[str, ClassFolder | MediaRecords]:
     lines = path.read_text().splitlines()
     return dict(zip(("train", "eval"), map(parse_source, lines), strict=True))
 
