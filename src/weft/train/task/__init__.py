@@ -17,6 +17,7 @@ __all__ = [
     "Which",
     "describe_by_tracing",
     "sample_in_order",
+    "sample_place",
     "trace",
     "with_adapter",
 ]
@@ -24,7 +25,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.train.task.description import describe_by_tracing, trace
     from weft.train.task.forwards import Forwards, Which
-    from weft.train.task.indexed import sample_in_order
+    from weft.train.task.indexed import sample_in_order, sample_place
     from weft.train.task.run_adapter import with_adapter
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
@@ -42,6 +43,7 @@ __getattr__ = loads(
         "Which": ".forwards",
         "describe_by_tracing": ".description",
         "sample_in_order": ".indexed",
+        "sample_place": ".indexed",
         "trace": ".description",
         "with_adapter": ".run_adapter",
     },

@@ -21,7 +21,8 @@ from weft.errors import DataError, MissingExtra
 
 #: Frames a second that a recording may have.
 RATES = range(1000, 768_001)
-_BLOCK = 16384
+#: Frames that are looked at for a sample that is not 0, first and at most.
+_FIRST_BLOCK, _LARGEST_BLOCK = 256, 65536
 #: A page of an Ogg file is at most so long.
 _OGG_PAGE_BYTES = 65_307
 #: Sizes that programs write where they do not know how much will follow.
@@ -130,6 +131,8 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
     try:
         with library.SoundFile(stream) as sound:
             yield sound
+    except DataError:
+        raise
     except (library.SoundFileError, ValueError, TypeError) as error:
         if stream.fault is not None:
             raise stream.fault from error
@@ -141,14 +144,14 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
 def _refuse_silence(sound: Any, frames: int, name: str) -> None:
     """Read up to the first sample that is not 0."""
     sound.seek(0)
-    done = 0
+    done, size = 0, _FIRST_BLOCK
     while done < frames:
-        block = sound.read(_BLOCK, dtype="float32")
+        block = sound.read(size, dtype="float32")
         if not len(block):
             raise DataError(f"{name}: it is cut off. Copy it again, or delete it.")
         if block.any():
             return
-        done += len(block)
+        done, size = done + len(block), min(4 * size, _LARGEST_BLOCK)
     raise DataError(f"{name}: it is silent, every sample is 0. Delete it.")
 
 
@@ -159,10 +162,15 @@ def _is_cut_off(encoded: Encoded, sound: Any) -> bool:
     if sound.format == "AIFF":
         return _chunk_end(encoded, ">", b"SSND") > encoded.size()
     if sound.format == "FLAC":
-        sound.seek(sound.frames - 1)
-        return len(sound.read(1)) < 1
+        try:
+            sound.seek(sound.frames - 1)
+            return len(sound.read(1)) < 1
+        except soundfile().SoundFileError:
+            return True
     if sound.format == "OGG":
         return _last_page_end(encoded) > encoded.size()
+    if sound.format in ("MP3", "MPEG"):
+        return _frames_end(encoded) > encoded.size()
     return False
 
 
@@ -188,3 +196,17 @@ def _last_page_end(encoded: Encoded) -> int:
         return encoded.size() + 1
     table = tail[at + 27 : at + 27 + tail[at + 26]]
     return start + at + 27 + tail[at + 26] + sum(table)
+
+
+def _frames_end(encoded: Encoded) -> int:
+    """Where the frames of an MP3 end by the table that encoders put into the first; 0 where there is none."""
+    head = encoded.part(0, 10)
+    start = 0
+    if head[:3] == b"ID3" and len(head) == 10:  # tags, with 7 bits of their length in each of four bytes
+        start = 10 + sum((byte & 127) << 7 * (3 - place) for place, byte in enumerate(head[6:10]))
+    first = encoded.part(start, 256)
+    at = max(first.find(b"Xing"), first.find(b"Info"))
+    if at < 0 or len(first) < at + 16:
+        return 0
+    flags, _, size = struct.unpack(">III", first[at + 4 : at + 16])
+    return start + size if flags & 3 == 3 else 0
