@@ -31,6 +31,8 @@ class LogMel:
     filled: int = 0
 
     kind: ClassVar[str] = "log_mel"
+    #: What transformers' models call them.
+    name: ClassVar[str] = "input_features"
 
     def shape(self, most_samples: int) -> tuple[int, ...]:
         """Return the largest shape of the features of so many samples: bands and frames."""
