@@ -217,7 +217,9 @@ class TranscribeTask(MediaTask, FolderTask):
 
         All ranks call the model equally often: where its weights are spread over them, each call is a collective.
         """
-        words, rows = self._words, len(features_BMT)
+        from weft.structure import hugging_face
+
+        words, rows, cache = self._words, len(features_BMT), hugging_face.cache_name(model)
         given = torch.tensor([words.start, *words.prefix], device=features_BMT.device).expand(rows, -1)
         has_ended = torch.zeros(rows, dtype=torch.bool, device=given.device)
         found: list[Tensor] = []
@@ -231,7 +233,7 @@ class TranscribeTask(MediaTask, FolderTask):
                 break
             given = said[:, None]
             encoded = (output.encoder_last_hidden_state,)
-            options = {"encoder_outputs": encoded, "past_key_values": output.past_key_values}
+            options = {"encoder_outputs": encoded, cache: getattr(output, cache)}
         return torch.stack(found, 1)
 
     def _left(self, has_ended: Tensor) -> bool:
