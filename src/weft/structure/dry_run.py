@@ -139,7 +139,7 @@ def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def example_of(model: nn.Module, batch: int = 2) -> Any:
-    """Arguments that fit the model: every input of one of transformers, else ids, an image or features."""
+    """Arguments that fit the model: every input of one of transformers, else ids, an image, sound or features."""
     name = getattr(model, "main_input_name", None)
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     if name is not None and name in (shapes := hugging_face.input_shapes(model, 8)):
@@ -152,6 +152,8 @@ def example_of(model: nn.Module, batch: int = 2) -> Any:
             return (ids,)
         if isinstance(module, nn.Conv2d):
             return (torch.zeros(1, module.in_channels, 64, 64),)
+        if isinstance(module, nn.Conv1d):
+            return (torch.zeros(batch, module.in_channels, 4096),)
         if is_linear(module):
             return (torch.zeros(batch, 8, weight_of(module).shape[1]),)
     raise LayoutError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from weft.errors import ModelError, did_you_mean
 
-#: Frames that one position of the blocks stands for: each of the two convolutions halves their number.
+#: Each of the two convolutions halves the number of frames.
 _STRIDE = 2
 _LONGEST_WAVE = 10_000.0
 
@@ -69,6 +70,24 @@ class SpeechBlock(nn.Module):
         return x_BTD + self.dropout2(self.down(F.gelu(self.up(self.norm2(x_BTD)))))
 
 
+class SpeechStem(nn.Module):
+    """Two convolutions, each of which halves the number of frames, and waves that tell places apart."""
+
+    def __init__(self, mels: int, dim: int):
+        super().__init__()
+        self.conv1 = nn.Conv1d(mels, dim, 3, stride=_STRIDE, padding=1)
+        self.conv2 = nn.Conv1d(dim, dim, 3, stride=_STRIDE, padding=1)
+
+    def forward(self, features_BMS: Tensor, frames_B: Tensor) -> Tensor:
+        """(B, M, S) to (B, T, D). frames_B: of each recording."""
+        x_BDT = features_BMS
+        for conv in (self.conv1, self.conv2):
+            x_BDT = F.gelu(conv(x_BDT * _heard(frames_B, x_BDT.shape[-1])[:, None]))
+            frames_B = _halved(frames_B)
+        x_BTD = x_BDT.transpose(1, 2)
+        return x_BTD + _waves(x_BTD.shape[1], x_BTD.shape[2], x_BTD)
+
+
 class SpeechEncoder(nn.Module):
     """Names what a recording is.
 
@@ -81,22 +100,19 @@ class SpeechEncoder(nn.Module):
 
     def __init__(self, shape: SpeechShape, num_classes: int, mels: int, dropout: float = 0.1):
         super().__init__()
-        dim = shape.dim
-        self.conv1 = nn.Conv1d(mels, dim, 3, stride=_STRIDE, padding=1)
-        self.conv2 = nn.Conv1d(dim, dim, 3, stride=_STRIDE, padding=1)
-        self.blocks = nn.ModuleList(SpeechBlock(dim, shape.num_heads, dropout) for _ in range(shape.num_layers))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, num_classes)
+        self.stem = SpeechStem(mels, shape.dim)
+        self.blocks = nn.ModuleList(SpeechBlock(shape.dim, shape.num_heads, dropout) for _ in range(shape.num_layers))
+        self.norm = nn.LayerNorm(shape.dim)
+        self.head = nn.Linear(shape.dim, num_classes)
 
-    def forward(self, features: Tensor, frames: Tensor) -> Tensor:
-        """Features (B, M, S) and the frames of each recording (B) to logits (B, K)."""
-        x_BDT, left_B = features, frames
-        for conv in (self.conv1, self.conv2):
-            x_BDT = F.gelu(conv(x_BDT * _heard(left_B, x_BDT.shape[-1])[:, None]))
-            left_B = (left_B + _STRIDE - 1) // _STRIDE
-        heard_BT = _heard(left_B, x_BDT.shape[-1])
-        x_BTD = x_BDT.transpose(1, 2)
-        x_BTD = x_BTD + _waves(x_BTD.shape[1], x_BTD.shape[2], x_BTD)
+    def forward(self, features: Tensor, frames: Tensor | None = None) -> Tensor:
+        """Features (B, M, S) and the frames of each recording (B), by default all, to logits (B, K)."""
+        if frames is None:
+            frames = torch.full(features.shape[:1], features.shape[-1], device=features.device)
+        # From the inputs alone, which every stage of a pipeline has.
+        left_B = _halved(_halved(frames))
+        heard_BT = _heard(left_B, _halved(_halved(features.shape[-1])))
+        x_BTD = self.stem(features, frames)
         for block in self.blocks:
             x_BTD = block(x_BTD, heard_BT)
         kept_BTD = self.norm(x_BTD) * heard_BT[..., None]
@@ -119,6 +135,11 @@ def build_speech_model(name: str, num_classes: int, mels: int, *, dropout: float
         hint = did_you_mean(name, SPEECH_MODELS) or f" Use one of {', '.join(SPEECH_MODELS)}."
         raise ModelError(f"model={name}: Weft has no network for sound of that name.{hint}")
     return SpeechEncoder(SPEECH_MODELS[name], num_classes, mels, dropout)
+
+
+def _halved(count: Any) -> Any:
+    """How many frames a convolution makes of some."""
+    return (count + _STRIDE - 1) // _STRIDE
 
 
 def _heard(frames_B: Tensor, length: int) -> Tensor:
