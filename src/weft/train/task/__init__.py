@@ -16,6 +16,7 @@ __all__ = [
     "Task",
     "Which",
     "describe_by_tracing",
+    "described",
     "sample_in_order",
     "sample_place",
     "trace",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from weft.train.task.forwards import Forwards, Which
     from weft.train.task.indexed import sample_in_order, sample_place
     from weft.train.task.run_adapter import with_adapter
+    from weft.train.task.sample_view import described
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
 
@@ -42,6 +44,7 @@ __getattr__ = loads(
         "Task": ".task",
         "Which": ".forwards",
         "describe_by_tracing": ".description",
+        "described": ".sample_view",
         "sample_in_order": ".indexed",
         "sample_place": ".indexed",
         "trace": ".description",

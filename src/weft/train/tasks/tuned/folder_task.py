@@ -335,10 +335,14 @@ class FolderTask(Task):
 
         traced = describe_by_tracing(self.shapes())
         if traced.reads_sequence:  # a text of the task, and not the longest that the model reads
-            traced = replace(traced, default_seq_len=self.config.train.seq_len)
+            traced = replace(traced, default_seq_len=self.text_len())
         limits = {**dict(traced.limits), **self.limits()}
         found = read_model(replace(traced, name=self.name(), limits=tuple(limits.items())))
         return replace(found, config=self.config, sample_unit=self.sample_unit)
+
+    def text_len(self) -> int:
+        """Return the tokens of a text, for the planner."""
+        return self.config.train.seq_len
 
     # --- what people see ---
 

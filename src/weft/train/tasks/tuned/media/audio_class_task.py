@@ -17,6 +17,7 @@ from weft.data.media.sound import Hearing, LogMel, Sounds
 from weft.data.prepared import cache_folder
 from weft.errors import DataError
 from weft.models.speech import build_speech_model
+from weft.monitor.screen import SheetEntry
 from weft.train.task import Metric
 from weft.train.tasks.tuned.media.media_task import MediaTask
 
@@ -93,6 +94,12 @@ class AudioClassTask(MediaTask):
         scale = self.rate / 16_000  # windows of 25 ms, 10 ms apart
         features = LogMel(self.rate, self.mels, 2 * round(200 * scale), round(160 * scale))
         return Sounds(source, hearing, features, self.config.seed)
+
+    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+        source, (epoch, index) = self.media(split), self.shown(place, split)
+        said, sounds = [(f"class {source.classes[source.label(index)]!r}", 1.0)], self.made(source, split)
+        wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)
+        return SheetEntry(self.sheet_title(place, split), wave=wave, rate=self.rate, bands=bands, text=said)
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         frames = [made.shape[1] for made, _ in samples]

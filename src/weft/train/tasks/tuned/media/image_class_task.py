@@ -25,6 +25,7 @@ from weft.data.media import (
 from weft.data.prepared import cache_folder
 from weft.errors import DataError, ModelError
 from weft.models.vision import build_image_model
+from weft.monitor.screen import SheetEntry
 from weft.train.task import Metric
 from weft.train.tasks.tuned.media.media_task import MediaTask
 
@@ -97,6 +98,12 @@ class ImageClassTask(MediaTask):
         if split == "train":
             look = Look(self.side, self.augment, self.augment, self.colour, self.noise)
         return Pictures(source, look, self.config.seed)
+
+    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+        source, (epoch, index) = self.media(split), self.shown(place, split)
+        said = [(f"class {source.classes[source.label(index)]!r}", 1.0)]
+        pixels = self.made(source, split).decoded(epoch, index)
+        return SheetEntry(self.sheet_title(place, split), picture=pixels, text=said)
 
     def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
         # With numpy: in the thread that builds batches, torch would start threads that take cores from the step.

@@ -17,6 +17,7 @@ from weft.data.media import (
 )
 from weft.env import rank_env
 from weft.errors import CheckpointError, DataError
+from weft.monitor.screen import SheetEntry
 from weft.train.folder import RunFolder, free_name
 from weft.train.task import Report, Task
 from weft.units import format_count
@@ -100,10 +101,10 @@ class MediaTask(Task):
     def open(self, folder: RunFolder) -> None:
         self._take(_read(folder.path / self.media_file))
 
-    def media(self, split: str) -> Any:
+    def media(self, split: str, report: Report | None = None) -> Any:
         """Return the samples of "train" or "eval", which are found when they are first asked for."""
         if self._media is None:
-            self._find(None)
+            self._find(report)
         assert self._media is not None
         return self._media[split]
 
@@ -154,6 +155,15 @@ class MediaTask(Task):
         """Say where a sample lies, and what is learnt of it."""
         source = self.media(split)
         return f"{source.file(index)}, class {source.classes[source.label(index)]!r}"
+
+    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+        """Return the sample at a place as it is drawn on a sheet: what the model gets, and what it learns."""
+        raise NotImplementedError
+
+    def sheet_title(self, place: int, split: str) -> str:
+        """Say which sample stands at a place, and where it lies."""
+        epoch, index = self.shown(place, split)
+        return f"sample {place}, epoch {epoch}: {self.media(split).file(index)}"
 
     def sample_lines(self, place: int) -> Sequence[str]:
         """Say which sample it is and what is learnt of it, beside what is made of it."""

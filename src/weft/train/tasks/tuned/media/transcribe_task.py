@@ -15,8 +15,10 @@ from weft.data.media import SOUND, MediaRecords, RecordColumns, Survey, find_rec
 from weft.data.media.sound import Hearing, Sounds, folder_features
 from weft.data.prepared import cache_folder
 from weft.errors import ConfigError, DataError, Problem
+from weft.monitor.screen import SheetEntry
 from weft.parallel.pipeline import pipeline_of
 from weft.spec.rules import Facts
+from weft.spec.traced import Limit
 from weft.train.folder import RunFolder
 from weft.train.task import Forwards, Metric, Report
 from weft.train.tasks.decoder_files import base_of
@@ -26,6 +28,8 @@ from weft.train.tasks.tuned.media.edit_distance import edit_distance
 from weft.train.tasks.tuned.media.media_task import MediaTask
 from weft.train.tasks.tuned.padding import padded, padded_length
 
+#: Why no plan shares out the tokens of a text between layers.
+_NO_SP = Limit((0,), "evaluations write token by token, which is none to share out; task.options.generate=0 leaves it")
 #: Tokens that an evaluation writes between two looks at whether every text has ended.
 _LOOK_EVERY = 8
 
@@ -180,6 +184,14 @@ class TranscribeTask(MediaTask, FolderTask):
         source = self.media(split)
         return f"{source.file(index)}, text {source.text(index)!r}"
 
+    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+        source, (epoch, index) = self.media(split), self.shown(place, split)
+        sounds = self.made(source, split)
+        wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)
+        said = [(self._words.whole([self._words.start]), 0.0), (self._words.whole(source.tokens(index).tolist()), 1.0)]
+        title = self.sheet_title(place, split)
+        return SheetEntry(title, wave=wave, rate=sounds.hearing.rate, bands=bands, text=said)
+
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         texts = [np.asarray(tokens) for _, tokens in samples]
         length = padded_length(max(map(len, texts)), self.pad_multiple, self.target_len)
@@ -195,6 +207,12 @@ class TranscribeTask(MediaTask, FolderTask):
             world_size=world_size, global_batch=self.config.train.global_batch, seq_len=self.target_len,
             limits=self.limits(),
         )  # fmt: skip
+
+    def limits(self) -> dict[str, Limit]:
+        return {**super().limits(), **({"sp": _NO_SP} if self.generate else {})}
+
+    def text_len(self) -> int:
+        return self.target_len
 
     def nominal_count(self) -> int:
         return self.config.train.global_batch * self.target_len
@@ -282,6 +300,10 @@ class _Words:
     def tokens(self, text: str) -> list[int]:
         """Return the tokens that are learnt of a text, the last one its end."""
         return [*self._inner(list(self._tokenizer(text).input_ids)), self.end]
+
+    def whole(self, ids: list[int]) -> str:
+        """Return what tokens are, the special ones among them."""
+        return self._tokenizer.decode(ids)
 
     def text(self, ids: list[int]) -> str:
         """Return what tokens say, up to their end."""
