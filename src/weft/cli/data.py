@@ -71,7 +71,7 @@ def preview(
     drawn: list[SheetEntry] = []
     for head, view in shown:
         _show(console, head, view, coloured)
-        drawn.append(SheetEntry(head, text=[(visible(part.text), part.weight) for part in view.segments]))
+        drawn.append(SheetEntry(head, text=[(part.text, part.weight) for part in view.segments]))
     if sheet is not None:
         draw_sheet(sheet, drawn)
         typer.echo(f"drawn in {sheet}")
