@@ -23,6 +23,8 @@ from weft.errors import DataError, MissingExtra
 RATES = range(1000, 768_001)
 #: Frames that are looked at for a sample that is not 0, first and at most.
 _FIRST_BLOCK, _LARGEST_BLOCK = 256, 65536
+#: A header that promises more does not know.
+_MOST_FRAMES = 2**48
 #: A page of an Ogg file is at most so long.
 _OGG_PAGE_BYTES = 65_307
 #: Sizes that programs write where they do not know how much will follow.
@@ -51,17 +53,17 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
     encoded = source if isinstance(source, Encoded) else Encoded.of_file(source)
     with _opened(encoded) as sound:
         frames, rate, channels = sound.frames, sound.samplerate, sound.channels
+        if _is_cut_off(encoded, sound):
+            raise DataError(f"{encoded.name}: it is cut off. Copy it again, or delete it.")
         if frames <= 0:
             raise DataError(f"{encoded.name}: it has no samples. Delete it.")
-        if frames >= 2**48:
+        if frames >= _MOST_FRAMES:
             raise DataError(f"{encoded.name}: its header does not say how long it is. Write it again.")
         if rate not in RATES:
             raise DataError(
                 f"{encoded.name}: it has {rate} frames a second, and {RATES.start} to {RATES.stop - 1} can be read. "
                 "Resample it."
             )
-        if _is_cut_off(encoded, sound):
-            raise DataError(f"{encoded.name}: it is cut off. Copy it again, or delete it.")
         _refuse_silence(sound, frames, encoded.name)
     return frames, rate, channels
 
@@ -161,7 +163,7 @@ def _is_cut_off(encoded: Encoded, sound: Any) -> bool:
         return _chunk_end(encoded, "<", b"data") > encoded.size()
     if sound.format == "AIFF":
         return _chunk_end(encoded, ">", b"SSND") > encoded.size()
-    if sound.format == "FLAC":
+    if sound.format == "FLAC" and 0 < sound.frames < _MOST_FRAMES:
         try:
             sound.seek(sound.frames - 1)
             return len(sound.read(1)) < 1
