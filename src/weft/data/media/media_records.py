@@ -219,7 +219,7 @@ def find_records(
 
 def _file_stat(file: Path, kind: Kind) -> tuple[Any, ...]:
     """What shows that a file, or one below a folder of classes, has changed."""
-    if not file.is_dir():
+    if file.is_file():
         return str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns
     hasher = hashlib.blake2b(digest_size=16)
     for name, _ in class_files(file, kind):

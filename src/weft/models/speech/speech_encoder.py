@@ -1,4 +1,4 @@
-"""An encoder of log-mel bands: two convolutions over time, then transformer blocks, as in Whisper (arXiv 2212.04356).
+"""An encoder of log-mel bands: convolutions over time, then transformer blocks, as in Whisper (arXiv 2212.04356).
 
 What lies behind the end of a recording is hidden everywhere, so its numbers do not depend on how far the batch is
 filled up. Letters: B batch, M mel bands, S frames, T frames after the convolutions, D width, N heads, H head width,
@@ -7,7 +7,6 @@ K classes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,8 @@ from weft.errors import ModelError, did_you_mean
 
 #: Each of the two convolutions halves the number of frames.
 _STRIDE = 2
-_LONGEST_WAVE = 10_000.0
+#: Positions, of 40 ms, that tell one where it stands.
+_AROUND = 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,16 @@ class SpeechBlock(nn.Module):
 
 
 class SpeechStem(nn.Module):
-    """Two convolutions, each of which halves the number of frames, and waves that tell places apart."""
+    """Two convolutions, each of which halves the number of frames, and one that tells places apart by what is around.
+
+    So a word sounds the same to the blocks wherever it stands in a recording (as in wav2vec 2.0, arXiv 2006.11477).
+    """
 
     def __init__(self, mels: int, dim: int):
         super().__init__()
         self.conv1 = nn.Conv1d(mels, dim, 3, stride=_STRIDE, padding=1)
         self.conv2 = nn.Conv1d(dim, dim, 3, stride=_STRIDE, padding=1)
+        self.around = nn.Conv1d(dim, dim, _AROUND, padding=_AROUND // 2, groups=dim)
 
     def forward(self, features_BMS: Tensor, frames_B: Tensor) -> Tensor:
         """(B, M, S) to (B, T, D). frames_B: of each recording."""
@@ -84,8 +88,8 @@ class SpeechStem(nn.Module):
         for conv in (self.conv1, self.conv2):
             x_BDT = F.gelu(conv(x_BDT * _heard(frames_B, x_BDT.shape[-1])[:, None]))
             frames_B = _halved(frames_B)
-        x_BTD = x_BDT.transpose(1, 2)
-        return x_BTD + _waves(x_BTD.shape[1], x_BTD.shape[2], x_BTD)
+        x_BDT = x_BDT * _heard(frames_B, x_BDT.shape[-1])[:, None]
+        return (x_BDT + F.gelu(self.around(x_BDT))).transpose(1, 2)
 
 
 class SpeechEncoder(nn.Module):
@@ -145,10 +149,3 @@ def _halved(count: Any) -> Any:
 def _heard(frames_B: Tensor, length: int) -> Tensor:
     """Whether each of `length` frames belongs to its recording: bool, (B, length)."""
     return torch.arange(length, device=frames_B.device) < frames_B[:, None]
-
-
-def _waves(length: int, dim: int, like: Tensor) -> Tensor:
-    """Positions as sines and cosines of `dim` / 2 wavelengths, (length, dim)."""
-    rates = torch.exp(torch.arange(dim // 2, device=like.device) * (-math.log(_LONGEST_WAVE) / (dim // 2 - 1)))
-    angles = torch.arange(length, device=like.device)[:, None] * rates
-    return torch.cat((angles.sin(), angles.cos()), 1).to(like.dtype)

@@ -139,8 +139,15 @@ def folder_features(folder: Path) -> tuple[Features, float | None]:
     return FolderFeatures(str(folder), rate, mels, name, first.shape[0] != mels), seconds
 
 
-@lru_cache(maxsize=2)
 def _extractor(folder: str) -> Any:
+    file = Path(folder) / _FILE
+    return _loaded(folder, file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@lru_cache(maxsize=2)
+def _loaded(folder: str, changed_ns: int) -> Any:
+    """The extractor of a folder, loaded once and again when its file changes."""
+    del changed_ns
     try:
         from transformers import AutoFeatureExtractor
     except ImportError as error:
