@@ -4,8 +4,8 @@
     python benchmarks/spoken_words.py sounds words
     weft train task=classify_audio task.options.data=words/train.tar task.options.eval=words/eval.tar ...
 
-One voice says each of 94 words once. Training gets it at three speeds; the evaluation at four others, after a silence of
-up to 0.3 s, softer or louder by up to 6 dB, and with white noise 10 dB below it. So what is measured is how well the
+One voice says each of 94 words once. Training gets it at three speeds; the evaluation at four others, after a silence
+of up to 0.3 s, softer or louder by up to 6 dB, and with white noise 10 dB below it. So what is measured is how well the
 network knows the same recordings again when they are changed, not other voices.
 """
 

@@ -10,6 +10,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
                 "Resample it."
             )
         _refuse_silence(sound, frames, encoded.name)
+        if sound.format == "FLAC" and not _has_last_frame(sound):
+            raise DataError(f"{encoded.name}: it is cut off. Copy it again, or delete it.")
     return frames, rate, channels
 
 
@@ -123,6 +126,17 @@ class _Stream(io.RawIOBase):
         return self._at
 
 
+@cache
+def _reader(library: Any) -> Any:
+    """A SoundFile that does not seek to where it is after each read, which costs the decoders more than a header."""
+
+    class Reader(library.SoundFile):
+        def seekable(self) -> bool:
+            return False
+
+    return Reader
+
+
 @contextmanager
 def _opened(encoded: Encoded) -> Iterator[Any]:
     """An open recording. DataError where it, or what is done with it, cannot be read."""
@@ -131,7 +145,7 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
     if not encoded.size():
         raise DataError(f"{encoded.name}: it cannot be read as sound (it is empty). Repair it, or delete it.")
     try:
-        with library.SoundFile(stream) as sound:
+        with _reader(library)(stream) as sound:
             yield sound
     except DataError:
         raise
@@ -145,7 +159,6 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
 
 def _refuse_silence(sound: Any, frames: int, name: str) -> None:
     """Read up to the first sample that is not 0."""
-    sound.seek(0)
     done, size = 0, _FIRST_BLOCK
     while done < frames:
         block = sound.read(size, dtype="float32")
@@ -158,22 +171,24 @@ def _refuse_silence(sound: Any, frames: int, name: str) -> None:
 
 
 def _is_cut_off(encoded: Encoded, sound: Any) -> bool:
-    """Whether the file ends before its header says, in the formats that can tell."""
+    """Whether the file ends before its own tables say, in the formats that have some."""
     if sound.format in ("WAV", "WAVEX"):
         return _chunk_end(encoded, "<", b"data") > encoded.size()
     if sound.format == "AIFF":
         return _chunk_end(encoded, ">", b"SSND") > encoded.size()
-    if sound.format == "FLAC" and 0 < sound.frames < _MOST_FRAMES:
-        try:
-            sound.seek(sound.frames - 1)
-            return len(sound.read(1)) < 1
-        except soundfile().SoundFileError:
-            return True
     if sound.format == "OGG":
         return _last_page_end(encoded) > encoded.size()
     if sound.format in ("MP3", "MPEG"):
         return _frames_end(encoded) > encoded.size()
     return False
+
+
+def _has_last_frame(sound: Any) -> bool:
+    try:
+        sound.seek(sound.frames - 1)
+        return len(sound.read(1)) == 1
+    except soundfile().SoundFileError:
+        return False
 
 
 def _chunk_end(encoded: Encoded, order: str, wanted: bytes) -> int:
