@@ -34,8 +34,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from weft.data import Prefetch
-from weft.data.media import SOUND, DecodedAhead, Look, MediaRecords, Pictures, RecordColumns, find_records
-from weft.data.media.sound import Hearing, LogMel, Sounds, mel_filters
+from weft.data.media import SOUND, DecodedAhead, Look, MediaRecords, Pictures, RecordColumns, Sounds, find_records
+from weft.data.media.sound import Hearing, LogMel, mel_filters
 
 MEAN = torch.tensor((123.675, 116.28, 103.53)).view(3, 1, 1)
 STD = torch.tensor((58.395, 57.12, 57.375)).view(3, 1, 1)

@@ -15,9 +15,9 @@ from tests.data.record_pictures import FORMS, add, as_lines_with_paths, as_tars,
 from tests.data.test_media import bomb
 from weft.data.media import (
     Look,
+    MediaRecords,
     Pictures,
     RecordColumns,
-    MediaRecords,
     find_records,
     parse_source,
     record_files,

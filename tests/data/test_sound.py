@@ -1,4 +1,4 @@
-"""Sound in every form of records: found by headers, heard as a key says, the faulty ones named; bands as others define."""
+"""Sound in every form of records: found by headers, heard as a key says, the faulty ones named; bands of pitch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import torch
 
 from tests.data.record_pictures import add, write_lines
 from tests.data.recordings import FORMS, encoded, sound_folder, spoken, tones
-from weft.data.media import SOUND, DecodedAhead, MediaRecords, RecordColumns, Survey, find_records, record_files
+from weft.data.media import SOUND, DecodedAhead, MediaRecords, RecordColumns, Sounds, Survey, find_records, record_files
 from weft.data.media.encoded import Encoded
 from weft.data.media.sound import (
     Hearing,
     LogMel,
-    Sounds,
     folder_features,
     hear,
     log_mel,
@@ -211,7 +210,7 @@ def test_hours_are_read_in_parts_and_what_broke_later_is_named(tmp_path: Path) -
     lines = [{"audio": f"{index}.flac", "label": word} for index, (_, word) in enumerate(samples)]
     records = found(write_lines(tmp_path / "data" / "x.jsonl", lines), tmp_path / "cache")
     (tmp_path / "data" / "1.flac").write_bytes(samples[1][0][:300])
-    with pytest.raises(DataError, match=r"1\.flac: it (cannot be read as sound|ends \d+ frames before its header says)"):
+    with pytest.raises(DataError, match=r"1\.flac: it (cannot be read as sound|ends \d+ frames before its h)"):
         Sounds(records, Hearing(16_000, 1.0), LogMel(), 0).decoded(0, 1)
     nan = Encoded("nan.wav", held=encoded(np.array([0.5, np.nan, 0.5], np.float32), subtype="FLOAT"))
     with pytest.raises(DataError, match=r"^nan\.wav: it holds samples that are no finite numbers\. Repair it"):

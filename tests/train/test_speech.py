@@ -157,7 +157,9 @@ def test_a_model_and_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "data=nowhere: it names no .tar, .jsonl or .parquet file" in refusal(data="nowhere")
     assert "model.path=: this task trains a model of a folder. Give that of a Whisper." in refusal(model="")
     (tmp_path / "whisper" / "preprocessor_config.json").write_text(
-        (tmp_path / "whisper" / "preprocessor_config.json").read_text().replace('"chunk_length": 1', '"chunk_length": 2')
+        (tmp_path / "whisper" / "preprocessor_config.json")
+        .read_text()
+        .replace('"chunk_length": 1', '"chunk_length": 2')
     )
     assert "its feature extractor gives 16 x 200 numbers, and its model reads 16 x 100." in refusal()
 

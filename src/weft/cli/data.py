@@ -13,7 +13,6 @@ import typer
 from weft import units
 from weft.cli.console import progress_report
 from weft.monitor.screen import SheetEntry, check_sheet, draw_sheet, tell
-from weft.spec.config import MEDIA_TASKS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from weft.data import PreparedData, PreparedSource, SampleView
     from weft.spec import RunConfig
     from weft.train.tasks import DecoderTask
+    from weft.train.tasks.tuned import MediaTask
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Inspect, tokenise and check the data of a run.")
 
@@ -51,8 +51,8 @@ def preview(
     if sheet is not None:
         check_sheet(sheet)
     config = _load(arguments)
-    if config.task.name in MEDIA_TASKS:
-        _preview_media(config, split, range(first, first + num), sheet)
+    if (media := _media_task(config)) is not None:
+        _preview_media(media, split, range(first, first + num), sheet)
         return
     task = _task(config)
     prepared = _prepare(task)
@@ -77,14 +77,21 @@ def preview(
         typer.echo(f"drawn in {sheet}")
 
 
-def _preview_media(config: RunConfig, split: str, which: range, sheet: Path | None) -> None:
-    """Show samples of pictures or sound, a line for each thing that they are made of."""
-    from weft.train.task import described
+def _media_task(config: RunConfig) -> MediaTask | None:
+    """The config's task where it trains on pictures or sound."""
+    if config.task.name is None:
+        return None
     from weft.train.tasks import find_task
     from weft.train.tasks.tuned import MediaTask
 
     task = find_task(config)
-    assert isinstance(task, MediaTask)
+    return task if isinstance(task, MediaTask) else None
+
+
+def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None) -> None:
+    """Show samples of pictures or sound, a line for each thing that they are made of."""
+    from weft.train.task import described
+
     with progress_report(sys.stderr) as report:
         source = task.media(split, report)
     tell(sys.stdout, task.data_lines(), indent=2)

@@ -14,6 +14,7 @@ __all__ = [
     "Pictures",
     "MediaRecords",
     "SOUND",
+    "Sounds",
     "Survey",
     "find_pictures",
     "find_records",
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
     from weft.data.media.class_folder import ClassFolder, find_pictures
     from weft.data.media.decoded_ahead import DecodedAhead, usual_workers
     from weft.data.media.file_forms import RecordColumns
-    from weft.data.media.kinds import SOUND
+    from weft.data.media.media_kinds import SOUND
     from weft.data.media.media_records import MediaRecords, Survey, find_records, record_files, with_classes
     from weft.data.media.pictures import Pictures, parse_source
     from weft.data.media.pixels import Look, read_picture
+    from weft.data.media.sounds import Sounds
 
 __getattr__ = loads(
     __name__,
@@ -42,7 +44,8 @@ __getattr__ = loads(
         "Look": ".pixels",
         "Pictures": ".pictures",
         "MediaRecords": ".media_records",
-        "SOUND": ".kinds",
+        "SOUND": ".media_kinds",
+        "Sounds": ".sounds",
         "Survey": ".media_records",
         "find_pictures": ".class_folder",
         "find_records": ".media_records",

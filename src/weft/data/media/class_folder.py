@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.data.media.encoded import Encoded
-from weft.data.media.kinds import PICTURE, class_files
+from weft.data.media.media_kinds import PICTURE, class_files
 from weft.data.media.pixels import picture_size
 from weft.data.order import permutation
 from weft.errors import DataError

@@ -90,7 +90,7 @@ def main(ring_fd: int, num_slots: int) -> None:
     jobs = sys.stdin.buffer
     told = json.loads(jobs.read(int.from_bytes(jobs.read(8), "little")))
     if told["kind"] == "sounds":
-        from weft.data.media.sound import Sounds
+        from weft.data.media.sounds import Sounds
 
         samples: Decodable = Sounds.of(told)
     else:

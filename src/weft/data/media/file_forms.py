@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import os
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.data.media.encoded import Encoded
-from weft.data.media.kinds import PICTURE, Kind, class_files
+from weft.data.media.media_kinds import PICTURE, MediaKind, class_files
 from weft.errors import DataError
 
 #: Suffixes of files of records.
@@ -41,7 +40,7 @@ class RecordColumns:
 
     media: str = ""
     label: str = ""
-    kind: Kind = PICTURE
+    kind: MediaKind = PICTURE
     is_text: bool = False
 
     @property

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from weft.data.media.class_folder import MOST_BAD
 from weft.data.media.encoded import Encoded
 from weft.data.media.file_forms import RECORD_SUFFIXES, FoundRecord, RecordColumns, media_at, records_in
-from weft.data.media.kinds import KINDS, PICTURE, Kind, class_files
+from weft.data.media.media_kinds import KINDS, PICTURE, MediaKind, class_files
 from weft.data.media.pixels import picture_size
 from weft.data.media.sound import sound_size
 from weft.data.order import permutation
@@ -68,7 +68,8 @@ class MediaRecords:
         if not self.held_out:
             return None
         total = len(self.table)
-        held = permutation(total, f"held out {self.columns.kind.many}").take(np.arange(max(1, round(self.held_out * total))))
+        order = permutation(total, f"held out {self.columns.kind.many}")
+        held = order.take(np.arange(max(1, round(self.held_out * total))))
         is_held = np.zeros(total, bool)
         is_held[held] = True
         return np.flatnonzero(is_held == self.is_held)
@@ -138,7 +139,7 @@ class MediaRecords:
         return f"{self.files[int(row['place'][1])]}, {row['name'].tobytes().decode()}"
 
 
-def record_files(path: str, kind: Kind = PICTURE) -> list[Path]:
+def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
     """Return the files of records that a path names: one, those of a folder, or those of a glob; sorted.
 
     Args:
@@ -217,7 +218,7 @@ def find_records(
     )  # fmt: skip
 
 
-def _file_stat(file: Path, kind: Kind) -> tuple[Any, ...]:
+def _file_stat(file: Path, kind: MediaKind) -> tuple[Any, ...]:
     """What shows that a file, or one below a folder of classes, has changed."""
     if file.is_file():
         return str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns
@@ -256,9 +257,7 @@ def _in_order(labels: Sequence[int | str]) -> tuple[str, ...]:
 class _Writer:
     """Looks at every record once, and writes a row for each that can be used."""
 
-    def __init__(
-        self, path: str, files: Sequence[Path], columns: RecordColumns, told: Told | None, survey: Survey
-    ):
+    def __init__(self, path: str, files: Sequence[Path], columns: RecordColumns, told: Told | None, survey: Survey):
         self._path, self._files, self._columns, self._told, self._survey = path, files, columns, told, survey
         self._size = picture_size if columns.kind is PICTURE else sound_size
         self._labels: dict[int | str, int] = {}

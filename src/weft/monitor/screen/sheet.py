@@ -75,7 +75,8 @@ def draw_sheet(path: Path, entries: Sequence[SheetEntry]) -> None:
     try:
         figure.savefig(path, dpi=110)
     except OSError as error:
-        raise DataError(f"--sheet={path}: it cannot be written ({error.strerror or error}). Give another file.") from error
+        why = error.strerror or error
+        raise DataError(f"--sheet={path}: it cannot be written ({why}). Give another file.") from error
 
 
 def _height(entry: SheetEntry) -> float:
@@ -85,8 +86,8 @@ def _height(entry: SheetEntry) -> float:
 
 def _draw(figure: Any, entry: SheetEntry, top: float, total: float) -> None:
     """Draw one sample below a height, in inches from the bottom."""
-    left = _MARGIN_IN / _WIDTH_IN
-    figure.text(left, (top - _LINE_IN) / total, _plain(entry.title)[:_COLUMNS], fontsize=9, weight="bold", parse_math=False)
+    title = {"fontsize": 9, "weight": "bold", "parse_math": False}
+    figure.text(_MARGIN_IN / _WIDTH_IN, (top - _LINE_IN) / total, _plain(entry.title)[:_COLUMNS], **title)
     top -= 1.6 * _LINE_IN
     at = _MARGIN_IN
     for draw, share in _panels(entry):
@@ -104,7 +105,8 @@ def _draw(figure: Any, entry: SheetEntry, top: float, total: float) -> None:
         column = 0
         for stretch, weight in line:
             x = _MARGIN_IN + column * _LETTER_IN
-            figure.text(x / _WIDTH_IN, top / total, stretch, fontsize=8, family="monospace", color=_colour(weight), parse_math=False)
+            kind = {"fontsize": 8, "family": "monospace", "color": _colour(weight), "parse_math": False}
+            figure.text(x / _WIDTH_IN, top / total, stretch, **kind)
             column += len(stretch)
 
 

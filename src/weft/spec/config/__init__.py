@@ -20,7 +20,6 @@ __all__ = [
     "SampleSection",
     "ScheduleSection",
     "SourceSection",
-    "MEDIA_TASKS",
     "TRAINS",
     "changed_keys",
     "value_at",
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
         SampleSection,
         SourceSection,
     )
-    from weft.spec.config.setting_types import MEDIA_TASKS, TRAINS
+    from weft.spec.config.setting_types import TRAINS
 
 __getattr__ = loads(
     __name__,
@@ -57,7 +56,6 @@ __getattr__ = loads(
         "SampleSection": ".run_config",
         "ScheduleSection": ".optimizer_sections",
         "SourceSection": ".run_config",
-        "MEDIA_TASKS": ".setting_types",
         "TRAINS": ".setting_types",
         "changed_keys": ".changes",
         "value_at": ".changes",

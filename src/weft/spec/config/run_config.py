@@ -177,8 +177,8 @@ class DataSection(Section):
     cache_dir: str = ""
     """Folder for tokenised data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
     workers: Count | None = None
-    """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default one for
-    each core that the machine's ranks leave, at most 8."""
+    """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default
+    one for each core that the machine's ranks leave, at most 8."""
 
 
 class EarlyStopSection(Section):

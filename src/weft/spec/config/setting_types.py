@@ -50,8 +50,6 @@ FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "emb
 #: These train the text decoder by another loss.
 TEXT_TASKS = ("prefer", "distill")
 TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, "classify_images", "classify_audio")
-#: These train on pictures or sound.
-MEDIA_TASKS = ("classify_images", "classify_audio", "transcribe")
 #: What a task trains, by its name; what is not here trains something else.
 TRAINS = {**dict.fromkeys(FOLDER_TASKS, "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
 _TASK = rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.media.sample_draws import drawn_from
 from weft.data.media.encoded import Encoded
-from weft.data.media.keys import drawn_from
 from weft.data.media.sound.sound_file import read_frames
 from weft.errors import MissingExtra
 
@@ -80,8 +80,8 @@ def hear(
     if hearing.gain:
         wave = wave * np.float32(10.0 ** (rng.uniform(-hearing.gain, hearing.gain) / 20.0))
     if hearing.noise:
-        level = np.float32(np.sqrt(np.mean(np.square(wave, dtype=np.float64)))) * np.float32(rng.uniform(0.0, hearing.noise))
-        wave = wave + rng.standard_normal(len(wave), np.float32) * level
+        level = np.sqrt(np.mean(np.square(wave, dtype=np.float64))) * rng.uniform(0.0, hearing.noise)
+        wave = wave + rng.standard_normal(len(wave), np.float32) * np.float32(level)
     return wave
 
 

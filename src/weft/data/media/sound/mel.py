@@ -16,8 +16,8 @@ _KNEE_HZ, _KNEE_MEL, _HZ_PER_MEL = 1000.0, 15.0, 200.0 / 3.0
 _LOG_STEP = np.log(6.4) / 27.0
 #: The least energy that a logarithm is taken of; how far below the loudest band a value may be, in powers of ten.
 _FLOOR, _RANGE = 1e-10, 8.0
-#: Frames that are transformed at a time: what lies between then fits a core's cache.
-_AT_ONCE = 256
+#: Frames that are transformed at a time: what lies between is small enough to come from the heap, without new pages.
+_AT_ONCE = 32
 
 
 def log_mel(
@@ -33,15 +33,15 @@ def log_mel(
         hop: samples from one window to the next.
     """
     energy = mel_energy(wave, mel_filters(rate, mels, n_fft, most_hz=8000.0), n_fft, hop)[:, :-1]
-    found = np.log10(np.maximum(energy, _FLOOR))
+    found = np.maximum(energy, _FLOOR)
+    np.log10(found, out=found)
     if found.size:
         np.maximum(found, found.max() - _RANGE, out=found)
-    return ((found + 4.0) / 4.0).astype(np.float32)
+    found += 4.0
+    return (found / 4.0).astype(np.float32)
 
 
-def mel_energy(
-    wave: NDArray[np.float32], filters_MF: NDArray[np.float64], n_fft: int, hop: int
-) -> NDArray[np.float64]:
+def mel_energy(wave: NDArray[np.float32], filters_MF: NDArray[np.float64], n_fft: int, hop: int) -> NDArray[np.float64]:
     """Return the energy of each band, (M, T) with T = 1 + len(wave) // hop: windows stand around their middle.
 
     It is torchaudio's MelSpectrogram with power 2, a periodic Hann window and mirrored ends.
@@ -52,17 +52,20 @@ def mel_energy(
         n_fft: samples of a window.
         hop: samples from one window to the next.
     """
-    padded = np.pad(wave.astype(np.float64), n_fft // 2, mode="reflect" if len(wave) > 1 else "edge")
-    hann = 0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(n_fft) / n_fft)
+    padded = np.pad(wave, n_fft // 2, mode="reflect" if len(wave) > 1 else "edge")
     windows = np.lib.stride_tricks.sliding_window_view(padded, n_fft)[::hop]
-    found = np.zeros((len(filters_MF), len(windows)))
-    bands = [(band, int(at[0]), int(at[-1]) + 1) for band, row in enumerate(filters_MF) if len(at := np.flatnonzero(row))]
-    for start in range(0, len(windows), _AT_ONCE):
-        spectrum = np.fft.rfft(windows[start : start + _AT_ONCE] * hann)
-        power_FT = np.ascontiguousarray((spectrum.real**2 + spectrum.imag**2).T)
-        for band, low, high in bands:
-            weighted = filters_MF[band, low:high, None] * power_FT[low:high]
-            np.add.reduce(weighted, 0, out=found[band, start : start + _AT_ONCE])
+    hann = 0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(n_fft) / n_fft)
+    num_frames = len(windows)
+    power_FT = np.empty((n_fft // 2 + 1, num_frames))
+    weighed = np.empty((_AT_ONCE, n_fft))
+    for start in range(0, num_frames, _AT_ONCE):
+        some = windows[start : start + _AT_ONCE]
+        spectrum = np.fft.rfft(np.multiply(some, hann, out=weighed[: len(some)]))
+        power_FT[:, start : start + _AT_ONCE] = (spectrum.real**2 + spectrum.imag**2).T
+    found, part = np.zeros((len(filters_MF), num_frames)), np.empty(num_frames)
+    for band, frequency in zip(*np.nonzero(filters_MF), strict=True):
+        np.multiply(power_FT[frequency], filters_MF[band, frequency], out=part)
+        np.add(found[band], part, out=found[band])
     return found
 
 

@@ -1,4 +1,4 @@
-"""Classification of recordings: folders of classes or records, an encoder of log-mel bands, noise that follows the sample."""
+"""Classification of recordings: folders of classes or records, log-mel bands, noise that follows the sample."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.data.media import SOUND, MediaRecords, RecordColumns, find_records, record_files
-from weft.data.media.sound import Hearing, LogMel, Sounds
+from weft.data.media import SOUND, MediaRecords, RecordColumns, Sounds, find_records, record_files
+from weft.data.media.sound import Hearing, LogMel
 from weft.data.prepared import cache_folder
 from weft.errors import DataError
 from weft.models.speech import build_speech_model

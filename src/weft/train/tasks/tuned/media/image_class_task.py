@@ -77,9 +77,7 @@ class ImageClassTask(MediaTask):
 
     # --- the pictures ---
 
-    def source(
-        self, option: str, path: str, told: Callable[[int, int], None] | None
-    ) -> ClassFolder | MediaRecords:
+    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> ClassFolder | MediaRecords:
         """Find the pictures of a path: records where it names files of them, else folders of classes."""
         files = record_files(path)
         if files:

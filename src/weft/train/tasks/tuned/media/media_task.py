@@ -26,7 +26,7 @@ Source = ClassFolder | MediaRecords
 
 
 class MediaTask(Task):
-    """Trains on media of a folder of classes or of records. A subclass says how they are found and what is made of them.
+    """Trains on media of a folder of classes or of records. A subclass says how they are found and what they become.
 
     data, eval: of the options, what the user named. holdout: share of the samples that is held out without `eval`.
     """

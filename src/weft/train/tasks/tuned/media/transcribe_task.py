@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.data.media import SOUND, MediaRecords, RecordColumns, Survey, find_records, record_files
-from weft.data.media.sound import Hearing, Sounds, folder_features
+from weft.data.media import SOUND, MediaRecords, RecordColumns, Sounds, Survey, find_records, record_files
+from weft.data.media.sound import Hearing, folder_features
 from weft.data.prepared import cache_folder
 from weft.errors import ConfigError, DataError, Problem
 from weft.monitor.screen import SheetEntry

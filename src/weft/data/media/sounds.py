@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.media.media_records import MediaRecords
-from weft.data.media.sound.features import Features, parse_features
-from weft.data.media.sound.hearing import Hearing, hear, masked
+from weft.data.media.sound import Features, Hearing, hear, masked, parse_features
 
 
 class Sounds:

@@ -10,7 +10,7 @@ from weft.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class MediaKind:
     """A kind of media.
 
     one, many: the words. option: of a task, that names its column. suffixes: of files that are looked at; what is in
@@ -24,12 +24,12 @@ class Kind:
     columns: tuple[str, ...]
 
 
-PICTURE = Kind(
+PICTURE = MediaKind(
     "picture", "pictures", "picture",
     (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
     ("image", "picture", "img", "jpg", "jpeg", "png", "webp", "file_name", "image_path", "path", "bytes"),
 )  # fmt: skip
-SOUND = Kind(
+SOUND = MediaKind(
     "recording", "recordings", "audio",
     (".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aiff", ".aif", ".aifc", ".au", ".snd", ".caf", ".w64"),
     ("audio", "sound", "recording", "wav", "flac", "ogg", "mp3", "file_name", "audio_path", "audio_filepath", "path",
@@ -39,7 +39,7 @@ SOUND = Kind(
 KINDS = {kind.one: kind for kind in (PICTURE, SOUND)}
 
 
-def class_files(root: Path, kind: Kind) -> list[tuple[str, str]]:
+def class_files(root: Path, kind: MediaKind) -> list[tuple[str, str]]:
     """Return (path below it, class) of the files of a folder of classes, by their names.
 
     Raises:
