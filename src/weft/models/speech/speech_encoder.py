@@ -84,7 +84,9 @@ class SpeechStem(nn.Module):
 
     def forward(self, features_BMS: Tensor, frames_B: Tensor) -> Tensor:
         """(B, M, S) to (B, T, D). frames_B: of each recording."""
-        x_BDT = features_BMS
+        # What a band has throughout a recording, such as hiss or a dull microphone, says nothing of the words in it.
+        heard_B1S = _heard(frames_B, features_BMS.shape[-1])[:, None]
+        x_BDT = features_BMS - (features_BMS * heard_B1S).sum(-1, keepdim=True) / frames_B[:, None, None]
         for conv in (self.conv1, self.conv2):
             x_BDT = F.gelu(conv(x_BDT * _heard(frames_B, x_BDT.shape[-1])[:, None]))
             frames_B = _halved(frames_B)

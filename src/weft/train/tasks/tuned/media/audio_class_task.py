@@ -76,7 +76,16 @@ class AudioClassTask(MediaTask):
     # --- the recordings ---
 
     def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> MediaRecords:
-        """Find the recordings of a path: records where it names files of them, else a folder of classes."""
+        """Find the recordings of a path: records where it names files of them, else a folder of classes.
+
+        Args:
+            option: that names the path.
+            path: as the user typed it.
+            told: of (done, all).
+
+        Raises:
+            DataError: for what is wrong with the data.
+        """
         files = record_files(path, SOUND)
         for name in ("audio", "label"):
             if getattr(self, name) and not files:

@@ -78,7 +78,16 @@ class ImageClassTask(MediaTask):
     # --- the pictures ---
 
     def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> ClassFolder | MediaRecords:
-        """Find the pictures of a path: records where it names files of them, else folders of classes."""
+        """Find the pictures of a path: records where it names files of them, else folders of classes.
+
+        Args:
+            option: that names the path.
+            path: as the user typed it.
+            told: of (done, all).
+
+        Raises:
+            DataError: for what is wrong with the data.
+        """
         files = record_files(path)
         if files:
             cache = cache_folder(self.config.data)

@@ -44,7 +44,13 @@ class MediaTask(Task):
     # --- what a task says ---
 
     def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> Source:
-        """Find the samples of a path. option: that names it. told: of (done, all)."""
+        """Find the samples of a path.
+
+        Args:
+            option: that names the path.
+            path: as the user typed it.
+            told: of (done, all).
+        """
         raise NotImplementedError
 
     def made(self, source: Any, split: str) -> Any:
@@ -57,7 +63,11 @@ class MediaTask(Task):
     # --- the samples ---
 
     def check_share(self) -> None:
-        """DataError where `holdout` is no share."""
+        """Check that `holdout` is a share.
+
+        Raises:
+            DataError: where it is not.
+        """
         if not 0.0 < self.holdout < 1.0:
             raise DataError(
                 f"holdout={self.holdout}: it is a share of the {self.sample_unit}. Use a number between 0 and 1."

@@ -148,7 +148,16 @@ class TranscribeTask(MediaTask, FolderTask):
         return int(start)
 
     def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> MediaRecords:
-        """Find the recordings of a path and the tokens of their texts."""
+        """Find the recordings of a path and the tokens of their texts.
+
+        Args:
+            option: that names the path.
+            path: as the user typed it.
+            told: of (done, all).
+
+        Raises:
+            DataError: for what is wrong with the data.
+        """
         files = record_files(path, SOUND)
         if not files:
             raise DataError(
