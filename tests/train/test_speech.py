@@ -62,12 +62,12 @@ def test_the_network_does_not_see_what_batches_are_filled_up_with() -> None:
 
 def test_a_run_learns_words_of_tones_and_refuses_other_recordings(tmp_path: Path) -> None:
     data = str(sound_folder(tmp_path / "folder", 8))
-    made = config(tmp_path, "classify_audio", steps=25, data=data, mels=20, dropout=0.0, noise=0.1, holdout=0.34)
+    made = config(tmp_path, "classify_audio", steps=45, data=data, mels=20, dropout=0.0, noise=0.1, holdout=0.34)
     folder = prepare_run(made, 1)
     assert run_rank(folder).reason == "finished"
     assert last_evaluation(folder)["accuracy"] == 1.0
-    longer = made.model_copy(update={"train": made.train.model_copy(update={"steps": 26})})
-    assert run_rank(prepare_run(longer, 1)).step == 26
+    longer = made.model_copy(update={"train": made.train.model_copy(update={"steps": 46})})
+    assert run_rank(prepare_run(longer, 1)).step == 46
     (tmp_path / "folder" / "ab" / "0.wav").write_bytes(encoded(tones("ab", 77)))
     with pytest.raises(DataError, match=r"the records are not those that the run in .* was started with\. Use run\."):
         prepare_run(longer, 1)
