@@ -2,7 +2,7 @@
 
     apt-get download asterisk-core-sounds-en-wav && dpkg-deb -x asterisk-core-sounds-en-wav_*.deb sounds
     python benchmarks/spoken_words.py sounds words
-    weft train task=classify_audio task.options.data=words/train.tar task.options.eval=words/eval.tar ...
+    weft train task=classify_audio task.options.data=words/train.tar task.options.eval=words/eval.tar
 
 One voice says each of 94 words once. Training gets it at three speeds; the evaluation at four others, after a silence
 of up to 0.3 s, softer or louder by up to 6 dB, and with white noise 10 dB below it. So what is measured is how well the

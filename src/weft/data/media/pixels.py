@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.sample_draws import drawn_from
 from weft.data.media.encoded import Encoded
+from weft.data.media.sample_draws import drawn_from
 from weft.errors import DataError, MissingExtra
 
 #: Pixels of a picture above which it is taken for a mistake, or for a bomb: a few bytes that decode to gigabytes.

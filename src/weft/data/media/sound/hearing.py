@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.sample_draws import drawn_from
 from weft.data.media.encoded import Encoded
+from weft.data.media.sample_draws import drawn_from
 from weft.data.media.sound.sound_file import read_frames
 from weft.errors import MissingExtra
 
