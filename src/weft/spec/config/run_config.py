@@ -47,10 +47,10 @@ class TaskSection(Section):
     """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
 
     name: TaskName | None = None
-    """masked_lm, classify_text, classify_tokens, seq2seq or embed, with the Hugging Face folder of model.path; prefer,
-    which learns from preferred answers; distill, which follows a teacher; classify_images, with a folder of pictures;
-    or your own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form:
-    `task = "classify_text"`. By default a decoder trained on text."""
+    """masked_lm, classify_text, classify_tokens, seq2seq, embed or transcribe, with the Hugging Face folder of
+    model.path; prefer, which learns from preferred answers; distill, which follows a teacher; classify_images and
+    classify_audio, with pictures and recordings; or your own task as package.module:Class, importable from this
+    folder, or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 
@@ -177,8 +177,8 @@ class DataSection(Section):
     cache_dir: str = ""
     """Folder for tokenised data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
     workers: Count | None = None
-    """Processes of each rank that decode pictures; 0 decodes in the rank. They change no number. By default one for
-    each core that the machine's ranks leave, at most 8."""
+    """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default
+    one for each core that the machine's ranks leave, at most 8."""
 
 
 class EarlyStopSection(Section):

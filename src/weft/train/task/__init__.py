@@ -16,7 +16,9 @@ __all__ = [
     "Task",
     "Which",
     "describe_by_tracing",
+    "described",
     "sample_in_order",
+    "sample_place",
     "trace",
     "with_adapter",
 ]
@@ -24,8 +26,9 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.train.task.description import describe_by_tracing, trace
     from weft.train.task.forwards import Forwards, Which
-    from weft.train.task.indexed import sample_in_order
+    from weft.train.task.indexed import sample_in_order, sample_place
     from weft.train.task.run_adapter import with_adapter
+    from weft.train.task.sample_view import described
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
 
@@ -41,7 +44,9 @@ __getattr__ = loads(
         "Task": ".task",
         "Which": ".forwards",
         "describe_by_tracing": ".description",
+        "described": ".sample_view",
         "sample_in_order": ".indexed",
+        "sample_place": ".indexed",
         "trace": ".description",
         "with_adapter": ".run_adapter",
     },

@@ -153,6 +153,12 @@ class FolderTask(Task):
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
         """Copy what lies beside the weights, with the task's own fields in config.json."""
+        self.keep_base(folder)
+        tables = self.tables
+        return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self._notes)).to_json()}
+
+    def keep_base(self, folder: RunFolder) -> None:
+        """Copy what lies beside the weights, with the task's own fields in config.json."""
         folder.path.mkdir(parents=True, exist_ok=True)
         keep_base(folder, self._path)
         file = base_of(folder) / "config.json"
@@ -164,8 +170,6 @@ class FolderTask(Task):
             **self._changed(hugging_face.load_model_config(self._path)),  # what the folder says, not the changed model
         }
         file.write_text(json.dumps({**fields, **changes}, indent=1) + "\n", "utf-8")
-        tables = self.tables
-        return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self._notes)).to_json()}
 
     def open(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -331,10 +335,14 @@ class FolderTask(Task):
 
         traced = describe_by_tracing(self.shapes())
         if traced.reads_sequence:  # a text of the task, and not the longest that the model reads
-            traced = replace(traced, default_seq_len=self.config.train.seq_len)
+            traced = replace(traced, default_seq_len=self.text_len())
         limits = {**dict(traced.limits), **self.limits()}
         found = read_model(replace(traced, name=self.name(), limits=tuple(limits.items())))
         return replace(found, config=self.config, sample_unit=self.sample_unit)
+
+    def text_len(self) -> int:
+        """Return the tokens of a text, for the planner."""
+        return self.config.train.seq_len
 
     # --- what people see ---
 
