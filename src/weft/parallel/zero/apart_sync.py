@@ -11,6 +11,7 @@ into memory of its own, and takes the result over only once it hears that the me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from weft.comm import all_reduce, broadcast
 from weft.comm.peer.meeting import Call, Party
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh
+from weft.parallel.local_tensors import Stretch
 from weft.parallel.placement import DataParallel
 from weft.parallel.zero.rare_sync import RareSync, keep_sync
 from weft.spec.plan import Plan
@@ -41,8 +43,9 @@ class _Found:
 class ApartSync(RareSync):
     """The meetings of one replica with others that are worlds of their own.
 
-    step: steps done after the one under way; the caller sets it before each. goes_to: the step to go on from, where
-    others were further at a meeting. over: what is known of the others, where they have ended without this replica.
+    step: steps done; who leaves some out sets it before each. goes_to: the step to go on from, where others were
+    further at a meeting. over: what is known of the others, where they have ended without this replica. owes_meeting:
+    the last step was to end with a meeting, which this replica left because it was asked to stop.
 
     Args:
         model: parallelized over the mesh of this replica.
@@ -61,6 +64,7 @@ class ApartSync(RareSync):
         self.token = self.step = 0
         self.goes_to: int | None = None
         self.over: dict[str, object] | None = None
+        self.owes_meeting = False
         self._is_first = True
 
     @property
@@ -72,10 +76,33 @@ class ApartSync(RareSync):
         """Start from the weights as they are: those of all replicas come from one seed, or from one folder."""
         if not self._runs:
             self.take_anchor()
-            own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
-            whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
-            self.token = int(whole) & _MASK  # who began with other weights takes those of the others
-            self._say()
+            self.began_with(0, self.token_of_anchor())
+
+    def token_of_anchor(self) -> int:
+        """Return a token made of the anchor: who has other weights takes those of the others. All ranks call it."""
+        own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
+        whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
+        return int(whole) & _MASK
+
+    def began_with(self, step: int, token: int) -> None:
+        """Stand at a step, with the anchor that a token names.
+
+        Args:
+            step: steps done.
+            token: equal of equal anchors alone.
+        """
+        self.step, self.token = step, token
+        self._say()
+
+    @torch.no_grad()
+    def rejoin(self) -> None:
+        """Before the first step: meet where a meeting is owed, or where others have a newer anchor. All ranks call it.
+
+        What a replica would learn from an older anchor counts for nothing, so it waits for a meeting instead.
+        """
+        self._is_first, self.goes_to = False, None
+        if self.party.is_behind() or self.owes_meeting:
+            self._meet()
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -98,14 +125,20 @@ class ApartSync(RareSync):
         self.party.figures = {**self.party.figures, "number": self.meetings, "token": self.token, "step": self.step}
 
     def _meet(self) -> None:
+        self.owes_meeting = False
         self._engine.arrive()
         held = self.held()
         self._refuse_unfit(held)
+        with self.mesh.pulse.doing("meets the other replicas"):
+            self._meet_others(held)
+
+    def _meet_others(self, held: Sequence[Stretch]) -> None:
         layout = f"{len(held)} tensors of {sum(one.flat.numel() for one in held)} elements on its first rank"
         for _ in range(_ATTEMPTS):
             call = self.party.meet(layout)
             if not isinstance(call, Call):
                 self.over = call if call["do"] == "over" else None
+                self.owes_meeting = call["do"] == "leave"
                 self.party.says(f"step {self.step}: no meeting ({call.get('why') or 'the other replicas have ended'})")
                 return
             found = self._exchange(call)
@@ -127,7 +160,7 @@ class ApartSync(RareSync):
         gives = self.party.replica in call.givers
         source = None if call.givers == call.members else call.members.index(call.givers[0])
         if self._coders is not None:
-            self._coders.take_turn(call.number)
+            self._coders.take_turn(call.number - 1)  # meetings before this one, as replicas of one world count
         held, found = self.held(), list[_Found]()
         for run in self._runs:
             here, one = run.among(held), _Found(torch.zeros_like(run.anchor))
@@ -154,9 +187,21 @@ class ApartSync(RareSync):
             self._put(here, run)
         self._engine.publish()
         self.since, self.meetings, self.token = 0, call.number, call.token
+        self._tell(call)
         if call.step != self.step:
             self.goes_to = self.step = call.step
         self._say()
+
+    def _tell(self, call: Call) -> None:
+        """A line for people, where not all replicas learnt the same steps."""
+        given = len(call.givers) == self.replicas
+        if self.party.replica not in call.givers:
+            self.party.says(
+                f"step {self.step}: joined the other replicas again, at step {call.step}, from their weights"
+            )
+        elif not given:
+            others = sorted({*range(self.replicas)} - {*call.givers})
+            self.party.says(f"step {self.step}: met without what replica {', '.join(map(str, others))} learnt")
 
 
 def meet_apart(model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: Party) -> ApartSync:

@@ -34,11 +34,11 @@ APART_RULES: tuple[ConfigRule, ...] = (
     ConfigRule(
         name="apart-meets-rarely",
         keys=("launch.replicas_apart", "plan"),
-        reason="Replicas are worlds of their own only between meetings, so the plan must have replicas that meet rarely.",
+        reason="Replicas are worlds of their own only between meetings, so the plan must have such replicas.",
         predicate=_meets_never_rarely,
         message=lambda config: (
-            f"true: the plan {config.plan!r} has no replicas that meet rarely. Use e.g. dp_replicate=2 sync=diloco:50 in "
-            "the plan, or leave launch.replicas_apart out."
+            f"true: the plan {config.plan!r} has no replicas that meet rarely. Use e.g. dp_replicate=2 "
+            "sync=diloco:50 in the plan, or leave launch.replicas_apart out."
         ),
     ),
     ConfigRule(
@@ -66,11 +66,12 @@ APART_RULES: tuple[ConfigRule, ...] = (
         keys=("launch.replica", "launch.meet_at", "launch.replicas_apart"),
         reason="Only replicas that are worlds of their own are started one by one, and meet at an address.",
         predicate=lambda config: (
-            not config.launch.replicas_apart and (config.launch.replica is not None or config.launch.meet_at is not None)
+            not config.launch.replicas_apart
+            and (config.launch.replica is not None or config.launch.meet_at is not None)
         ),
         message=lambda config: (
-            f"{'none' if config.launch.replica is None else config.launch.replica}: launch.replica and launch.meet_at are "
-            "for replicas that are worlds of their own. Add launch.replicas_apart=true, or leave them out."
+            f"{'none' if config.launch.replica is None else config.launch.replica}: launch.replica and launch.meet_at "
+            "are for replicas that are worlds of their own. Add launch.replicas_apart=true, or leave them out."
         ),
     ),
     ConfigRule(

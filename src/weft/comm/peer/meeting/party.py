@@ -44,7 +44,8 @@ class Party:
     """Joins a replica's ranks to those of other replicas. All ranks of the replica call its methods together.
 
     figures: where this replica stands, which the others are told: number and token of its anchor, step, loss.
-    others: step and loss of each replica, as last heard. says: takes lines for people.
+    others: step and loss of each replica, as last heard. says: takes lines for people. wants_out: whether this replica
+    is asked to stop, so that it waits for no meeting; the first rank is asked.
 
     Args:
         mesh: of this replica.
@@ -71,6 +72,7 @@ class Party:
         self.replica, self.timeout_s, self.says = replica, timeout_s, says
         self.figures: dict[str, Any] = {"number": 0, "token": 0, "step": 0, "loss": 0.0}
         self.others: dict[str, list[float]] = {}
+        self.wants_out: Callable[[], bool] = lambda: False
         self._mesh, self._on_first, self._gather = mesh, on_first, gather
         self._line = MeetingLine(address, replica, secrets.randbits(62))
         self._door = MeetingDoor(host)
@@ -91,7 +93,8 @@ class Party:
     def meet(self, layout: str) -> Call | dict[str, Any]:
         """Wait for a meeting: as long as it takes where another replica's anchor is newer.
 
-        Returns what the place says where there is none: "alone" where it could not be reached, "over".
+        Returns what the place says where there is none: "alone" where it could not be reached, "over", "leave" where
+        this replica is asked to stop.
 
         Args:
             layout: what this replica holds, in words: the others must hold the same.
@@ -167,6 +170,10 @@ class Party:
         """On the first rank: ask until there is an answer other than "wait", for some seconds."""
         end = time.monotonic() + _SLICE_S
         while True:
+            if say == "arrive" and self.wants_out():
+                with contextlib.suppress(OSError):
+                    self._line.ask("leave", **self.figures)
+                return {"do": "leave", "why": "this replica is asked to stop"}
             try:
                 told = self._line.ask(say, **self.figures, **more)
                 lost_at.clear()

@@ -64,7 +64,7 @@ class MeetingRounds:
         """Take one replica's word, and return what it is told.
 
         Args:
-            said: `say` is "beat", "arrive", "done" or "end"; the rest says who it is and where it stands.
+            said: `say` is "beat", "arrive", "leave", "done" or "end"; the rest says who it is and where it stands.
             now: seconds of a clock that only rises.
         """
         number = int(said["replica"])
@@ -83,6 +83,8 @@ class MeetingRounds:
                 return self._done(number, said, now)
             case "end":
                 one.ended, one.arrived = said["where"], None
+            case "leave":
+                self._leave(number)
             case _:  # "beat": that it lives is known by now
                 pass
         others = {key: [each.step, each.loss] for key, each in self._replicas.items() if each.heard is not None}
@@ -94,6 +96,21 @@ class MeetingRounds:
     def _is_behind(self, number: int, now: float) -> bool:
         own = self._replicas[number].anchor
         return any(one.anchor > own and self._lives(one, now) for one in self._replicas.values())
+
+    def is_over(self, now: float) -> bool:
+        """Return whether nobody needs the place any more: each replica has ended, or has not been heard for long.
+
+        Args:
+            now: seconds of the same clock.
+        """
+        return not any(self._lives(one, now) for one in self._replicas.values())
+
+    def _leave(self, number: int) -> None:
+        """One that is asked to stop waits no longer; a meeting of which it is a member comes to nothing."""
+        self._replicas[number].arrived = None
+        under_way = self._round
+        if under_way is not None and number in under_way.told["members"] and number not in under_way.said:
+            self._close("abort")
 
     def _arrive(self, number: int, said: dict[str, Any], now: float) -> dict[str, Any]:
         one, under_way = self._replicas[number], self._round
