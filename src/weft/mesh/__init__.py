@@ -12,6 +12,7 @@ __all__ = [
     "LIMIT_S",
     "Mesh",
     "Pulse",
+    "Reader",
     "Wait",
     "Waited",
     "build_mesh",
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
         open_store,
         pick_device,
     )
-    from weft.mesh.places import members_of
+    from weft.mesh.places import Reader, members_of
     from weft.mesh.pulse import Pulse, Wait
 
 __getattr__ = loads(
@@ -51,6 +52,7 @@ __getattr__ = loads(
         "LIMIT_S": ".mesh",
         "Mesh": ".mesh",
         "Pulse": ".pulse",
+        "Reader": ".places",
         "Wait": ".pulse",
         "Waited": ".axis",
         "build_mesh": ".mesh",

@@ -11,7 +11,7 @@ import torch
 from weft.data.batch import move_batch, parts_of, tensors_in, with_parts
 from weft.data.order import rows_of
 from weft.errors import ModelError
-from weft.mesh import Axis
+from weft.mesh import Reader
 from weft.parallel.randomness import SampleNumbers
 from weft.spec import shares
 from weft.spec.plan import Plan
@@ -201,7 +201,7 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
     return [one for one, _ in batch.counted()]
 
 
-def samples_of(batch: Any, num_microbatches: int, data: Axis) -> list[SampleNumbers]:
+def samples_of(batch: Any, num_microbatches: int, data: Reader) -> list[SampleNumbers]:
     """Return which samples of the global batch lie in each microbatch of what a step was given, before it was moved.
 
     A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to be equally large.
@@ -209,7 +209,7 @@ def samples_of(batch: Any, num_microbatches: int, data: Axis) -> list[SampleNumb
     Args:
         batch: as the step was given it.
         num_microbatches: into how many a plain batch is cut.
-        data: the ranks that read different samples.
+        data: this rank among those that read different samples.
     """
     if isinstance(batch, Microbatches):
         if batch.samples is not None:
