@@ -89,9 +89,8 @@ class TorchEngine:
         self._batches = task.batches(share)
         # Each world evaluates on the whole set, in batches as large as those of training.
         passes = share.microbatches * (mesh.reader.size // mesh.data.size)
-        self._eval_batches = task.eval_batches(
-            replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size)
-        )
+        own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size)
+        self._eval_batches = task.eval_batches(own)
         base = task.initial_model(mesh.plan)
         weights = task.initial_weights(base)
         self._model: nn.Module = with_adapter(base, config)
