@@ -52,8 +52,8 @@ class Trainer:
     after the next step it is asked again. confirm: the weights after so many steps gave a finite loss. halted: where
     the same command resumes after a first bad step, in words. All are called on every rank. left_out: steps, counted
     from 1, that are passed over with their data. wishes: on the first rank, gives what the run is asked for; None: it
-    cannot be asked. parting: the wish that ended training, where one did. moved: after a meeting the weights are those of
-    the step given, which may be an older one. is_unsaved: the weights that training begins with are in no checkpoint.
+    cannot be asked. parting: the wish that ended training, where one did. moved: hears, after a meeting, that training
+    goes on from another step (before, after). is_unsaved: the weights that training begins with are in no checkpoint.
     """
 
     task: Task
@@ -114,25 +114,21 @@ class Trainer:
 
     def _train_until(self, num_steps: int, guard: NonFiniteGuard) -> str | None:
         """All steps that are left, from wherever meetings lead; a reason to stop before, or None."""
-        self._has_moved = True
-        while self._has_moved:
-            self._has_moved = False
+        while True:
+            self._has_moved, stop = False, None
             for first, end in stretches(self.progress.step, num_steps, self.left_out):
                 self.progress.step = first
-                if stop := self._train_stretch(end, guard):
-                    return stop
-                if self._has_moved:
+                if (stop := self._train_stretch(end, guard)) or self._has_moved:
                     break
-        return None
+            if stop or not self._has_moved:
+                return stop
 
     def _train_stretch(self, end: int, guard: NonFiniteGuard) -> str | None:
         """All steps up to `end`; a reason to stop before, or None."""
         with self.engine.batches.iterate(self.progress.step, end) as steps:
             for batches in self._awaited(steps):
-                if stop := self._advance(batches, guard):
+                if (stop := self._advance(batches, guard)) or self._has_moved:
                     return stop
-                if self._has_moved:
-                    return None
         stop = self._see_last(guard)
         self.progress.step = end
         return stop
@@ -147,9 +143,10 @@ class Trainer:
         self.progress.step += 1
         self.garbage.after_step(self.progress.step)
         stop = self._see(before, guard) if before else None
-        self._follow(self._unread.result)
-        if stop or self._save_asked or not isinstance(self._unread.result, LateResult) or self._is_something_due():
+        launched = self._unread.result
+        if stop or self._save_asked or not isinstance(launched, LateResult) or self._is_something_due():
             stop = self._see_last(guard) or stop
+        self._follow(launched)
         self._tell_ended(self.ended(False))
         stop = stop or self._evaluate_if_due()
         self._copy_waits = self._copy_waits or self._due(self.config.checkpoint.peer_every)
@@ -163,13 +160,12 @@ class Trainer:
 
     def _follow(self, result: StepResult | LateResult) -> None:
         """Go on from where a meeting after this step led, if it did; engines that meet others know their results."""
-        if not isinstance(result, StepResult) or result.goes_to is None:
-            return
-        before, self.progress.step = self.progress.step, result.goes_to
-        self._has_moved, self._saved_step = True, -1
-        self.moved(before, result.goes_to)
-        for hook in self.hooks:
-            hook.on_moved(before, result.goes_to)
+        if isinstance(result, StepResult) and result.goes_to is not None:
+            before, self.progress.step = self.progress.step, result.goes_to
+            self._has_moved, self._saved_step = True, -1
+            self.moved(before, result.goes_to)
+            for hook in self.hooks:
+                hook.on_moved(before, result.goes_to)
 
     def _see_last(self, guard: NonFiniteGuard) -> str | None:
         """Wait for the last step, where nobody has seen it yet."""

@@ -126,7 +126,8 @@ class MeetingRounds:
         over = [(key, each) for key, each in self._replicas.items() if each.ended is not None]
         newest = max(over, key=lambda pair: pair[1].anchor, default=None)
         if newest is not None and newest[1].anchor > one.anchor and not self._is_behind(number, now):
-            return {"do": "over", "replica": newest[0], "where": newest[1].ended, "step": newest[1].step}
+            told, token = newest[1], newest[1].anchor[1]
+            return {"do": "over", "replica": newest[0], "where": told.ended, "step": told.step, "token": token}
         if under_way is None:
             self._begin(now)
         if self._round is not None and number in self._round.told["members"]:
