@@ -75,10 +75,8 @@ class AmongReplicas:
 
     def _take_over(self, over: Mapping[str, Any], keeper: Keeper, progress: Progress) -> bool:
         """Take the model of replicas that have ended, and save it here, where this machine sees it."""
-        engine = self._engine
-        path = self._newest(
-            engine.on_first(lambda: _checkpoints_of(RunFolder(Path(over["where"])), int(over["token"])))
-        )
+        engine, where = self._engine, RunFolder(Path(over["where"]))
+        path = self._newest(engine.on_first(lambda: _checkpoints_of(where, int(over["token"]))))
         if path is None:
             return False
         keeper.ended(True)

@@ -49,12 +49,14 @@ class MeetingPlace:
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._answer, name="weft-meetings", daemon=True).start()
 
+    def is_over(self) -> bool:
+        """Return whether each replica has ended, or has not been heard for `timeout_s`."""
+        with self._lock:
+            return self._rounds.is_over(time.monotonic())
+
     def wait_until_over(self) -> None:
         """Answer until each replica has ended, or has not been heard for `timeout_s`."""
-        while True:
-            with self._lock:
-                if self._rounds.is_over(time.monotonic()):
-                    return
+        while not self.is_over():
             time.sleep(_LOOK_S)
 
     def close(self) -> None:
@@ -102,7 +104,7 @@ class MeetingLine:
             more: the rest of what is said.
         """
         host, _, port = self.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as call:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as call:
             call.sendall(json.dumps({"say": say, **self._own, **more}).encode() + b"\n")
             try:
                 return _read(call)
@@ -121,7 +123,7 @@ def address_towards(address: str) -> str:
     """
     host, _, port = address.rpartition(":")
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             found: str = probe.getsockname()[0]
