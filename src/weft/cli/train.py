@@ -168,7 +168,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     world = _world_of(config)
     if config.launch.replicas_apart and world is None:
         raise LaunchError(
-            f"launch.replicas_apart=true: {place.starter} starts the ranks of one world. Start each replica by a command of "
+            f"launch.replicas_apart=true: {place.starter} starts one world. Start each replica by a command of "
             "its own, with launch.replica=0, 1, ... and launch.meet_at=HOST:PORT."
         )
     started = time.monotonic() - process_age_s()
