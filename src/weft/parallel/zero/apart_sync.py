@@ -66,6 +66,7 @@ class ApartSync(RareSync):
         self.over: dict[str, object] | None = None
         self.owes_meeting = False
         self._is_first = True
+        self._away: list[int] = []  # who brought nothing to the last meeting
 
     @property
     def is_due(self) -> bool:
@@ -193,15 +194,16 @@ class ApartSync(RareSync):
         self._say()
 
     def _tell(self, call: Call) -> None:
-        """A line for people, where not all replicas learnt the same steps."""
-        given = len(call.givers) == self.replicas
-        if self.party.replica not in call.givers:
-            self.party.says(
-                f"step {self.step}: joined the other replicas again, at step {call.step}, from their weights"
-            )
-        elif not given:
-            others = sorted({*range(self.replicas)} - {*call.givers})
-            self.party.says(f"step {self.step}: met without what replica {', '.join(map(str, others))} learnt")
+        """A line for people, where other replicas learnt what counts than at the meeting before."""
+        away = sorted({*range(self.replicas)} - {*call.givers})
+        if self.party.replica in away:
+            self.party.says(f"step {self.step}: joined the others again at step {call.step}, with their weights")
+        elif away != self._away and away:
+            several, others = "s" if len(away) > 1 else "", ", ".join(map(str, away))
+            self.party.says(f"step {self.step}: meetings go on without replica{several} {others}")
+        elif away != self._away:
+            self.party.says(f"step {self.step}: all replicas take part in meetings again")
+        self._away = away
 
 
 def meet_apart(model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: Party) -> ApartSync:
