@@ -68,8 +68,8 @@ CASES = [
      "launch.replicas_apart=true: the plan 'dp_replicate=2' has no replicas that meet rarely. Use e.g. dp_replicate=2 "
      "sync=diloco:50 in the plan, or leave launch.replicas_apart out."),
     ("apart-plan-is-given", ["launch.replicas_apart=true", "plan=auto"],
-     "launch.replicas_apart=true: the planner makes no plans for replicas that are worlds of their own. Write the plan, "
-     'such as plan="dp_replicate=2 dp_shard=4 zero=1 sync=diloco:50".'),
+     "launch.replicas_apart=true: the planner makes no plans for replicas that are worlds of their own. Write the "
+     'plan, such as plan="dp_replicate=2 dp_shard=4 zero=1 sync=diloco:50".'),
     ("apart-keeps-its-ranks",
      ["launch.min_ranks=1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
      "launch.min_ranks=1: under launch.replicas_apart=true a replica has all ranks of its plan or is lost, and the "
@@ -90,8 +90,8 @@ CASES = [
      "launch.replica=2: the plan 'dp_replicate=2 sync=diloco:5' has replicas 0 to 1. Use one of these."),
     ("replica-plan-is-whole",
      ["launch.replica=1", "launch.meet_at=a:1", "launch.replicas_apart=true",
-      "plan=dp_replicate=2 dp_shard=* sync=diloco:5"],
-     "launch.replica=1: the plan 'dp_replicate=2 dp_shard=* sync=diloco:5' leaves an axis open, and this machine sees "
+      "plan=dp_replicate=2 dp_shard=* zero=1 sync=diloco:5"],
+     "launch.replica=1: the plan 'dp_replicate=2 dp_shard=* zero=1 sync=diloco:5' leaves an axis open, and this machine sees "
      "one replica alone. Write the number of ranks in the place of '*'."),
 ]  # fmt: skip
 OTHERS = [
