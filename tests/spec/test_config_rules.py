@@ -91,8 +91,8 @@ CASES = [
     ("replica-plan-is-whole",
      ["launch.replica=1", "launch.meet_at=a:1", "launch.replicas_apart=true",
       "plan=dp_replicate=2 dp_shard=* zero=1 sync=diloco:5"],
-     "launch.replica=1: the plan 'dp_replicate=2 dp_shard=* zero=1 sync=diloco:5' leaves an axis open, and this machine sees "
-     "one replica alone. Write the number of ranks in the place of '*'."),
+     "launch.replica=1: the plan 'dp_replicate=2 dp_shard=* zero=1 sync=diloco:5' leaves an axis open, and this "
+     "machine sees one replica alone. Write the number of ranks in the place of '*'."),
 ]  # fmt: skip
 OTHERS = [
     (["train.global_batch=10", "plan=dp_replicate=4"],

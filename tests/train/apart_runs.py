@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.train.conftest import SMALL
 from weft.checkpoint import load_checkpoint, newest_checkpoint
@@ -19,12 +20,13 @@ from weft.monitor import read_events
 from weft.spec.files.config_file import load_config
 from weft.train import RunFolder, Start, prepare_run, run_rank
 from weft.train.engine import ReplicaWorld
+from weft.train.run import recorder
 
 LIMIT_S = 60.0
 
 # Forked from a server that has imported torch once: a second saved for each process.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["tests.train.apart_runs", "weft.engines.torch_engine", "weft.parallel.zero"])
+FORKSERVER.set_forkserver_preload(["tests.train.apart_runs", "weft.train.run.rank_run", "weft.parallel.zero.flat"])
 
 
 class HeldEngine(TorchEngine):
@@ -40,10 +42,15 @@ class HeldEngine(TorchEngine):
         return super().step(batches, number, lr_factor)
 
 
+def alone(path: str, replica: int, address: str) -> None:
+    """One replica in a process of its own, which says nothing."""
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    recorder.plot_loss = lambda *words, **more: None  # a second of a core, which others want
+    train_replica(path, replica, address)
+
+
 def train_replica(path: str, replica: int, address: str) -> None:
     """One replica of one rank, to its end."""
-    out = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    sys.stdout = sys.stderr = out
     world = ReplicaWorld(replica, address)
     run_rank(Path(path), None, io.StringIO(), Start(engine="tests.train.apart_runs:HeldEngine", world=world))
 
@@ -59,15 +66,16 @@ class ApartRun:
         config = load_config(None, words).config
         self.folders = [prepare_run(config, replicas, replica=number) for number in range(replicas)]
         self.place = MeetingPlace("127.0.0.1", 0, replicas, timeout_s)
-        self.processes: dict[int, multiprocessing.process.BaseProcess] = {}
+        self.processes: dict[int, Any] = {}
 
-    def start(self, *replicas: int, at_once: bool = True) -> None:
-        """Start replicas. at_once: no step is done before all of them are there."""
+    def start(self, *replicas: int, at_once: bool = True, kind: Any = FORKSERVER.Process) -> None:
+        """Start replicas. at_once: no step is done before all of them are there. kind: process or thread."""
         for number in replicas:
             if at_once:
                 self.hold(number, self.first_step(number))
             arguments = (str(self.folders[number].path), number, self.place.address)
-            self.processes[number] = FORKSERVER.Process(target=train_replica, args=arguments)
+            target = alone if kind is FORKSERVER.Process else train_replica
+            self.processes[number] = kind(target=target, args=arguments, daemon=True)
             self.processes[number].start()
         if at_once:
             for number in replicas:
@@ -110,11 +118,11 @@ class ApartRun:
         """Exit codes, once all have ended."""
         for process in self.processes.values():
             process.join(LIMIT_S)
-        return [process.exitcode for _, process in sorted(self.processes.items())]
+        return [getattr(process, "exitcode", None) for _, process in sorted(self.processes.items())]
 
     def close(self) -> None:
         for process in self.processes.values():
-            if process.is_alive():
+            if process.is_alive() and isinstance(process, FORKSERVER.Process):
                 os.kill(process.pid or 0, signal.SIGKILL)
                 process.join()
         self.place.close()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 
 import pytest
 import torch
 
 from tests.train.apart_runs import ApartRun, evaluations, saved, steps_of
 from weft.checkpoint import load_checkpoint, newest_checkpoint
+from weft.monitor import read_events
+from weft.train.run import among_replicas, rank_run, recorder
 
 ALL = ("model", "outer", "optimizer")
 
@@ -32,6 +36,35 @@ def assert_same(one: dict, other: dict) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
+def test_a_replica_that_is_late_is_left_out_and_joins_where_the_others_are(run, monkeypatch):
+    for room in (rank_run, among_replicas):
+        monkeypatch.setattr(room, "stop_on_signal", contextlib.nullcontext)  # both run in threads of this process
+    monkeypatch.setattr(recorder, "plot_loss", lambda *words, **more: None)
+    both = run("late")
+    both.hold(0, 8)
+    both.hold(1, 5)
+    both.start(0, 1, kind=threading.Thread)
+    both.wait_at(0, 8)
+    assert steps_of(both.folders[1]) == [1, 2, 3, 4, 5], (
+        "it lives and says so, and is not waited for longer than a second"
+    )
+    both.release(1, 5)
+    both.wait_arrived(1)
+    both.release(0, 8)
+    both.end()
+    first, second = both.folders
+    assert steps_of(first) == list(range(1, 13))
+    assert steps_of(second) == [1, 2, 3, 4, 5, 6, 10, 11, 12]
+    assert_same(saved(first), saved(second))
+    assert evaluations(first)[12] == evaluations(second)[12]
+    warnings = [event["text"] for event in read_events(first.events) if event["event"] == "warning"]
+    assert warnings == [
+        "step 6: meetings go on without replica 1",
+        "step 12: all replicas take part in meetings again",
+    ]
+
+
+@pytest.mark.full
 def test_a_replica_that_is_killed_joins_again_and_all_end_with_one_model(run):
     both = run("killed")
     both.hold(0, 8)
