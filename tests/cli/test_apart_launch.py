@@ -30,8 +30,7 @@ class Trained:
 
     def __init__(self, root: Path, text: Path):
         self._root = root
-        self._words = [*SMALL, "sample.prompt=", "precision", f"data.train={text}", f"run.dir={root}"]
-        self._words.remove("precision")
+        self._words = [*SMALL, "sample.prompt=", f"data.train={text}", f"run.dir={root}"]
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, name: str, *settings: str) -> subprocess.Popen[str]:
@@ -97,7 +96,7 @@ def ranks_of(process: subprocess.Popen[str], folder: RunFolder) -> list[psutil.P
     "plan",
     [
         "dp_replicate=2 dp_shard=2 zero=1 sync=diloco:3 precision=fp64",
-        "dp_replicate=2 dp_shard=2 zero=3 sync=average:4 precision=fp64 accumulation=1",
+        "dp_replicate=2 dp_shard=2 zero=3 sync=average:4 precision=fp64",
         "dp_replicate=2 sync=diloco:3 compress=int8 precision=fp64",
     ],
 )

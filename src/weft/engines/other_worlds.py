@@ -92,8 +92,8 @@ class OtherWorlds:
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint says of this replica beside its arrays."""
         sync, plan = self.sync, self._job.plan
-        own = {"place": sync.place, "of": sync.replicas, "token": sync.token, "owes_meeting": sync.owes_meeting}
-        return {"plan": str(plan), "replica": own}
+        anchor = {"meetings": sync.meetings, "token": sync.token, "owes_meeting": sync.owes_meeting}
+        return {"plan": str(plan), "replica": {"place": sync.place, "of": sync.replicas, **anchor}}
 
     def lines(self) -> Sequence[str]:
         """Return which replica this is, for the opening of a run."""

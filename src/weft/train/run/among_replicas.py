@@ -107,8 +107,10 @@ def newest_of_others(folder: RunFolder, own: int | None) -> str | None:
     for other in folder.other_replicas():
         if saved := list_checkpoints(other.checkpoints):
             checkpoint = load_checkpoint(saved[-1], lazily=True)
-            # What a replica saved for itself is taken by another one only in need: it has the anchor alone in common.
-            if own is None or (checkpoint.step > own and "replica" not in checkpoint.state):
+            by_one = checkpoint.state.get("replica")
+            # What a replica saved for itself is taken by another one only in need: it has the anchor alone in common,
+            # and before the first meeting that is what all begin with.
+            if (own is None or checkpoint.step > own) if by_one is None else (own is None and by_one["meetings"] > 0):
                 newest.append((checkpoint.step, str(other.checkpoints)))
     return max(newest)[1] if newest else None
 

@@ -9,7 +9,8 @@
 So `model` is a whole model that any plan reads. As many replicas go on exactly, others from the anchor.
 
 A replica that is a world of its own saves the same for itself alone, and says so in the state: `replica` has its
-`place`, `of` how many, the `token` of its anchor, and whether it `owes_meeting`.
+`place`, `of` how many, how many `meetings` its anchor has been through, that one's `token`, and whether it
+`owes_meeting`.
 """
 
 from __future__ import annotations
