@@ -57,6 +57,10 @@ class RunFolder:
     def _is_of_replica(self, config: RunConfig) -> bool:
         return config.run.name != self.path.name and re.fullmatch(r"replica_[1-9]\d*", self.path.name) is not None
 
+    def with_replicas(self) -> list[RunFolder]:
+        """Return this folder, and of a run whose replicas are worlds of their own those of the others."""
+        return [self] if self._is_of_replica(self.config()) else [self, *self.other_replicas()]
+
     def other_replicas(self) -> list[RunFolder]:
         """Return the folders of the run's other replicas, as far as they are there: replica 0's first."""
         run = self.path.parent if self._is_of_replica(self.config()) else self.path
