@@ -107,8 +107,8 @@ def check_asked(config: RunConfig, job: JobAsked) -> None:
     world_size, launch = job.nodes * job.ranks, config.launch
     if launch.replicas_apart and launch.replica is None:
         raise ConfigError(
-            "launch.replicas_apart=true: a job starts one world. Print a job for each replica, with launch.replica=0, 1, "
-            "... and launch.meet_at=HOST:PORT."
+            "launch.replicas_apart=true: a job starts one world. Print a job for each replica, with "
+            "launch.replica=0, 1, ... and launch.meet_at=HOST:PORT."
         )
     if not is_auto(config.plan):
         plan = Plan.parse(config.plan, world_size)
