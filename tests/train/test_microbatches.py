@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 import weft
 from weft.data.batch import map_tensors, move_batch, tensors_in
 from weft.errors import ModelError
-from weft.mesh import Reader, build_mesh
+from weft.mesh import build_mesh
+from weft.mesh.places import Reader
 from weft.parallel import parallelize
 from weft.parallel.randomness import SampleNumbers
 from weft.spec.plan import Plan

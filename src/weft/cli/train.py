@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -252,22 +251,11 @@ def _prepared_elsewhere(config: RunConfig, word: FirstWord | None) -> RunFolder:
 def main() -> None:
     """Entry of the launcher of one replica, which `weft train` started for it (launcher/apart/)."""
     from weft.cli.app import show_error
-    from weft.cli.launcher.rank import die_with
-    from weft.spec import RunConfig
-    from weft.train.engine import ReplicaWorld
+    from weft.cli.launcher.apart import given_replica
 
-    given = json.loads(sys.stdin.buffer.readline())
-    die_with(given["parent"])
-    config = RunConfig.model_validate_json(sys.stdin.buffer.readline(), strict=False)
-
-    def prepared() -> None:
-        writes, given["prepared"] = given["prepared"], None
-        if writes is not None:
-            os.write(writes, b"1")
-            os.close(writes)
-
+    given = given_replica()
     try:
-        train_world(config, given["command"], ReplicaWorld(given["replica"], given["meet_at"]), prepared)
+        train_world(given.config, given.command, given.world, given.tell_prepared)
     except WeftError as error:
         show_error(error)
         sys.exit(error.exit_code)

@@ -12,7 +12,6 @@ __all__ = [
     "LIMIT_S",
     "Mesh",
     "Pulse",
-    "Reader",
     "Wait",
     "Waited",
     "build_mesh",
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
         open_store,
         pick_device,
     )
-    from weft.mesh.places import Reader, members_of
+    from weft.mesh.places import members_of
     from weft.mesh.pulse import Pulse, Wait
 
 __getattr__ = loads(
@@ -52,7 +51,6 @@ __getattr__ = loads(
         "LIMIT_S": ".mesh",
         "Mesh": ".mesh",
         "Pulse": ".pulse",
-        "Reader": ".places",
         "Wait": ".pulse",
         "Waited": ".axis",
         "build_mesh": ".mesh",

@@ -86,18 +86,18 @@ class ApartSync(RareSync):
         return int(whole) & _MASK
 
     def began_with(self, step: int, token: int) -> None:
-        """Stand at a step, with the anchor that a token names.
+        """Take a step and an anchor to stand at.
 
         Args:
             step: steps done.
-            token: equal of equal anchors alone.
+            token: names the anchor; equal of equal ones alone.
         """
         self.step, self.token = step, token
         self._say()
 
     @torch.no_grad()
     def rejoin(self) -> None:
-        """Before the first step: meet where a meeting is owed, or where others have a newer anchor. All ranks call it.
+        """Meet before the first step, where a meeting is owed or others have a newer anchor. All ranks call it.
 
         What a replica would learn from an older anchor counts for nothing, so it waits for a meeting instead.
         """

@@ -20,13 +20,17 @@ from weft.train.run.signals import stop_on_signal
 class AmongReplicas:
     """What a replica's run asks of the others, through its engine and through their folders; all ranks together.
 
+    has_met: whether it has met the others before its first step. Of a run that has no others nothing is asked.
+
     Args:
         folder: of this replica.
         config: of the run.
         engine: of this replica.
+        is_alone: there are no others.
     """
 
-    def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine):
+    def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine, *, is_alone: bool = False):
+        self.has_met, self._is_alone = False, is_alone
         self._folder, self._config, self._engine = folder, config, engine
         self._together = Together(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
 
@@ -36,7 +40,7 @@ class AmongReplicas:
         Args:
             own: step of its newest one, where it has one.
         """
-        if self._config.resume.step:
+        if self._is_alone or self._config.resume.step:
             return None
         return self._newest(self._engine.on_first(lambda: newest_of_others(self._folder, own)))
 
@@ -47,10 +51,14 @@ class AmongReplicas:
             keeper: of this replica's checkpoints.
             progress: is set to the step to go on from.
         """
+        if self._is_alone:
+            return True
+        saved = self._engine.state()
         with stop_on_signal(self._engine):
             step = self._engine.rejoin(progress.step)
         if step is None:
             return False
+        self.has_met = self._engine.state() != saved
         if step != progress.step:
             keeper.moved(progress.step, step)
             progress.step = step
@@ -64,6 +72,8 @@ class AmongReplicas:
             trainer: has ended, and saved.
             reason: why it has.
         """
+        if self._is_alone:
+            return reason
         over = self._engine.over
         if over is None:
             if reason != ASKED_TO_STOP and trainer.parting is None:

@@ -138,18 +138,15 @@ class _RankRun:
         began: when the command did (s of time.monotonic). hooks: further ones.
         """
         is_first = self.engine.rank == 0
-        others = AmongReplicas(self.folder, self.config, self.engine) if self.is_one_of_several else None
-        keeper = Keeper(self.folder, self.config, self.engine, self.home, *([others.elsewhere] if others else []))
+        others = AmongReplicas(self.folder, self.config, self.engine, is_alone=not self.is_one_of_several)
+        keeper = Keeper(self.folder, self.config, self.engine, self.home, others.elsewhere)
         with busy(self.terminal if is_first else None, "loading the checkpoint"):
             progress, notes = keeper.resume()
-        saved = self.engine.state()
-        if others and not others.rejoin(keeper, progress):
+        if not others.rejoin(keeper, progress):
             return RunResult(progress.step, ASKED_TO_STOP)
-        is_unsaved = others is not None and self.engine.state() != saved
-        if progress.step >= self.config.train.steps and not is_unsaved:
+        if progress.step >= self.config.train.steps and not others.has_met:
             return self._done_before(progress, notes)
-        start_step = progress.step
-        recorder = limit = watch = None
+        start_step, recorder, limit, watch = progress.step, None, None, None
         if is_first:
             watch = WishWatch(self.folder.path, time.time() - (time.monotonic() - began), self.engine)
             limit, recorder = self._watch_resources(began), self._recorder(progress, notes)
@@ -169,14 +166,13 @@ class _RankRun:
             progress=progress,
             wishes=watch.take if watch else tuple,
             moved=keeper.moved,
-            is_unsaved=is_unsaved,
+            is_unsaved=others.has_met,
         )
         until_left.enter_context(stop_on_signal(self.engine))
         try:
             if watch:
                 watch.start()
-            reason = trainer.fit()
-            reason = others.end(keeper, trainer, reason) if others else reason
+            reason = others.end(keeper, trainer, trainer.fit())
             if recorder:
                 until_left.callback(recorder.draw)
             parting = self._parting(keeper, trainer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from weft.cli.launcher.apart.given import Given, given_replica
+from weft.cli.launcher.apart.launchers import Replicas
 from weft.cli.launcher.apart.place_here import meeting_place
-from weft.cli.launcher.apart.replicas import Replicas
 
-__all__ = ["Replicas", "meeting_place"]
+__all__ = ["Given", "Replicas", "given_replica", "meeting_place"]

@@ -6,7 +6,6 @@ launcher again that was killed, and holds the meeting place, which outlives all 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from types import FrameType
 from typing import IO
 
 from weft import env
+from weft.cli.launcher.apart.given import Given
 from weft.cli.launcher.launch import Stopped
 from weft.cli.launcher.world import threads_variables
 from weft.comm.peer.meeting import MeetingPlace
@@ -124,14 +124,10 @@ class Replicas:
             if log is not None:
                 log.close()
         one.process = process
-        given = {
-            "replica": one.number, "meet_at": self._meet_at, "command": self._command, "parent": os.getpid(),
-            "prepared": writes,
-        }  # fmt: skip
-        config = self._config.model_dump(mode="json", by_alias=True)
+        given = Given(self._config, one.number, self._meet_at, self._command, os.getpid(), writes)
         assert process.stdin is not None
         with suppress(OSError):  # it is gone, and its exit code says so
-            process.stdin.write(json.dumps(given).encode() + b"\n" + json.dumps(config).encode() + b"\n")
+            process.stdin.write(given.lines())
             process.stdin.close()
         if process.stderr is not None:
             threading.Thread(target=_pass_on, args=(process.stderr, one.number), daemon=True).start()
