@@ -183,12 +183,9 @@ class _RankRun:
             raise
         finally:
             self.voice.display = self.voice.log = None
-            if watch:
-                watch.close()
-            if figures:
-                figures.collector.close()
-            if recorder:
-                recorder.close()
+            for one in (watch, figures.collector if figures else None, recorder):
+                if one:
+                    one.close()
         if is_first:
             if limit and reason == ASKED_TO_STOP:
                 reason = limit.reason or reason
