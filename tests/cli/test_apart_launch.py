@@ -141,7 +141,7 @@ def test_from_one_world_to_replicas_apart_and_back(train):
 
 
 SLOW = ["train.steps=400", "checkpoint.every=20", "eval.every=100", "launch.meeting_timeout=2s", "log.every=50"]
-APART = ["plan=dp_replicate=2 dp_shard=2 zero=1 sync=diloco:5", "launch.replicas_apart=true", *SLOW]
+APART = ["plan=dp_replicate=2 sync=diloco:5", "launch.replicas_apart=true", *SLOW]
 
 
 def test_ranks_that_are_killed_are_started_again_by_their_own_launcher(train):
