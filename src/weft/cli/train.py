@@ -106,7 +106,9 @@ def _train_replicas(config: RunConfig) -> int:
         gpus = visible_gpus() if config.launch.device != "cpu" else 0
         num_ranks = count_ranks(config, gpus, cores)
         from weft.cli.launcher.apart import Replicas
-    config = config.model_copy(update={"plan": Plan.parse(config.plan, num_ranks).format()})
+    whole = {"plan": Plan.parse(config.plan, num_ranks).format()}
+    # Each launcher starts the ranks of one replica: their number is the plan's.
+    config = config.model_copy(update={**whole, "launch": config.launch.model_copy(update={"ranks": "all"})})
     return Replicas(config, gpus, cores, typed_command(), say).run()
 
 
@@ -259,8 +261,8 @@ def main() -> None:
     except WeftError as error:
         show_error(error)
         sys.exit(error.exit_code)
-    except typer.Exit as end:
-        sys.exit(end.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

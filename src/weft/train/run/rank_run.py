@@ -219,7 +219,9 @@ class _RankRun:
         engine, found = self.engine, None
         if recorder:
             with engine.pulse.doing("asks the planner what to expect"):
-                found = PlanWatch.of(self.task, engine.plan, engine.device, book, recorder.on_figures, recorder.on_note)
+                found = PlanWatch.of(
+                    self.task, self.folder.plan(), engine.device, book, recorder.on_figures, recorder.on_note
+                )
         engine.pulse.planned_s = engine.on_first(lambda: found.step_s if found else 0.0)
         return found
 

@@ -80,7 +80,8 @@ class Replicas:
             first, *others = self._replicas
             if not self._start_first(first):
                 assert first.process is not None
-                return first.process.wait()  # it has told why
+                code = first.process.wait()  # it has told why
+                return code if code >= 0 else 128 - code
             for one in others:
                 self._start(one)
             while any(one.code is None for one in self._replicas):
