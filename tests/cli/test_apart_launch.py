@@ -121,10 +121,8 @@ def test_replicas_apart_compute_what_those_of_one_world_do(train, plan):
 def test_from_one_world_to_replicas_apart_and_back(train):
     """Exact where all replicas' states are in the checkpoint, and from the anchor else."""
     settings = ["schedule.kind=constant", "plan=dp_replicate=2 sync=diloco:4 precision=fp64", "checkpoint.keep=9"]
-    train.finish(train.start("plain", *settings, "train.steps=12"))
     train.finish(train.start("mixed", *settings, "train.steps=6"))
     train.finish(train.start("mixed", *settings, "train.steps=12", "launch.replicas_apart=true"))
-    # The meeting at the last of 6 steps has moved the others: the same is asked of a run of one world.
     train.finish(train.start("other", *settings, "train.steps=6"))
     train.finish(train.start("other", *settings, "train.steps=12"))
     for replica in (0, 1):

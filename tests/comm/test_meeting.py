@@ -140,6 +140,18 @@ def test_who_is_asked_to_stop_leaves_and_ends_the_meeting_that_it_was_to_join():
     assert told.say(0, "done", id=meeting["id"], ok=True) == {"do": "abort"}
 
 
+def test_all_begin_once_each_stands_before_its_first_step_or_has_ended():
+    told = Told()
+    assert not told.say(0, "beat", begins=True)["begin"]
+    assert not told.say(1, "beat", begins=False)["begin"], "it still reads its weights"
+    assert told.say(1, "beat", begins=True)["begin"]
+    told.sessions[1] = 2
+    assert told.say(1, "beat", begins=False)["begin"], "who starts again is not waited for"
+    told = Told()
+    told.say(0, "end", where="runs/a", begins=False)
+    assert told.say(1, "beat", begins=True)["begin"]
+
+
 def test_the_place_is_over_once_all_have_ended_or_fell_silent():
     told = Told()
     assert told.rounds.is_over(0.0), "nobody has come yet"
@@ -244,7 +256,7 @@ def test_the_place_answers_and_a_port_that_is_taken_is_one_sentence():
     place = MeetingPlace("127.0.0.1", 0, 2, 5.0)
     line = MeetingLine(place.address, 0, 1)
     answer = line.ask("beat", number=0, token=1, step=3, loss=2.5)
-    assert answer == {"do": "go on", "behind": False, "replicas": {"0": [3, 2.5]}}
+    assert answer == {"do": "go on", "behind": False, "begin": False, "replicas": {"0": [3, 2.5]}}
     with pytest.raises(ConnectionResetError):
         line.ask("beat")  # half of what is to be said
     assert address_towards(place.address) == "127.0.0.1"

@@ -102,6 +102,8 @@ class ApartSync(RareSync):
         What a replica would learn from an older anchor counts for nothing, so it waits for a meeting instead.
         """
         self._is_first, self.goes_to = False, None
+        with self.mesh.pulse.doing("waits for the other replicas to begin"):
+            self.party.begin()
         if self.party.is_behind() or self.owes_meeting:
             self._meet()
 

@@ -70,7 +70,7 @@ class Party:
         says: Callable[[str], None] = lambda line: None,
     ):
         self.replica, self.timeout_s, self.says = replica, timeout_s, says
-        self.figures: dict[str, Any] = {"number": 0, "token": 0, "step": 0, "loss": 0.0}
+        self.figures: dict[str, Any] = {"number": 0, "token": 0, "step": 0, "loss": 0.0, "begins": False}
         self.others: dict[str, list[float]] = {}
         self.wants_out: Callable[[], bool] = lambda: False
         self._mesh, self._on_first, self._gather = mesh, on_first, gather
@@ -85,6 +85,16 @@ class Party:
         """Stop saying where this replica stands."""
         self._over.set()
         self._door.close()
+
+    def begin(self) -> None:
+        """Wait until each replica stands before its first step or was further once, for `timeout_s` at most.
+
+        One that starts a little later than the others then finds what they found, and is late at no meeting.
+        """
+        self.figures["begins"] = True
+        end = time.monotonic() + self.timeout_s
+        while not self._on_first(lambda: self._all_begin_in_a_while(end)):
+            pass
 
     def is_behind(self) -> bool:
         """Return whether another replica has a newer anchor."""
@@ -165,6 +175,16 @@ class Party:
             yield Axis("dp_replicate", len(doors), call.place, ranks, group, record, links, mesh.pulse)
         finally:
             link.close()
+
+    def _all_begin_in_a_while(self, end: float) -> bool:
+        """On the first rank: whether there is nothing to wait for any more, after some seconds at most."""
+        look_until = min(end, time.monotonic() + _SLICE_S)
+        while time.monotonic() < look_until and not self.wants_out():
+            with contextlib.suppress(OSError):
+                if self._line.ask("beat", **self.figures)["begin"]:
+                    return True
+            time.sleep(_ASK_S)
+        return self.wants_out() or time.monotonic() >= end
 
     def _ask_for_a_while(self, say: str, more: dict[str, Any], lost_at: list[float]) -> dict[str, Any]:
         """On the first rank: ask until there is an answer other than "wait", for some seconds."""

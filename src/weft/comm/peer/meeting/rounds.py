@@ -23,7 +23,10 @@ _KEPT = 8
 
 @dataclass(slots=True)
 class _Replica:
-    """What is known of one replica. heard, arrived: when (s); None: never, not now. given_up: nobody waits for it."""
+    """What is known of one replica. heard, arrived: when (s); None: never, not now. given_up: nobody waits for it.
+
+    has_begun: it stood before its first step, with its weights, or was further, since this place is there.
+    """
 
     anchor: tuple[int, int] = (-1, 0)
     step: int = 0
@@ -34,6 +37,7 @@ class _Replica:
     doors: list[str] = field(default_factory=list[str])
     layout: str = ""
     given_up: bool = False
+    has_begun: bool = False
     ended: str | None = None
 
 
@@ -75,6 +79,7 @@ class MeetingRounds:
                 self._close("abort")
         one.anchor = (said["number"], said["token"])
         one.step, one.loss, one.heard, one.given_up = said["step"], said["loss"], now, False
+        one.has_begun = one.has_begun or said.get("begins", True)
         self._settle(now)
         match said["say"]:
             case "arrive":
@@ -88,7 +93,8 @@ class MeetingRounds:
             case _:  # "beat": that it lives is known by now
                 pass
         others = {key: [each.step, each.loss] for key, each in self._replicas.items() if each.heard is not None}
-        return {"do": "go on", "behind": self._is_behind(number, now), "replicas": others}
+        all_begin = all(each.has_begun or each.ended is not None for each in self._replicas.values())
+        return {"do": "go on", "behind": self._is_behind(number, now), "begin": all_begin, "replicas": others}
 
     def _lives(self, one: _Replica, now: float) -> bool:
         return one.ended is None and one.heard is not None and now - one.heard <= self._timeout_s
