@@ -31,10 +31,11 @@ class Trained:
     def __init__(self, root: Path, text: Path):
         self._root = root
         self._words = [*SMALL, "sample.prompt=", f"data.train={text}", f"run.dir={root}"]
+        self.program = [sys.executable]
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, name: str, *settings: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "weft", "train", *self._words, f"run.name={name}", *settings]
+        command = [*self.program, "-m", "weft", "train", *self._words, f"run.name={name}", *settings]
         variables = env.child_env(WEFT_HOME=str(self._root / "home"), OMP_NUM_THREADS="1")
         process = subprocess.Popen(
             command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
