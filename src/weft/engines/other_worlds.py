@@ -58,6 +58,7 @@ class OtherWorlds:
         )  # fmt: skip
         self.party.wants_out = stops
         self.sync = meet_apart(model, data_parallel(model), mesh, job.plan, self.party)
+        self.sync.terms = f" seed={job.config.seed} train.global_batch={job.config.train.global_batch}"
 
     def before_step(self, number: int) -> None:
         """Hear that a step begins. number: steps done before."""

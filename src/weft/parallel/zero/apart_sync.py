@@ -45,7 +45,8 @@ class ApartSync(RareSync):
 
     step: steps done; who leaves some out sets it before each. goes_to: the step to go on from, where others were
     further at a meeting. over: what is known of the others, where they have ended without this replica. owes_meeting:
-    the last step was to end with a meeting, which this replica left because it was asked to stop.
+    the last step was to end with a meeting, which this replica left because it was asked to stop. terms: what else must
+    be the same on all replicas, in words.
 
     Args:
         model: parallelized over the mesh of this replica.
@@ -65,6 +66,7 @@ class ApartSync(RareSync):
         self.goes_to: int | None = None
         self.over: dict[str, object] | None = None
         self.owes_meeting = False
+        self.terms = ""
         self._is_first = True
         self._away: list[int] = []  # who brought nothing to the last meeting
 
@@ -136,7 +138,9 @@ class ApartSync(RareSync):
             self._meet_others(held)
 
     def _meet_others(self, held: Sequence[Stretch]) -> None:
-        layout = f"{len(held)} tensors of {sum(one.flat.numel() for one in held)} elements on its first rank"
+        holds = f"{len(held)} tensors of {sum(one.flat.numel() for one in held)} elements on its first rank"
+        outer = f"outer_lr={self.outer_lr:g} outer_momentum={self.outer_momentum:g}"
+        layout = f"{holds} ({self.plan} {outer}{self.terms})"
         for _ in range(_ATTEMPTS):
             call = self.party.meet(layout)
             if not isinstance(call, Call):
