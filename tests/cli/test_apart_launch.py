@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
 import subprocess
@@ -14,6 +13,8 @@ import psutil
 import pytest
 import torch
 
+from tests.train.apart_runs import evaluations as losses
+from tests.train.apart_runs import steps_of
 from tests.train.conftest import SMALL
 from tests.train.conftest import text as text  # a fixture
 from weft import env
@@ -55,7 +56,7 @@ class Trained:
     def wait_for_step(self, folder: RunFolder, step: int, process: subprocess.Popen[str]) -> None:
         end = time.monotonic() + LIMIT_S
         while time.monotonic() < end and process.poll() is None:
-            if folder.events.exists() and any(event.get("step", 0) >= step for event in read_events(folder.events)):
+            if folder.events.exists() and max(steps_of(folder), default=0) >= step:
                 return
             time.sleep(0.01)
         pytest.fail(f"never came to step {step}: {process.communicate()[0]}")
@@ -139,7 +140,8 @@ def test_from_one_world_to_replicas_apart_and_back(train):
     assert list_checkpoints(train.folder("mixed", 1).checkpoints)
 
 
-SLOW = ["train.steps=400", "checkpoint.every=20", "eval.every=100", "launch.meeting_timeout=2s", "log.every=50"]
+STEPS = 800
+SLOW = [f"train.steps={STEPS}", "checkpoint.every=20", "eval.every=100", "launch.meeting_timeout=2s", "log.every=50"]
 APART = ["plan=dp_replicate=2 sync=diloco:5", "launch.replicas_apart=true", *SLOW]
 
 
@@ -152,10 +154,9 @@ def test_ranks_that_are_killed_are_started_again_by_their_own_launcher(train):
     [shown] = train.finish(process)
     assert "replica 1: restart 1 of 2" in shown.replace("weft: ", "")
     assert "meetings go on without replica 1" in shown
-    steps = [event["step"] for event in read_events(first.events) if event["event"] == "step"]
-    assert steps == list(range(1, 401)), "nothing that replica 0 did is done again"
+    assert steps_of(first) == list(range(1, STEPS + 1)), "nothing that replica 0 did is done again"
     assert_close(tensors(first, "model", "outer"), tensors(second, "model", "outer"))
-    assert losses(first)[400] == losses(second)[400]
+    assert losses(first)[STEPS] == losses(second)[STEPS]
 
 
 def test_ranks_that_stand_still_past_the_timeout_are_left_out_and_come_back(train):
@@ -165,18 +166,13 @@ def test_ranks_that_stand_still_past_the_timeout_are_left_out_and_come_back(trai
     ranks = ranks_of(process, second)
     for rank in ranks:
         rank.suspend()
-    at = json.loads(first.events.read_text().splitlines()[-1]).get("step", 0)
-    train.wait_for_step(first, at + 20, process)
+    train.wait_for_step(first, max(steps_of(first)) + 20, process)
     for rank in ranks:
         rank.resume()
     [shown] = train.finish(process)
     assert "meetings go on without replica 1" in shown
     assert_close(tensors(first, "model", "outer"), tensors(second, "model", "outer"))
-    assert losses(first)[400] == losses(second)[400]
-
-
-def losses(folder: RunFolder) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in read_events(folder.events) if event["event"] == "eval"}
+    assert losses(first)[STEPS] == losses(second)[STEPS]
 
 
 def test_replicas_of_two_machines_meet_at_an_address_and_one_interrupt_ends_one_of_them(train):

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.cli.test_apart_launch import Trained, assert_close, tensors
+from tests.train.apart_runs import steps_of
 from tests.train.conftest import text as text  # a fixture
 from weft.checkpoint import load_checkpoint, newest_checkpoint
 from weft.monitor import read_events
@@ -57,8 +58,8 @@ class OnHosts(Trained):
         return self.start(name, *settings)
 
 
-def steps_at(folder) -> int:
-    return max((event["step"] for event in read_events(folder.events) if event["event"] == "step"), default=0)
+def last_step(folder) -> int:
+    return max(steps_of(folder), default=0)
 
 
 def test_a_link_that_is_cut_for_20_s_stops_nobody_and_the_replicas_meet_again(link, tmp_path, text):
@@ -73,9 +74,9 @@ def test_a_link_that_is_cut_for_20_s_stops_nobody_and_the_replicas_meet_again(li
         first, second = train.folder("cut"), train.folder("cut", 1)
         train.wait_for_step(second, 30, both[1])
         link("down")
-        at = steps_at(first), steps_at(second)
+        at = last_step(first), last_step(second)
         time.sleep(CUT_S)
-        then = steps_at(first), steps_at(second)
+        then = last_step(first), last_step(second)
         link("up")
         assert then[0] > at[0] + 20, "replica 0 has the meeting place, and goes on"
         assert then[1] > at[1] + 5, "replica 1 reaches nobody, and trains on"
@@ -83,7 +84,7 @@ def test_a_link_that_is_cut_for_20_s_stops_nobody_and_the_replicas_meet_again(li
         while not any("joined the others again" in event.get("text", "") for event in read_events(second.events)):
             assert time.monotonic() < end, "they never met again"
             time.sleep(0.1)
-        train.wait_for_step(second, steps_at(first) + 20, both[1])
+        train.wait_for_step(second, last_step(first) + 20, both[1])
         for process in both:
             process.send_signal(signal.SIGINT)
         shown = train.finish(*both)

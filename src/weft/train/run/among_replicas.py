@@ -20,7 +20,8 @@ from weft.train.run.signals import stop_on_signal
 class AmongReplicas:
     """What a replica's run asks of the others, through its engine and through their folders; all ranks together.
 
-    has_met: whether it has met the others before its first step. Of a run that has no others nothing is asked.
+    is_unsaved: whether no checkpoint of this replica has the weights that it begins with. Of a run that has no others
+    nothing is asked.
 
     Args:
         folder: of this replica.
@@ -30,7 +31,7 @@ class AmongReplicas:
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine, *, is_alone: bool = False):
-        self.has_met, self._is_alone = False, is_alone
+        self.is_unsaved, self._is_alone = False, is_alone
         self._folder, self._config, self._engine = folder, config, engine
         self._together = Together(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
 
@@ -42,7 +43,9 @@ class AmongReplicas:
         """
         if self._is_alone or self._config.resume.step:
             return None
-        return self._newest(self._engine.on_first(lambda: newest_of_others(self._folder, own)))
+        path = self._newest(self._engine.on_first(lambda: newest_of_others(self._folder, own)))
+        self.is_unsaved = path is not None
+        return path
 
     def rejoin(self, keeper: Keeper, progress: Progress) -> bool:
         """Before the first step, join replicas that are further; False where this one was asked to stop meanwhile.
@@ -58,7 +61,7 @@ class AmongReplicas:
             step = self._engine.rejoin(progress.step)
         if step is None:
             return False
-        self.has_met = self._engine.state() != saved
+        self.is_unsaved = self.is_unsaved or self._engine.state() != saved
         if step != progress.step:
             keeper.moved(progress.step, step)
             progress.step = step

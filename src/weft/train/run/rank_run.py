@@ -144,7 +144,7 @@ class _RankRun:
             progress, notes = keeper.resume()
         if not others.rejoin(keeper, progress):
             return RunResult(progress.step, ASKED_TO_STOP)
-        if progress.step >= self.config.train.steps and not others.has_met:
+        if progress.step >= self.config.train.steps and not others.is_unsaved:
             return self._done_before(progress, notes)
         start_step, recorder, limit, watch = progress.step, None, None, None
         if is_first:
@@ -166,7 +166,7 @@ class _RankRun:
             progress=progress,
             wishes=watch.take if watch else tuple,
             moved=keeper.moved,
-            is_unsaved=others.has_met,
+            is_unsaved=others.is_unsaved,
         )
         until_left.enter_context(stop_on_signal(self.engine))
         try:
