@@ -145,8 +145,8 @@ def train_world(
 
         def attempt(settled: RunConfig, ranks: int) -> None:
             folder = _prepare(settled, ranks, ranks, world)
-            prepared()
             if not besides:  # after the folder is prepared: a run that is refused leaves nothing
+                prepared()
                 until_over.enter_context(process_beside(folder.path, folder.config(), say))
                 besides.append(folder.path)
             given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": list(command)}

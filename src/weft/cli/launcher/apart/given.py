@@ -41,13 +41,10 @@ class Given:
         return json.dumps(own).encode() + b"\n" + json.dumps(config).encode() + b"\n"
 
     def tell_prepared(self) -> None:
-        """Tell who waits that the run is checked and its data is ready; further calls tell nothing new."""
+        """Tell who waits that the run is checked and its data is ready. To be called once."""
         if self.prepared is not None:
-            try:
-                os.write(self.prepared, b"1")
-                os.close(self.prepared)
-            except OSError:  # told already, before a restart
-                pass
+            os.write(self.prepared, b"1")
+            os.close(self.prepared)
 
 
 def given_replica() -> Given:

@@ -83,7 +83,8 @@ class Replicas:
                 code = first.process.wait()  # it has told why
                 return code if code >= 0 else 128 - code
             for one in others:
-                self._start(one)
+                if self._first_signal is None:
+                    self._start(one)
             while any(one.code is None for one in self._replicas):
                 for one in self._replicas:
                     self._look_at(one)
