@@ -249,7 +249,7 @@ def main() -> None:
         found = measure(rate, options, modes)
         base = found.get("ddp")
         rows = [
-            (mode, f"{sent / 1e6:.2f} MB", f"{sent / base[1]:.4f}" if base else "-", f"{step:.3f} s",
+            (mode, f"{sent / 1e6:.3f} MB", f"{sent / base[1]:.4f}" if base else "-", f"{step:.3f} s",
              f"{step / base[0]:.2f}" if base else "-")
             for mode, (step, sent) in found.items()
         ]  # fmt: skip

@@ -206,7 +206,7 @@ def _prepare(config: RunConfig, num_ranks: int, num_local: int, world: ReplicaWo
 
 
 def _prepared_by_the_first(
-    config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack, world: ReplicaWorld | None
+    config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack, world: ReplicaWorld | None = None
 ) -> RunFolder:
     """Hold the folder, prepare it, and give the other ranks what was settled, or the exit code of a refusal."""
     from weft.train import run_folder
