@@ -20,6 +20,7 @@ from weft.spec.config.setting_types import (
     Duration,
     Extent,
     Fraction,
+    HostPort,
     Name,
     NonNegative,
     OptionValue,
@@ -318,6 +319,17 @@ class LaunchSection(Section):
     plan for them, and the global batch stays. Absent: always all ranks."""
     on_failure: Literal["stop", "hold"] = "stop"
     """After the last restart: stop, or wait with the folder held and the devices free until `weft resume RUN`."""
+    replicas_apart: bool = False
+    """Under sync=diloco:H or average:H: start each replica as a world of its own, with its own processes, restarts and
+    checkpoints. One that is late or lost does not stop the others, and joins again at a meeting."""
+    meeting_timeout: Duration = "1m"
+    """How long replicas that are worlds of their own wait at a meeting for one that is late, and for a word or bytes of
+    another one."""
+    replica: Count | None = Field(default=None, examples=[1])
+    """Start only this replica here, counted from 0, with the others on other machines. Absent: all of them here."""
+    meet_at: HostPort | None = Field(default=None, examples=["10.0.0.1:29600"])
+    """HOST:PORT where replicas on several machines leave word: of the machine that starts replica 0, which listens
+    there."""
 
 
 class RunConfig(Section):

@@ -86,6 +86,15 @@ Duration = Annotated[
     WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
 ]
 
+_HOST_PORT = r"^[^\s:/]([^\s/]{0,250}[^\s:/])?:[1-9][0-9]{0,4}$"
+HostPort = Annotated[
+    str,
+    StringConstraints(pattern=_HOST_PORT),
+    WithJsonSchema(
+        {"type": "string", "pattern": _HOST_PORT, "x-rule": "the name or address of a machine and a port: HOST:PORT"}
+    ),
+]
+
 _SECRET = r"^(env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:[^\x00]{1,4000})$"
 SecretRef = Annotated[
     str,
