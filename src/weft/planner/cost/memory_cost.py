@@ -12,9 +12,9 @@ from weft.planner.cost.layer_cost import padded_vocab
 from weft.planner.cost.layer_kernels import own_cut
 from weft.planner.cost.loss_memory import cut_loss_bytes, is_loss_cut
 from weft.planner.cost.machine import Tables
-from weft.planner.cost.overlap import Shares
 from weft.planner.cost.pipeline import Stages, fullest_moment, in_flight
-from weft.planner.cost.traced_cost import end_params, end_saved_bytes, layer_params, saved_bytes
+from weft.planner.cost.shares import Shares, rank_shares, second_shares, shares_in_format, trained_shares
+from weft.planner.cost.traced_cost import end_saved_bytes, saved_bytes
 from weft.planner.space import PRECISIONS, Columns, Job, TracedShape, wire_columns
 from weft.spec.plan import RECOMPUTES, RESHARDS
 from weft.spec.shares import BUCKETS_UNDER_WAY
@@ -34,50 +34,6 @@ CLASSES = (
     "context",
     "reserve",
 )
-
-
-def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares:
-    """Return the parameters of a rank.
-
-    Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        layers: that the rank holds, one entry per plan.
-        embedding: whether it holds the embedding.
-        head: whether it holds the head.
-    """
-    shape = job.shape
-    t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
-    moe = shape.moe_share
-    dense = (1 - moe) * shape.dense_layer_params
-    if shape.moe_layers:
-        dense = dense + moe * shape.moe_shared_params
-    split = e if job.stack.fold_experts else e * t
-    experts = layers * moe * shape.num_experts * shape.expert_params / split
-    if isinstance(shape, TracedShape):
-        dense = layer_params(shape, t) * t
-    table = padded_vocab(job, t) * shape.hidden
-    alone = np.where(columns.pp > 1, 1.0, 0.0)  # a tied head on another stage has a copy of its own
-    ends = np.zeros(len(columns))
-    if embedding:
-        ends = ends + table + shape.learned_positions * shape.hidden
-    if head:
-        ends = ends + table * (1.0 if not shape.tied else (alone if embedding is False else 0.0))
-    ends = ends / t
-    if isinstance(shape, TracedShape):
-        ends = ends + embedding * end_params(shape.traced.before, t) + head * end_params(shape.traced.after, t)
-    else:
-        ends = ends + (shape.hidden * (2 if shape.biases else 1) if head else 0)  # the last norm, whole on every rank
-    return Shares(dense=layers * dense / t, experts=experts, ends=ends)
-
-
-def trained_shares(job: Job, columns: Columns, shares: Shares, layers: Array) -> Shares:
-    """Return which of a rank's parameters are trained: all, or an adapter's, of which one of two matrices is cut."""
-    if job.adapter is None:
-        return shares
-    cut = 0.5 + 0.5 / columns.tp.astype(np.float64)
-    none = np.zeros(len(columns))
-    return Shares(dense=layers * job.adapter.params * cut, experts=none, ends=none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +207,8 @@ def rank_bytes(
     dynamic = np.sum(list(moving.values()), axis=0)
     groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
     groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
-    states = _states(job, columns, shares, trained, begun, late)
+    states = _states(job, columns, (shares, trained, layers), begun, late)
+    states["parameters"] = states["parameters"] + _second_bytes(job, columns, place)
     return {
         **states,
         **moving,
@@ -261,15 +218,29 @@ def rank_bytes(
     }
 
 
+def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, bool]) -> Array:
+    """Bytes of a second model's weights, which has neither gradients nor states. place: as `rank_bytes` takes it."""
+    layers, _, embedding, head = place
+    held = second_shares(job, columns, layers, embedding, head)
+    if held is None:
+        return np.zeros(len(columns))
+    group = np.where(columns.zero == 3, columns.dp_shard * columns.cp, 1).astype(np.float64)
+    inside = np.maximum(1.0, group * np.where(job.stack.fold_experts, columns.tp, 1) / columns.ep)
+    kept = (held.dense + held.ends) / group + held.experts / np.where(columns.zero == 3, inside, 1.0)
+    return kept * np.where(columns.precision == PRECISIONS.index("fp32"), 4.0, job.stack.weight_bytes)
+
+
 def _states(
-    job: Job, columns: Columns, shares: Shares, trained: Shares, begun: Array, late: NDArray[np.bool_]
+    job: Job, columns: Columns, of_rank: tuple[Shares, Shares, Array], begun: Array, late: NDArray[np.bool_]
 ) -> dict[str, Array]:
     """Bytes of parameters, gradients and optimizer states.
 
-    begun: share of a pipeline's gradients that are made by then. late: the moment is in backward.
+    of_rank: all of its parameters, those that are trained, its layers. begun: share of a pipeline's gradients that are
+    made by then. late: the moment is in backward.
     """
     stack = job.stack
     zero = columns.zero
+    shares, trained, layers = of_rank
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     group = (columns.dp_shard * columns.cp).astype(np.float64)
     expert_group = np.maximum(1.0, group * (t if stack.fold_experts else 1.0) / e)
@@ -278,6 +249,7 @@ def _states(
     weight = np.where(full32, 4.0, stack.weight_bytes)
     main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
     master = np.minimum(4.0, main)
+    shares = shares_in_format(job, columns, shares, layers, weight)
     parts = (
         (shares.dense + shares.ends, trained.dense + trained.ends, group),
         (shares.experts, trained.experts, expert_group),
@@ -336,6 +308,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     ZeRO 3 holds the unit at work and the next, or, where it lets go after backward or after the step, all of the rank.
     """
     stack, zero = job.stack, columns.zero
+    shares = shares_in_format(job, columns, shares, layers, stack.gather_bytes)
     unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
     largest = np.maximum(unit, shares.ends)
     every = shares.dense + shares.experts + shares.ends

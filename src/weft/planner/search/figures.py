@@ -84,7 +84,7 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
     peak = peak or cluster.device.peak_flops("bf16") or cluster.device.peak_flops("fp16")
     if not peak:
         return float("nan")
-    tokens = job.global_batch * job.seq_len
+    tokens = job.tokens
     flops = flops_per_token(job.shape, job.seq_len, causal=causal)
     if job.adapter is not None:  # frozen weights have no gradients to make
         flops -= 2.0 * matmul_params(job.shape)

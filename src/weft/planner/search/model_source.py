@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from weft.errors import ModelError, did_you_mean
-from weft.planner.space import AdapterSize, Shape, TracedShape
+from weft.planner.space import AdapterSize, FrozenWork, Shape, TracedShape
 from weft.spec import DecoderSpec, ModelSpec, TracedModel, decoder_spec
 from weft.spec.model import model_names, read_numbers
 from weft.spec.traced import FORMAT, Limit
@@ -36,8 +36,8 @@ class PlannedModel:
     """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given.
 
     sample_unit: what a batch consists of, in the plural, where the model's task names it. counted_adapter: the
-    config's, where the model's task counts it; None: the planner does, for Weft's own decoders. folder: that a
-    model of Hugging Face was read from.
+    config's, where the model's task counts it; None: the planner does. texts: sequences of a sample. frozen: what a
+    step computes without gradients. folder: that a model of Hugging Face was read from.
     """
 
     name: str
@@ -46,6 +46,8 @@ class PlannedModel:
     config: RunConfig | None = None
     sample_unit: str = "samples"
     counted_adapter: AdapterSize | None = None
+    texts: int = 1
+    frozen: FrozenWork | None = None
     folder: Path | None = None
 
     @property
@@ -55,10 +57,12 @@ class PlannedModel:
 
     @property
     def adapter(self) -> AdapterSize | None:
-        """The adapter that the config asks for; None where all weights are trained, or the model was traced."""
-        if self.config is None or self.traced is not None:
-            return None
-        return self.counted_adapter or AdapterSize.of(self.spec, self.config.adapter)
+        """The adapter that the config asks for; None where all weights are trained."""
+        if self.config is None or self.counted_adapter is not None or not self.config.adapter.rank:
+            return self.counted_adapter
+        if self.traced is not None:
+            return AdapterSize.of_traced(self.traced, self.config.adapter.rank, self.config.adapter.base)
+        return AdapterSize.of(self.spec, self.config.adapter)
 
     @property
     def reads_sequence(self) -> bool:

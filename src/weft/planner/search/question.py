@@ -103,6 +103,8 @@ class Question:
                 optimizer=planned.config.optimizer.name if planned.config else "adamw",
                 stack=_stack(planned),
                 adapter=planned.adapter,
+                texts=planned.texts,
+                frozen=planned.frozen,
             ),
             fixed=decided,
             profile=known,
@@ -132,10 +134,10 @@ class Question:
         """What a step reads, in words."""
         if not self.model.reads_sequence:
             return f"{self.job.global_batch} {self.unit} a step"
-        name = self.model.sample_unit
-        return (
-            f"{self.job.global_batch} {'sequences' if name == 'samples' else name} of {self.job.seq_len} tokens a step"
-        )
+        job, name = self.job, self.model.sample_unit
+        name = "sequences" if name == "samples" else name
+        several = f"{job.texts} texts of " if job.texts > 1 else ""
+        return f"{job.global_batch} {name} of {several}{job.seq_len} tokens a step"
 
     @property
     def limit(self) -> int:

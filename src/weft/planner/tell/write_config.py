@@ -84,7 +84,7 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
 def _steps_note(train: dict[str, Any], one: Candidate) -> str:
     """How much a run of the default's steps reads, beside what a model of this size is usually shown."""
     steps, question = train["steps"], one.question
-    read = format_count(steps * question.job.global_batch * question.job.seq_len).replace(" ", "")
+    read = format_count(steps * question.job.tokens).replace(" ", "")
     trial = f"train.steps={steps} is a trial: {read} tokens, {format_seconds(steps * one.step_s)}"
     return f"{trial}. weft plan ... --run tokens=1T tells what more would cost."
 

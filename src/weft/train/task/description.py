@@ -5,6 +5,7 @@ weft.search(weft.trace("package.module:function"), "8xh100")
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from weft.errors import LayoutError, ModelError
+from weft.models.adapters import adapted, add_adapter
 from weft.parallel import Precision
 from weft.parallel.local_tensors import cast_inputs, formats
 from weft.parallel.tensor import check_layout
@@ -70,9 +72,20 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
     limits = dict(_limits(model, found, cut, why_not))
     longest = (hugging_face.longest_sequence(model) or 2**20) if step else 1
     usual = inputs.seq_len if step and inputs.given else 0
+    usual = usual or (0 if step else 1)
     return replace(
-        found, limits=tuple(limits.items()), max_seq_len=longest, default_seq_len=usual or (0 if step else 1)
-    )
+        found, limits=tuple(limits.items()), max_seq_len=longest, default_seq_len=usual, linears=_linears(model)
+    )  # fmt: skip
+
+
+def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
+    """Inputs and outputs of the layers that may have an adapter, and how many there are of each; they have one then."""
+    try:
+        record = adapted(add_adapter(model, rank=1))
+    except ModelError:
+        return ()
+    weights = Counter(layers.weight_of(model.get_submodule(path)).shape for path in (record.layers if record else ()))
+    return tuple((shape[1], shape[0], count) for shape, count in weights.items())
 
 
 def _halve(model: nn.Module) -> None:
