@@ -160,6 +160,20 @@ class TracedModel:
             total = total + layer.count * (products + scores)
         return total
 
+    def weight_flops(self, batch: Any, seq: Any) -> Any:
+        """Return the FLOPs of backward that make gradients of weights, the head's included.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each.
+        """
+        total = 2.0 * batch * seq * self.vocab * self.hidden
+        for layer in (self.before, *self.layers, self.after):
+            total = total + layer.count * sum(
+                each.flops(batch, seq, 1) * each.weight_grad for each in layer.matmuls if each.batch.one == 1
+            )
+        return total
+
     def save(self, path: Path) -> None:
         """Write it as JSON, from which `weft plan` reads it without torch."""
         table = {"format": FORMAT, "version": VERSION, **asdict(self)}

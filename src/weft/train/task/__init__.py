@@ -15,17 +15,19 @@ __all__ = [
     "Share",
     "Task",
     "Which",
+    "adapter_size",
     "describe_by_tracing",
+    "describe_folder",
     "sample_in_order",
     "trace",
     "with_adapter",
 ]
 
 if TYPE_CHECKING:
-    from weft.train.task.description import describe_by_tracing, trace
+    from weft.train.task.description import describe_by_tracing, describe_folder, trace
     from weft.train.task.forwards import Forwards, Which
     from weft.train.task.indexed import sample_in_order
-    from weft.train.task.run_adapter import with_adapter
+    from weft.train.task.run_adapter import adapter_size, with_adapter
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
 
@@ -40,7 +42,9 @@ __getattr__ = loads(
         "Share": ".share",
         "Task": ".task",
         "Which": ".forwards",
+        "adapter_size": ".run_adapter",
         "describe_by_tracing": ".description",
+        "describe_folder": ".description",
         "sample_in_order": ".indexed",
         "trace": ".description",
         "with_adapter": ".run_adapter",

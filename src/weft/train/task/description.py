@@ -6,8 +6,9 @@ weft.search(weft.trace("package.module:function"), "8xh100")
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from weft.models.adapters import adapted, add_adapter
 from weft.parallel import Precision
 from weft.parallel.local_tensors import cast_inputs, formats
 from weft.parallel.tensor import check_layout
+from weft.planner.search import PlannedModel, UnknownFamily, read_model
 from weft.spec import Layout, TracedModel
 from weft.spec.plan import Plan
 from weft.spec.traced import Limit
@@ -43,6 +45,32 @@ def trace(source: str) -> TracedModel:
         return replace(describe_by_tracing(model, rest[0] if rest else None), name=source)
     except ModelError as error:
         raise ModelError(f"model={source}: {str(error).rstrip('.')}.") from error
+
+
+def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_face.model_of_config) -> PlannedModel:
+    """Return the model of a Hugging Face folder in the planner's words: from its config.json where the planner knows
+    the family, else from a trace.
+
+    Args:
+        folder: with config.json, or that file.
+        build: makes the model that is traced, of a config of transformers, on the meta device.
+
+    Raises:
+        ModelError: where the model does not run without numbers.
+    """
+    try:
+        return read_model(str(folder))
+    except UnknownFamily:
+        pass
+    file = folder if folder.is_file() else folder / "config.json"
+    with torch.device("meta"):
+        model = build(hugging_face.load_model_config(folder))
+    name = file.parent.name or str(file.parent.resolve())
+    try:
+        traced = describe_by_tracing(model)
+    except ModelError as error:
+        raise ModelError(f"model={folder}: {str(error).rstrip('.')}.") from error
+    return replace(read_model(replace(traced, name=name)), folder=file.parent)
 
 
 def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
