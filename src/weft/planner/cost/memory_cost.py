@@ -21,6 +21,8 @@ from weft.spec.shares import BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
 
+#: As in `models/adapters/base_format.py`, which loads torch: a test holds them together.
+UNPACKED_AT_ONCE = 2**23
 _AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
 
 CLASSES = (
@@ -63,6 +65,8 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     gathered = np.where(columns.sp & stack.regather_sp, t, 1.0)  # what the matmuls read, kept whole or as a slice
     # Eager steps of RMSNorm keep two values in fp32 beside a half-precision input, one beside one in fp32.
     norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, np.where(fp32, 2.0, 6.0))
+    if job.adapter is not None:  # what is normalised is kept for the gradient of the norm's weight alone
+        norms = np.maximum(0.0, norms - 2.0)
     masks = 2.0 if stack.dropout else 0.0
     outside = (2 * 2.0 + norms * 2 + masks) * h / between + 2 * 2.0 * h / gathered
     core = 2.0 * q + 4.0 * kv
@@ -82,8 +86,15 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    beside = buffer_bytes(job, columns, tokens, q, kv)
+    beside = buffer_bytes(job, columns, tokens, q, kv) + _unpacking_bytes(job, t, width)
     return LayerBytes(whole=tokens * whole * width, kept=tokens * kept * width, beside=beside)
+
+
+def _unpacking_bytes(job: Job, t: Array, width: Array) -> Array:
+    """Bytes that unpacking the largest weight of a packed base takes: the weight, and two values of 4 bytes for each of
+    those that are unpacked at once."""
+    largest = 0.0 if job.adapter is None else job.adapter.largest / t
+    return 2.0 * width * largest + 8.0 * np.minimum(largest, UNPACKED_AT_ONCE)
 
 
 def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
@@ -93,7 +104,7 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
     whole = left[RECOMPUTES.index("none")]
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     q, kv = shape.cut_widths(cut.t)
-    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv)
+    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + _unpacking_bytes(job, cut.t, width)
     return LayerBytes(whole=whole * width, kept=kept * width, beside=beside)
 
 
@@ -197,10 +208,12 @@ def rank_bytes(
     reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
     # on their way.
-    loss, backward = saved + logits + gathered, saved + layer.whole + gathered + reduced
+    # A frozen layer's backward makes no gradients of weights: what is on its way is let go as fast as it comes.
+    again = layer.whole if job.adapter is None else layer.whole - layer.kept
+    loss, backward = saved + logits + gathered, saved + again + gathered + reduced
     late = backward > loss
     moving = {
-        "activations": saved + np.where(late, layer.whole, 0.0),
+        "activations": saved + np.where(late, again, 0.0),
         "logits": np.where(late, 0.0, logits),
         "buffers": gathered + np.where(late, reduced, 0.0),
     }

@@ -94,7 +94,8 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
         blocks=repeated_blocks(model), styles=styles, head=head, table=_input_table(model, styles) if head else None
     )
     _halve(model)
-    step = inputs.sequence_step(model)
+    longest = hugging_face.longest_text(model)
+    step = inputs.sequence_step(model, longest)
     with hugging_face.one_document():
         found = trace_model(model, outline, inputs.call, seq_step=step)
     limits = dict(_limits(model, found, cut, why_not))
