@@ -23,6 +23,9 @@ Array = NDArray[np.float64]
 
 #: As in `models/adapters/base_format.py`, which loads torch: a test holds them together.
 UNPACKED_AT_ONCE = 2**23
+#: Most bytes by logit of a loss that compares a student's logits with a teacher's (tasks/distill/divergence.py): a test
+#: measures it.
+TWO_LOGITS = 36.0
 _AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
 
 CLASSES = (
@@ -349,6 +352,8 @@ def _logits(job: Job, columns: Columns, tokens: Array, device_bytes: int) -> Arr
         np.where(columns.compile, np.minimum(10.0, job.stack.loss_bytes), job.stack.loss_bytes),
     )
     vocab, h = padded_vocab(job, t) / t, float(job.shape.hidden)
+    if job.frozen is not None and job.frozen.whole_logits:
+        return tokens * (vocab * t * TWO_LOGITS + 4.0 * h)
     found = tokens * vocab * each
     # Of a traced model nobody knows the loss: one of the user's own gets whole logits.
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):

@@ -330,7 +330,7 @@ class PreferTask(DecoderTask):
             frozen = FrozenWork(own=own, shape=found.shape, other=each)
         elif own:
             frozen = FrozenWork(own=own)
-        return replace(found, texts=1 if is_kto else 2, frozen=frozen)
+        return replace(found, sample_unit=self.sample_unit, texts=1 if is_kto else 2, frozen=frozen)
 
     def data_lines(self) -> Sequence[str]:
         lines, wanted = list(super().data_lines()), self.config.train.global_batch
