@@ -27,6 +27,11 @@ def one(text: str, **job):
     return terms, {name: float(values[0]) for name, values in found.memory.items()}
 
 
+def passes_s(terms: dict[str, float]) -> float:
+    """Seconds of forward and backward."""
+    return sum(terms[name] for name in ("gemm", "attention", "memory_bound", "host", "tp"))
+
+
 def adapter(base: str) -> AdapterSize:
     return AdapterSize.of_shape(SHAPE, 16, base)
 
@@ -80,7 +85,7 @@ def test_a_frozen_copy_is_held_as_the_plan_says(text, held):
     assert both["parameters"] - alone["parameters"] == pytest.approx(2 * SHAPE.num_params / held, rel=0.01)
     assert both["optimizer"] == alone["optimizer"]
     # A forward is a third of forward and backward.
-    assert terms["frozen"] == pytest.approx((terms["gemm"] + terms["attention"]) / 3, rel=0.25)
+    assert terms["frozen"] == pytest.approx(passes_s(terms) / 3, rel=0.2)
 
 
 def test_passes_of_the_model_itself_cost_time_alone():
@@ -89,12 +94,12 @@ def test_passes_of_the_model_itself_cost_time_alone():
     assert memory == plain_memory
     assert {**terms, "frozen": 0.0, "straggler": 0.0} == {**plain, "straggler": 0.0}
     # Beside frozen weights a forward is half of a step's products.
-    assert terms["frozen"] == pytest.approx((terms["gemm"] + terms["attention"]) / 2, rel=0.25)
+    assert terms["frozen"] == pytest.approx(passes_s(terms) / 2, rel=0.2)
 
 
 def test_a_teacher_takes_its_own_time_and_whole_logits():
     teacher = Shape.of_decoder(decoder_spec("llama3-8b"))
-    student = Shape.of_decoder(decoder_spec("llama3-1b"))
+    student = Shape.of_decoder(decoder_spec("llama3.2-1b"))
     work = FrozenWork(shape=teacher, other=1, whole_logits=True)
     terms, memory = one("dp_replicate=1", shape=student, frozen=work)
     assert terms["frozen"] > terms["gemm"]
@@ -118,9 +123,8 @@ def test_logits_of_a_teacher_are_as_many_bytes_as_are_alive():
     with LiveTensors([hidden, head]) as live:
         student, taught = hidden @ head, hidden.detach() @ head
         kept = labels >= 0
-        distilled_losses(
-            student[kept][:, :2048], taught[kept][:, :2048], labels, temperature=2, mix=0.5
-        ).sum().backward()
+        settings = {"temperature": 2.0, "mix": 0.5}  # the task calls it so, and a call by ** keeps its arguments
+        distilled_losses(student[kept][:, :2048], taught[kept][:, :2048], labels, **settings).sum().backward()
     assert live.peak / student.numel() == pytest.approx(TWO_LOGITS, rel=0.01)
 
 

@@ -19,9 +19,9 @@ from weft.train import TrainStep
 from weft.train.tasks import model_forward, token_cross_entropy
 
 _MODEL = DecoderSpec(
-    vocab_size=512, dim=512, num_layers=4, num_heads=8, num_kv_heads=8, ffn_dim=1536, max_seq_len=128, tied=False
+    vocab_size=512, dim=256, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=768, max_seq_len=128, tied=False
 )
-_RANK, _ROWS, _TOKENS = 8, 2, 64
+_RANK, _ROWS, _TOKENS = 8, 2, 32
 
 
 def adapter_peaks(text: str, base: str) -> tuple[float, float]:
