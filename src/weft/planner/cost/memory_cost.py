@@ -205,8 +205,7 @@ def rank_bytes(
         columns.activation_budget,
     )
     saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0) + ends
-    tokens = columns.microbatch * (job.seq_len / columns.cp)
-    logits = _logits(job, columns, tokens, device_bytes) if head else np.zeros(len(columns))
+    logits = _logits(job, columns, device_bytes) if head else np.zeros(len(columns))
     gathered, reduced = _buffers(job, columns, shares, trained, layers)
     reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
@@ -224,7 +223,7 @@ def rank_bytes(
     groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
     groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
     states = _states(job, columns, (shares, trained, layers), begun, late)
-    states["parameters"] = states["parameters"] + _second_bytes(job, columns, place)
+    states["parameters"] += _second_bytes(job, columns, place)
     return {
         **states,
         **moving,
@@ -344,7 +343,8 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     return gathered, reduced
 
 
-def _logits(job: Job, columns: Columns, tokens: Array, device_bytes: int) -> Array:
+def _logits(job: Job, columns: Columns, device_bytes: int) -> Array:
+    tokens = columns.microbatch * (job.seq_len / columns.cp)
     t = columns.tp.astype(np.float64)
     each = np.where(
         job.stack.fused_loss,

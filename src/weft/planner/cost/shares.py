@@ -93,7 +93,15 @@ def second_job(job: Job) -> Job | None:
 
 
 def second_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares | None:
-    """Return the parameters of the second model on a rank; None where there is none. Arguments as of `rank_shares`."""
+    """Return the parameters of the second model on a rank; None where there is none.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        layers: of the trained model that the rank holds.
+        embedding: whether it holds the embedding.
+        head: whether it holds the head.
+    """
     second = second_job(job)
     if second is None:
         return None

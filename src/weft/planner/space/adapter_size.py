@@ -99,14 +99,26 @@ class AdapterSize:
 
     @classmethod
     def of_shape(cls, shape: DecoderWidths, rank: int, base: str = "stored") -> AdapterSize:
-        """Return the size on all linear layers of a decoder but the head, routers and stacked experts."""
+        """Return the size on all linear layers of a decoder but the head, routers and stacked experts.
+
+        Args:
+            shape: of the decoder.
+            rank: of the matrices.
+            base: how frozen linear layers keep their weights.
+        """
         dense = [*_attention(shape), *_feed_forward(shape, shape.ffn)] * (shape.layers - shape.moe_layers)
         moe = [*_attention(shape), *_feed_forward(shape, shape.shared_ffn)] * shape.moe_layers
         return cls.of_widths(rank, shape.layers, [*dense, *moe], base, [*dense, *moe])
 
     @classmethod
     def of_traced(cls, traced: TracedModel, rank: int, base: str = "stored") -> AdapterSize:
-        """Return the size on all linear layers of a traced model that may have an adapter."""
+        """Return the size on all linear layers of a traced model that may have an adapter.
+
+        Args:
+            traced: the model.
+            rank: of the matrices.
+            base: how frozen linear layers keep their weights.
+        """
         found = [(inputs, outputs) for inputs, outputs, count in traced.linears for _ in range(count)]
         return cls.of_widths(rank, traced.num_layers, found, base, found)
 
