@@ -84,8 +84,7 @@ class Question:
         if seq_len not in (None, 1) and not planned.reads_sequence:
             raise _error("seq-len", f"seq-len={seq_len}: {planned.name} has no sequence dimension. Leave it out.")
         seq_len = default_seq_len(planned) if seq_len is None else _positive("seq-len", seq_len)
-        if global_batch is None:
-            global_batch = default_batch(planned, seq_len, machines.num_devices)
+        global_batch = default_batch(planned, seq_len, machines.num_devices) if global_batch is None else global_batch
         if seq_len > planned.spec.max_seq_len:
             rule = f"{planned.name} reads at most {planned.spec.max_seq_len} tokens"
             raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
@@ -102,7 +101,9 @@ class Question:
                 global_batch=_positive("global-batch", global_batch),
                 optimizer=planned.config.optimizer.name if planned.config else "adamw",
                 stack=_stack(planned),
-                **{"adapter": planned.adapter, "texts": planned.texts, "frozen": planned.frozen},
+                adapter=planned.adapter,
+                texts=planned.texts,
+                frozen=planned.frozen,
             ),
             fixed=decided,
             profile=known,
