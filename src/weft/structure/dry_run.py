@@ -199,16 +199,20 @@ class Inputs:
             shape[1] = seq
         return torch.zeros(shape, dtype=leaf.dtype, device="meta")
 
-    def sequence_step(self, model: nn.Module) -> int:
-        """Tokens of the shortest sequence to trace; 0 where the model reads none."""
+    def sequence_step(self, model: nn.Module, longest: int | None = None) -> int:
+        """Tokens of the shortest sequence to trace; 0 where the model reads none.
+
+        longest: that it reads; a trace takes sequences of four times the shortest.
+        """
+        step = max(1, min(SHORTEST, (longest or 4 * SHORTEST) // 4))
         if not self.seq_len or self._sure:
-            return SHORTEST if self.seq_len else 0
+            return step if self.seq_len else 0
         try:  # three dims of features may be a sequence; a model that has a fixed second dim takes no other
             with torch.no_grad():
                 self.call(model, 2, self.seq_len + 1)
         except (RuntimeError, ValueError, IndexError, AssertionError):
             return 0
-        return SHORTEST
+        return step
 
 
 def _model_inputs(made: Any) -> Any:

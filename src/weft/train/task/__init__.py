@@ -15,7 +15,9 @@ __all__ = [
     "Share",
     "Task",
     "Which",
+    "adapter_size",
     "describe_by_tracing",
+    "describe_folder",
     "described",
     "sample_in_order",
     "sample_place",
@@ -24,10 +26,10 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.task.description import describe_by_tracing, trace
+    from weft.train.task.description import describe_by_tracing, describe_folder, trace
     from weft.train.task.forwards import Forwards, Which
     from weft.train.task.indexed import sample_in_order, sample_place
-    from weft.train.task.run_adapter import with_adapter
+    from weft.train.task.run_adapter import adapter_size, with_adapter
     from weft.train.task.sample_view import described
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
@@ -43,7 +45,9 @@ __getattr__ = loads(
         "Share": ".share",
         "Task": ".task",
         "Which": ".forwards",
+        "adapter_size": ".run_adapter",
         "describe_by_tracing": ".description",
+        "describe_folder": ".description",
         "described": ".sample_view",
         "sample_in_order": ".indexed",
         "sample_place": ".indexed",

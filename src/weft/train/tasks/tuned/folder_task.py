@@ -331,14 +331,15 @@ class FolderTask(Task):
     def describe(self) -> PlannedModel:
         """Describe the model from a trace of it, on ids alone: a mask would be asked for its values."""
         from weft.planner.search import read_model
-        from weft.train.task import describe_by_tracing
+        from weft.train.task import adapter_size, describe_by_tracing
 
         traced = describe_by_tracing(self.shapes())
         if traced.reads_sequence:  # a text of the task, and not the longest that the model reads
             traced = replace(traced, default_seq_len=self.text_len())
         limits = {**dict(traced.limits), **self.limits()}
         found = read_model(replace(traced, name=self.name(), limits=tuple(limits.items())))
-        return replace(found, config=self.config, sample_unit=self.sample_unit)
+        adapter = adapter_size(self.shapes(), self.config, traced.num_layers)
+        return replace(found, config=self.config, sample_unit=self.sample_unit, counted_adapter=adapter)
 
     def text_len(self) -> int:
         """Return the tokens of a text, for the planner."""
