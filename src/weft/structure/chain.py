@@ -60,7 +60,7 @@ class Chain:
         return (*self.before, *self.blocks[: self.joint], *self.between, *self.blocks[self.joint :], *self.after)
 
     def is_encoder(self, site: Site) -> bool:
-        """Whether a place is inside of the encoder."""
+        """Tell whether a place is inside of the encoder."""
         return bool(self.joint) and site.path.startswith(f"{self.encoder}.")
 
 

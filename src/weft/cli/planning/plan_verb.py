@@ -158,16 +158,17 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
     """The model's name, or what tracing finds where the name is that of code, or of a config with a task of its own:
     that alone needs torch."""
     from weft.cli.console import say
-    from weft.planner.search import CODE, PlannedModel, UnknownFamily, read_model
+    from weft.planner.search import PlannedModel, UnknownFamily, read_model
     from weft.spec import TracedModel
     from weft.spec.model import size_hides
+    from weft.spec.written import MODEL_CODE
 
     if note := size_hides(model):
         say(note)
     if model.endswith(".toml") and (task := _task_of(model)) is not None:
         return task.describe()
     found: str | TracedModel | PlannedModel = model
-    if CODE.fullmatch(model):
+    if MODEL_CODE.fullmatch(model):
         from weft.train.task import trace
 
         found = trace(model)

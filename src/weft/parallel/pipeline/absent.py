@@ -200,7 +200,7 @@ class Own(_Block):
                     named[flow.probes.name(self.path, slot)] = tensor
             args, kwargs = tuple(placed), named
         made = self.stands_for(*args, **kwargs)
-        flow.made = tuple(made) if isinstance(made, tuple) else ()  # pyright: ignore[reportUnknownArgumentType]
+        flow.made = tuple(made) if isinstance(made, tuple) else ()  # pyright: ignore[reportUnknownArgumentType] - the class is the model's own
         return made
 
 

@@ -15,7 +15,7 @@ from weft.comm.peer import Message, start_receive, start_send
 from weft.data.batch import parts_of
 from weft.errors import CommError, ModelError
 from weft.mesh import Axis
-from weft.parallel.pipeline.carried import Carried, Form
+from weft.parallel.pipeline.carried import Carried, SentForm
 from weft.spec.schedule.transfers import Key, Transfer
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
@@ -34,9 +34,9 @@ class Boundary:
         self._axis = axis
         self._device = device
         self._kinds: dict[object, int] = {}
-        self._forms: dict[tuple[int, int], Form] = {}  # by stage that is entered, and kind
+        self._forms: dict[tuple[int, int], SentForm] = {}  # by stage that is entered, and kind
         self._known: set[int] = set()
-        self._arriving: dict[Key, tuple[Form, Message]] = {}
+        self._arriving: dict[Key, tuple[SentForm, Message]] = {}
         self._sent: dict[Key, Message] = {}
         self._arrived_by: Mapping[Key, Sequence[Key]] = {}
 
@@ -71,7 +71,7 @@ class Boundary:
 
     def send(self, transfer: Transfer, carried: Carried, kind: int) -> None:
         """Begin to send. The tensors must not change before the step ends."""
-        form = Form.of(carried)
+        form = SentForm.of(carried)
         stage = _entered(transfer)
         known = self._forms.get((stage, kind))
         if known is None:
@@ -105,7 +105,7 @@ class Boundary:
             before.wait()
         self._sent[key] = start_send(tensor, self._axis, transfer.peer)
 
-    def _tell(self, transfer: Transfer, form: Form) -> None:
+    def _tell(self, transfer: Transfer, form: SentForm) -> None:
         numbers = [len(form.slots)]
         for slot, shape, dtype in zip(*form, strict=True):
             if len(shape) > _MAX_DIMS or dtype not in _DTYPES or len(form.slots) > _MAX_PARTS:
@@ -117,7 +117,7 @@ class Boundary:
         numbers += [0] * (1 + _MAX_PARTS * _OF_PART - len(numbers))
         self._post(transfer, torch.tensor(numbers, device=self._device), "form")
 
-    def _be_told(self, transfer: Transfer) -> Form:
+    def _be_told(self, transfer: Transfer) -> SentForm:
         numbers = torch.empty(1 + _MAX_PARTS * _OF_PART, dtype=torch.int64, device=self._device)
         count, *told = start_receive(numbers, self._axis, transfer.peer).wait().tolist()
         slots: list[int] = []
@@ -135,10 +135,10 @@ class Boundary:
                 f"stage {transfer.stage}: rank {self._axis.ranks[transfer.peer]} sent something that is not a shape. "
                 f"Ranks of a pipeline must be given the same microbatches."
             )
-        return Form(tuple(slots), tuple(shapes), tuple(dtypes))
+        return SentForm(tuple(slots), tuple(shapes), tuple(dtypes))
 
 
-def _said(form: Form) -> str:
+def _said(form: SentForm) -> str:
     shapes = " and ".join(str(tuple(shape)) for shape in form.shapes)
     return f"shape {shapes} and format {' and '.join(dict.fromkeys(map(str, form.dtypes)))}"
 

@@ -34,7 +34,7 @@ class Carried(NamedTuple):
         return Carried(self.slots, tuple(tensor.detach() for tensor in self.tensors))
 
 
-class Form(NamedTuple):
+class SentForm(NamedTuple):
     """Slots, shapes and formats of what crosses: what both ends know, so that one message carries all of it."""
 
     slots: tuple[int, ...]
@@ -42,7 +42,7 @@ class Form(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, carried: Carried) -> Form:
+    def of(cls, carried: Carried) -> SentForm:
         """That of some tensors."""
         tensors = carried.tensors
         return cls(carried.slots, tuple(each.shape for each in tensors), tuple(each.dtype for each in tensors))

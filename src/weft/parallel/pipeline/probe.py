@@ -100,7 +100,7 @@ def _length(module: nn.Module, args: Any, kwargs: Any) -> int:
             made = module(*tree_map(moved, args), **tree_map(moved, kwargs))
     except Exception:  # the model's own code, called with what it may not expect
         return 0
-    return len(made) if isinstance(made, tuple) else 0  # pyright: ignore[reportUnknownArgumentType]
+    return len(made) if isinstance(made, tuple) else 0  # pyright: ignore[reportUnknownArgumentType] - the model's own
 
 
 def _convolved(module: Any, convolve: Any, given: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:

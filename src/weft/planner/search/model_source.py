@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from weft.planner.space import AdapterSize, FrozenWork, Shape, TracedShape
 from weft.spec import DecoderSpec, ModelSpec, TracedModel, decoder_spec
 from weft.spec.model import model_names, read_numbers
 from weft.spec.traced import FORMAT, Limit
+from weft.spec.written import MODEL_CODE
 
 if TYPE_CHECKING:
     from weft.spec import RunConfig
@@ -27,8 +27,6 @@ _FAMILIES = {
     "deepseek_v2": True,
     "deepseek_v3": True,
 }  # fmt: skip
-#: How a model is named by its code.
-CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class UnknownFamily(ModelError):
@@ -137,7 +135,7 @@ def _read_text(text: str) -> PlannedModel:
         return _read_run(path)
     if path.is_dir() or path.suffix == ".json":
         return _read_hugging_face(path)
-    if CODE.fullmatch(text):
+    if MODEL_CODE.fullmatch(text):
         rule = "a model given as code must be traced first"
         raise ModelError(f"model={text}: {rule}. Give weft.trace({text!r}).")
     hint = did_you_mean(text, model_names()) or f" Sizes: {', '.join(model_names())}."

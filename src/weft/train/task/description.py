@@ -48,8 +48,9 @@ def trace(source: str) -> TracedModel:
 
 
 def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_face.model_of_config) -> PlannedModel:
-    """Return the model of a Hugging Face folder in the planner's words: from its config.json where the planner knows
-    the family, else from a trace.
+    """Return the model of a Hugging Face folder in the planner's words.
+
+    It is read from config.json where the planner knows the family, and traced elsewhere.
 
     Args:
         folder: with config.json, or that file.
