@@ -227,10 +227,10 @@ class Pipeline:
                 loss_sum, num_tokens = work.loss(output, batch, microbatch)
                 work.totals[0] += loss_sum.detach()
                 work.totals[1] += num_tokens
-                output = loss_sum * work.scale
+                roots = [loss_sum * work.scale]
             else:
                 self._made["activation", stage.index + 1, microbatch] = output.detach()
-        roots = [output] if stage.is_last else list(map(_edge_of, output.tensors))
+                roots = list(map(_edge_of, output.tensors))
         self._flights[stage.index, microbatch] = _Flight(incoming, roots)
 
     def _backward(self, stage: Stage, microbatch: int, phases: Phases, *, holds: bool) -> None:

@@ -8,6 +8,7 @@ from weft.errors import ConfigError, ModelError, Problem
 from weft.spec import RunConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from weft.planner.space import AdapterSize
@@ -54,9 +55,16 @@ def adapter_size(shapes: nn.Module, config: RunConfig, num_layers: int) -> Adapt
     record = adapted(with_adapter(shapes, config))
     if record is None:
         return None
-    pairs = [(shapes.get_submodule(path).lora_A, shapes.get_submodule(path).lora_B) for path in record.layers]
+    pairs = [(shapes.get_parameter(f"{path}.lora_A"), shapes.get_parameter(f"{path}.lora_B")) for path in record.layers]
     chosen = [(float(a.shape[1]), float(b.shape[0])) for a, b in pairs]
-    frozen = [
-        (float(width), float(shapes.get_submodule(path).weight.shape[0])) for path, width in record.packed.items()
-    ]
+    frozen = [(float(width), float(_weight(shapes, path).shape[0])) for path, width in record.packed.items()]
     return AdapterSize.of_widths(record.kind.rank, num_layers, chosen, record.base, frozen)
+
+
+def _weight(model: nn.Module, path: str) -> torch.Tensor:
+    """That of a layer, packed or not."""
+    from torch import Tensor
+
+    weight = model.get_submodule(path).weight
+    assert isinstance(weight, Tensor)
+    return weight
