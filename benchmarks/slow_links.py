@@ -57,6 +57,7 @@ MODES = {
     "weft_int8_zero3": "route=auto dp_replicate={hosts} dp_shard={local} zero=3 compress=int8",
     "weft_diloco6": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:6",
     "weft_diloco6_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:6 compress=int8",
+    "weft_diloco50_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:50 compress=int8",
 }
 
 
@@ -248,7 +249,7 @@ def main() -> None:
         found = measure(rate, options, modes)
         base = found.get("ddp")
         rows = [
-            (mode, f"{sent / 1e6:.2f} MB", f"{sent / base[1]:.3f}" if base else "-", f"{step:.3f} s",
+            (mode, f"{sent / 1e6:.3f} MB", f"{sent / base[1]:.4f}" if base else "-", f"{step:.3f} s",
              f"{step / base[0]:.2f}" if base else "-")
             for mode, (step, sent) in found.items()
         ]  # fmt: skip

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from weft.comm import all_reduce, broadcast
-from weft.comm.peer.meeting import MeetingDoor, MeetingLine, MeetingPlace, MeetingRounds, SocketLink
+from weft.comm.peer.meeting import (
+    MeetingDoor,
+    MeetingLine,
+    MeetingPlace,
+    MeetingRounds,
+    SocketLink,
+    address_towards,
+)
 from weft.comm.wire import Coders, find_wire
 from weft.errors import CommError, LaunchError
 from weft.mesh import Axis
@@ -122,6 +129,39 @@ def test_where_the_newest_anchor_is_lost_the_next_newest_goes_on():
     assert (meeting["members"], meeting["givers"], meeting["number"]) == ([1, 2], [1, 2], 5)
 
 
+def test_who_is_asked_to_stop_leaves_and_ends_the_meeting_that_it_was_to_join():
+    told = Told()
+    told.arrive(0)
+    told.say(0, "leave")
+    assert told.arrive(1) == {"do": "wait"}, "0 lives, and does not wait any more"
+    meeting = told.arrive(0)
+    assert meeting["members"] == [0, 1]
+    told.say(1, "leave")
+    assert told.say(0, "done", id=meeting["id"], ok=True) == {"do": "abort"}
+
+
+def test_all_begin_once_each_stands_before_its_first_step_or_has_ended():
+    told = Told()
+    assert not told.say(0, "beat", begins=True)["begin"]
+    assert not told.say(1, "beat", begins=False)["begin"], "it still reads its weights"
+    assert told.say(1, "beat", begins=True)["begin"]
+    told.sessions[1] = 2
+    assert told.say(1, "beat", begins=False)["begin"], "who starts again is not waited for"
+    told = Told()
+    told.say(0, "end", where="runs/a", begins=False)
+    assert told.say(1, "beat", begins=True)["begin"]
+
+
+def test_the_place_is_over_once_all_have_ended_or_fell_silent():
+    told = Told()
+    assert told.rounds.is_over(0.0), "nobody has come yet"
+    told.say(0, "beat")
+    told.say(1, "beat")
+    told.say(0, "end", where="runs/a")
+    assert not told.rounds.is_over(5.0)
+    assert told.rounds.is_over(10.5), "1 has not been heard for 10.5 s"
+
+
 def test_other_models_do_not_meet_and_who_comes_after_the_end_is_told_where_the_model_is():
     told = Told()
     told.arrive(0)
@@ -130,7 +170,7 @@ def test_other_models_do_not_meet_and_who_comes_after_the_end_is_told_where_the_
     told.anchors[0] = (3, 9)
     told.say(0, "end", where="runs/a", step=200)
     found = told.arrive(1)
-    assert (found["do"], found["where"], found["step"]) == ("over", "runs/a", 200)
+    assert (found["do"], found["where"], found["step"], found["token"]) == ("over", "runs/a", 200, 9)
 
 
 def run_all(bodies):
@@ -216,9 +256,12 @@ def test_the_place_answers_and_a_port_that_is_taken_is_one_sentence():
     place = MeetingPlace("127.0.0.1", 0, 2, 5.0)
     line = MeetingLine(place.address, 0, 1)
     answer = line.ask("beat", number=0, token=1, step=3, loss=2.5)
-    assert answer == {"do": "go on", "behind": False, "replicas": {"0": [3, 2.5]}}
+    assert answer == {"do": "go on", "behind": False, "begin": False, "replicas": {"0": [3, 2.5]}}
     with pytest.raises(ConnectionResetError):
         line.ask("beat")  # half of what is to be said
+    assert address_towards(place.address) == "127.0.0.1"
+    with pytest.raises(LaunchError, match=r"^launch.meet_at=nowhere.invalid:1: this machine knows no way there"):
+        address_towards("nowhere.invalid:1")
     with pytest.raises(LaunchError, match=r"^launch.meet_at=127.0.0.1:\d+: this machine cannot listen there"):
         MeetingPlace("127.0.0.1", int(place.address.rpartition(":")[2]), 2, 5.0)
     place.close()

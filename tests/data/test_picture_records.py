@@ -15,9 +15,9 @@ from tests.data.record_pictures import FORMS, add, as_lines_with_paths, as_tars,
 from tests.data.test_media import bomb
 from weft.data.media import (
     Look,
+    MediaRecords,
     Pictures,
     RecordColumns,
-    RecordPictures,
     find_records,
     parse_source,
     record_files,
@@ -27,7 +27,7 @@ from weft.data.prepared import RowTable
 from weft.errors import DataError
 
 
-def found(path: Path, cache: Path, columns: RecordColumns | None = None) -> RecordPictures:
+def found(path: Path, cache: Path, columns: RecordColumns | None = None) -> MediaRecords:
     return find_records(str(path), record_files(str(path)), columns or RecordColumns(), cache, None)
 
 
@@ -59,7 +59,7 @@ def test_an_index_is_made_once_and_again_for_changed_files(tmp_path: Path, monke
     as_tars(tmp_path / "data", labelled(12))
     first = found(tmp_path / "data", tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr("weft.data.media.picture_records.picture_size", None)  # it would fail
+        patch.setattr("weft.data.media.media_records.picture_size", None)  # it would fail
         assert found(tmp_path / "data", tmp_path / "cache").digest == first.digest
     write_tar(tmp_path / "data" / "2.tar", labelled(3))
     assert len(found(tmp_path / "data", tmp_path / "cache")) == 15

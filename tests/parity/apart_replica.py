@@ -49,6 +49,9 @@ def main(address: str, replica: int, text: str, folder: Path, fault: str) -> Non
     step = TrainStep(
         model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward, max_grad_norm=CASE.max_grad_norm
     )
+    party.timeout_s = 60.0
+    party.begin()  # of two that are started together, one may be there some seconds before the other
+    party.timeout_s = TIMEOUT_S
     waited = (1,) if fault == "waits for 1" else (4,)
     index, trained, met = 0, [], []
     while index < STEPS:

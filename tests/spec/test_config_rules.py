@@ -64,6 +64,35 @@ CASES = [
     ("patience-needs-evaluation-data", ["train.early_stop.patience=3", "data.holdout=0"],
      "train.early_stop.patience=3: there is no evaluation data (data.holdout=0 and no data.eval). "
      "Use data.holdout=0.02, or give data.eval."),
+    ("apart-meets-rarely", ["launch.replicas_apart=true", "plan=dp_replicate=2"],
+     "launch.replicas_apart=true: the plan 'dp_replicate=2' has no replicas that meet rarely. Use e.g. dp_replicate=2 "
+     "sync=diloco:50 in the plan, or leave launch.replicas_apart out."),
+    ("apart-plan-is-given", ["launch.replicas_apart=true", "plan=auto"],
+     "launch.replicas_apart=true: the planner makes no plans for replicas that are worlds of their own. Write the "
+     'plan, such as plan="dp_replicate=2 dp_shard=4 zero=1 sync=diloco:50".'),
+    ("apart-keeps-its-ranks",
+     ["launch.min_ranks=1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
+     "launch.min_ranks=1: under launch.replicas_apart=true a replica has all ranks of its plan or is lost, and the "
+     "others go on without it. Leave launch.min_ranks out."),
+    ("replica-is-apart", ["launch.replica=1", "plan=dp_replicate=2 sync=diloco:5", "launch.meet_at=a:1"],
+     "launch.replica=1: launch.replica and launch.meet_at are for replicas that are worlds of their own. Add "
+     "launch.replicas_apart=true, or leave them out."),
+    ("replica-has-a-place",
+     ["launch.replica=1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
+     "launch.replica=1: it must know where replicas meet. Add launch.meet_at=HOST:PORT, with the address of the "
+     "machine that starts replica 0."),
+    ("replica-has-a-place",
+     ["launch.meet_at=a:1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
+     "launch.replica=none: launch.meet_at=a:1 is given, and not which replica this machine starts. Add "
+     "launch.replica=0 on the machine of that address, launch.replica=1 on the next."),
+    ("replica-is-in-the-plan",
+     ["launch.replica=2", "launch.meet_at=a:1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
+     "launch.replica=2: the plan 'dp_replicate=2 sync=diloco:5' has replicas 0 to 1. Use one of these."),
+    ("replica-plan-is-whole",
+     ["launch.replica=1", "launch.meet_at=a:1", "launch.replicas_apart=true",
+      "plan=dp_replicate=2 dp_shard=* zero=1 sync=diloco:5"],
+     "launch.replica=1: the plan 'dp_replicate=2 dp_shard=* zero=1 sync=diloco:5' leaves an axis open, and this "
+     "machine sees one replica alone. Write the number of ranks in the place of '*'."),
 ]  # fmt: skip
 OTHERS = [
     (["train.global_batch=10", "plan=dp_replicate=4"],

@@ -18,9 +18,9 @@ from weft.spec.files.config_file import load_config
 from weft.spec.plan import Plan
 from weft.testing.verify.float64 import Float64Throughout
 from weft.train import Microbatches, RunFolder, TrainStep, prepare_run
+from weft.train.microbatch import Costs
 from weft.train.state import capture_model
 from weft.train.task import Share
-from weft.train.task.by_cost import Costs
 from weft.train.tasks.task_choice import find_task
 
 BATCH = 12

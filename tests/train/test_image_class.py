@@ -200,5 +200,7 @@ def test_batches_are_the_same_at_any_number_of_processes_ranks_and_after_a_resum
 
 
 def test_only_tasks_on_pictures_take_workers():
-    with pytest.raises(ConfigError, match=r"^data\.workers=2: only tasks on pictures read it\. Leave it out\.$"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.workers=2: only tasks on pictures and sound read it\. Leave it out\.$"
+    ):
         find_task(RunConfig.model_validate({"data": {"workers": 2}}))

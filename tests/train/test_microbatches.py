@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 import weft
 from weft.data.batch import map_tensors, move_batch, tensors_in
 from weft.errors import ModelError
-from weft.mesh import Axis, build_mesh
+from weft.mesh import build_mesh
+from weft.mesh.places import Reader
 from weft.parallel import parallelize
 from weft.parallel.randomness import SampleNumbers
 from weft.spec.plan import Plan
@@ -167,7 +168,7 @@ def test_a_batch_whose_rows_are_no_samples_is_not_torn():
 def test_numbers_of_samples_are_those_of_each_microbatch():
     with pytest.raises(ModelError, match="samples: sample numbers of 1 microbatches were given for 2"):
         weft.Microbatches([x(), x()], samples=[[0]])
-    data = Axis("data", 2, 1, (0, 1))
+    data = Reader(1, 2)
     plain = samples_of([x()], 2, data)
     assert [list(one.numbers) for one in plain] == [[8, 9, 10, 11], [12, 13, 14, 15]]
     marked = from_loader([[x()]], [range(3, 11)], [()], is_plain=True, total=16)
@@ -191,7 +192,7 @@ def test_microbatches_of_samples_know_them_wherever_they_lie():
     assert [batch["y"].tolist() for batch, _ in cut.counted()] == [[1], [3], [1]]
     assert [(list(one.numbers), one.rows) for one in cut.samples] == [([1], ()), ([3], ((3,),)), ([], ())]
     marked = weft.Microbatches(cut.marked())
-    assert samples_of(marked, 3, Axis("data", 2, 1, (0, 1))) == list(cut.samples)
+    assert samples_of(marked, 3, Reader(1, 2)) == list(cut.samples)
 
 
 def test_rows_of_a_global_batch_are_cut_without_being_even():

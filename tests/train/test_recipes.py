@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.models import small_config
 from tests.planner.published import MODELS
+from tests.train.tuned_folders import save_model, write_tables
 from weft.data.tokens.bpe import train_bpe
 from weft.planner.search import Question, estimated, read_model
 from weft.planner.space import AdapterSize
@@ -20,7 +21,18 @@ from weft.train import Start, prepare_run, run_rank
 from weft.train.tasks import find_task
 from weft.train.tasks.transformers_layout import write_tokenizer
 
-RECIPES = sorted((Path(__file__).parents[2] / "configs" / "tune").glob("*.toml"))
+FILES = sorted((Path(__file__).parents[2] / "configs" / "tune").glob("*.toml"))
+#: Families that are trained for something other than the next token: published config, class, table.
+TASKS = {
+    "bert_base": (("BertConfig", {}), "BertForMaskedLM", "texts.jsonl"),
+    "t5_base": (
+        ("T5Config", {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12}),
+        "T5ForConditionalGeneration",
+        "reversed.jsonl",
+    ),
+}
+RECIPES = [file for file in FILES if file.stem.rsplit("_", 2)[0] not in TASKS]
+TASK_RECIPES = [file for file in FILES if file not in RECIPES]
 CLASSES = {
     "llama3": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3": "Gemma3ForCausalLM",
     "mistral": "MistralForCausalLM", "phi4": "Phi3ForCausalLM", "olmo2": "Olmo2ForCausalLM",
@@ -56,16 +68,19 @@ def folder(request, tmp_path) -> Path:
 
 
 def test_each_family_has_a_recipe():
-    assert sorted(parts_of(file)[0] for file in RECIPES) == sorted(MODELS)
+    assert {parts_of(file)[0] for file in RECIPES} == {*MODELS}
+    assert {parts_of(file)[0] for file in TASK_RECIPES} == {*TASKS}
 
 
 @pytest.mark.parametrize("file, folder", [(file, file) for file in RECIPES], ids=IDS, indirect=["folder"])
 def test_a_recipe_fits_on_the_gpu_in_its_name(file, folder):
     config = load_config(file, []).config
-    is_adapter = parts_of(file)[1] == "lora"
+    tune = parts_of(file)[1]
+    is_adapter = tune in ("lora", "qlora")
     assert bool(config.adapter.rank) == is_adapter
-    shape = read_model(str(folder)).shape
-    counted = AdapterSize.of_shape(shape, config.adapter.rank) if is_adapter else None
+    assert (config.adapter.base != "stored") == (tune == "qlora")
+    shape, adapter = read_model(str(folder)).shape, config.adapter
+    counted = AdapterSize.of_shape(shape, adapter.rank, adapter.base) if is_adapter else None
     assert fits(asked(file, folder, counted), file)
     if is_adapter:  # and all weights would not
         sizes = {"seq_len": config.train.seq_len, "global_batch": config.train.global_batch}
@@ -84,7 +99,7 @@ def test_a_recipe_is_described_by_its_task_as_by_its_widths(file, folder):
     described = find_task(config).describe()
     assert fits(Question.of(described, f"1x{parts_of(file)[2]}"), file)
     if config.adapter.rank and "phi4" not in file.stem:  # whose products are fused
-        by_widths = AdapterSize.of_shape(described.shape, config.adapter.rank)
+        by_widths = AdapterSize.of_shape(described.shape, config.adapter.rank, config.adapter.base)
         assert described.adapter.params == pytest.approx(by_widths.params, rel=1e-6)
 
 
@@ -121,4 +136,32 @@ def test_a_recipe_trains_a_narrow_model_on_a_cpu(file, tmp_path):
     shown = io.StringIO()
     result = run_rank(folder.path, None, shown, Start())
     assert "step 2/2" in shown.getvalue(), result
-    assert ("adapter lora of rank" in shown.getvalue()) == (tune == "lora")
+    assert ("adapter lora of rank" in shown.getvalue()) == (tune != "full")
+
+
+@pytest.mark.parametrize("file", TASK_RECIPES, ids=[file.stem for file in TASK_RECIPES])
+def test_a_recipe_of_another_task_fits_on_the_gpu_in_its_name(file, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (kind, sizes), named, _ = TASKS[parts_of(file)[0]]
+    getattr(transformers, kind)(**sizes, architectures=[named]).save_pretrained(tmp_path / "model")
+    described = find_task(load_config(file, [f"model.path={tmp_path / 'model'}"]).config).describe()
+    assert fits(Question.of(described, f"1x{parts_of(file)[2]}"), file)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file", TASK_RECIPES, ids=[file.stem for file in TASK_RECIPES])
+def test_a_recipe_of_another_task_trains_a_narrow_model_on_a_cpu(file, tmp_path):
+    pytest.importorskip("transformers")
+    model, _, _ = parts_of(file)
+    save_model(tmp_path / "small", model.split("_")[0])
+    write_tables(tmp_path)
+    plan = f"dp_replicate=1 {load_config(file, []).config.plan}"
+    words = [
+        f"model.path={tmp_path / 'small'}", f"data.train={tmp_path / TASKS[model][2]}", f"run.dir={tmp_path}",
+        f"data.cache_dir={tmp_path / 'cache'}", f"plan={plan}", "train.steps=2", "train.seq_len=32",
+        "train.global_batch=8", "schedule.warmup_steps=1", "eval.batches=1", "data.holdout=0.2", "launch.device=cpu",
+    ]  # fmt: skip
+    folder = prepare_run(load_config(file, words).config, world_size=1)
+    shown = io.StringIO()
+    result = run_rank(folder.path, None, shown, Start())
+    assert "step 2/2" in shown.getvalue(), result

@@ -12,7 +12,7 @@ import typer
 
 from weft import units
 from weft.cli.console import progress_report
-from weft.monitor.screen import tell
+from weft.monitor.screen import SheetEntry, check_sheet, draw_sheet, tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weft.data import PreparedData, PreparedSource, SampleView
     from weft.spec import RunConfig
     from weft.train.tasks import DecoderTask
+    from weft.train.tasks.tuned import MediaTask
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Inspect, tokenise and check the data of a run.")
 
@@ -35,16 +36,25 @@ def preview(
     num: Annotated[int, typer.Option(min=1, help="Samples to show.")] = 3,
     first: Annotated[int, typer.Option(min=0, help="Global index of the first sample.")] = 0,
     split: Annotated[str, typer.Option(help="train or eval.")] = "train",
+    sheet: Annotated[
+        Path | None, typer.Option(help="Also draw them into this file: .png, .svg or .pdf.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Show decoded samples in training order: what is trained, with which weight, what is context, where borders are.
 
-    Of preferences it shows the chosen and the rejected answer.
+    Of preferences it shows the chosen and the rejected answer; of pictures and sound, what is made of them.
     """
     from weft.errors import DataError
 
     if split not in ("train", "eval"):
         raise DataError(f"split={split}: not a split. Use --split train or --split eval.")
-    task = _task(_load(arguments))
+    if sheet is not None:
+        check_sheet(sheet)
+    config = _load(arguments)
+    if (media := _media_task(config)) is not None:
+        _preview_media(media, split, range(first, first + num), sheet)
+        return
+    task = _task(config)
     prepared = _prepare(task)
     if not (prepared.train if split == "train" else prepared.eval):
         raise DataError("split=eval: this run has no evaluation data. Set data.holdout or data.eval.")
@@ -58,8 +68,41 @@ def preview(
         else "[[double brackets]]: masked; 0.5{text}: with that weight; -1{text}: not wanted"
     )
     console.print(f"{split}: {title}. {legend}", markup=False, highlight=False)
+    drawn: list[SheetEntry] = []
     for head, view in shown:
         _show(console, head, view, coloured)
+        drawn.append(SheetEntry(head, text=[(part.text, part.weight) for part in view.segments]))
+    if sheet is not None:
+        draw_sheet(sheet, drawn)
+        typer.echo(f"drawn in {sheet}")
+
+
+def _media_task(config: RunConfig) -> MediaTask | None:
+    """The config's task where it trains on pictures or sound."""
+    if config.task.name is None:
+        return None
+    from weft.train.tasks import find_task
+    from weft.train.tasks.tuned import MediaTask
+
+    task = find_task(config)
+    return task if isinstance(task, MediaTask) else None
+
+
+def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None) -> None:
+    """Show samples of pictures or sound, a line for each thing that they are made of."""
+    from weft.train.task import described
+
+    with progress_report(sys.stderr) as report:
+        source = task.media(split, report)
+    tell(sys.stdout, task.data_lines(), indent=2)
+    made = task.made(source, split)
+    for place in which:
+        epoch, index = task.shown(place, split)
+        typer.echo(f"\n--- sample {place}, epoch {epoch}: {task.described(index, split)}")
+        tell(sys.stdout, described(made.in_epoch(epoch, index)), indent=2)
+    if sheet is not None:
+        draw_sheet(sheet, [task.sheet_entry(place, split) for place in which])
+        typer.echo(f"drawn in {sheet}")
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -28,14 +29,16 @@ from weft.cli.launcher import (
     usable_cores,
     visible_gpus,
 )
-from weft.errors import WeftError
+from weft.errors import LaunchError, WeftError
 from weft.monitor.screen import busy
+from weft.spec.plan import Plan
 
 if TYPE_CHECKING:
     from weft.comm import FirstWord
     from weft.env import RankEnv
     from weft.spec import RunConfig
     from weft.train import RunFolder
+    from weft.train.engine import ReplicaWorld
 
 #: How long (s) the other ranks keep silent about an error that rank 0 is likely to tell.
 _FIRST_WORD_S = 3.0
@@ -75,33 +78,85 @@ def train(
 
 def train_here(config: RunConfig) -> None:
     """Prepare the run and start its ranks on this machine; returns when they have ended well."""
+    if not config.launch.replicas_apart:
+        train_world(config, typed_command())
+    elif (world := _world_of(config)) is not None:
+        from weft.cli.launcher.apart import meeting_place
+
+        with meeting_place(config, say):
+            train_world(config, typed_command(), world)
+    elif code := _train_replicas(config):
+        raise typer.Exit(code)
+
+
+def _world_of(config: RunConfig) -> ReplicaWorld | None:
+    """The replica that this machine starts, where it starts one alone."""
+    from weft.train.engine import ReplicaWorld
+
+    launch = config.launch
+    if launch.replica is None or launch.meet_at is None:
+        return None
+    return ReplicaWorld(launch.replica, launch.meet_at)
+
+
+def _train_replicas(config: RunConfig) -> int:
+    """Start all replicas of a plan on this machine, each as a world of its own; the exit code."""
     cores = usable_cores()
+    with busy(sys.stderr, "starting the replicas"):
+        gpus = visible_gpus() if config.launch.device != "cpu" else 0
+        num_ranks = count_ranks(config, gpus, cores)
+        from weft.cli.launcher.apart import Replicas
+    whole = {"plan": Plan.parse(config.plan, num_ranks).format()}
+    # Each launcher starts the ranks of one replica: their number is the plan's.
+    config = config.model_copy(update={**whole, "launch": config.launch.model_copy(update={"ranks": "all"})})
+    return Replicas(config, gpus, cores, typed_command(), say).run()
+
+
+def train_world(
+    config: RunConfig,
+    command: Sequence[str],
+    world: ReplicaWorld | None = None,
+    prepared: Callable[[], None] = lambda: None,
+) -> None:
+    """Prepare a run and start the ranks of one world on this machine; returns when they have ended well.
+
+    Args:
+        config: of the run.
+        command: what the user typed.
+        world: which replica of the plan's the ranks are; None: all of them.
+        prepared: called once the run is checked and its data is ready.
+    """
+    cores = usable_cores()
+    replica = None if world is None else world.replica
     with busy(sys.stderr, "starting: loading torch"):
-        num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, cores)
+        gpus = visible_gpus() if config.launch.device != "cpu" else 0
+        num_ranks = count_ranks(config, gpus, cores, of_one_replica=world is not None)
         from weft.checkpoint.targets import CopyServer
         from weft.train import run_folder
         from weft.train.run import run_lock
 
+    own = run_folder(config, replica)
     # Held before the first write, and by the ranks too: who is refused has changed nothing.
-    with run_lock(run_folder(config).path) as lock, ExitStack() as until_over:
+    with run_lock(own.path) as lock, ExitStack() as until_over:
         copies = CopyServer() if config.checkpoint.peer_every and config.launch.restarts else None
         home = asdict(copies.home) if copies is not None else None
 
         besides: list[Path] = []
 
         def attempt(settled: RunConfig, ranks: int) -> None:
-            folder = _prepare(settled, ranks, ranks)
+            folder = _prepare(settled, ranks, ranks, world)
             if not besides:  # after the folder is prepared: a run that is refused leaves nothing
+                prepared()
                 until_over.enter_context(process_beside(folder.path, folder.config(), say))
                 besides.append(folder.path)
-            given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": typed_command()}
-            settings = json.dumps({**given, "copies": home}).encode()
-            command = [sys.executable, "-m", "weft.cli.launcher.rank", str(folder.path)]
+            given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": list(command)}
+            settings = json.dumps({**given, "copies": home, "world": asdict(world) if world else None}).encode()
+            program = [sys.executable, "-m", "weft.cli.launcher.rank", str(folder.path)]
             variables = threads_variables(ranks, cores)
-            launch_ranks(command, ranks, folder.logs, variables=variables, settings=settings, lock=lock, notice=say)
+            launch_ranks(program, ranks, folder.logs, variables=variables, settings=settings, lock=lock, notice=say)
 
         copied = copies.newest_step if copies is not None else lambda: None
-        Restarts(config, run_folder(config), num_ranks, say, copied=copied).keep(attempt)
+        Restarts(config, own, num_ranks, say, copied=copied).keep(attempt)
 
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:
@@ -111,6 +166,12 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     from weft.mesh import open_store
     from weft.train import Start, run_rank
 
+    world = _world_of(config)
+    if config.launch.replicas_apart and world is None:
+        raise LaunchError(
+            f"launch.replicas_apart=true: {place.starter} starts one world. Start each replica by a command of "
+            "its own, with launch.replica=0, 1, ... and launch.meet_at=HOST:PORT."
+        )
     started = time.monotonic() - process_age_s()
     # Kept until the end: the first rank may host it.
     store = open_store(place) if place.world_size > 1 else None
@@ -118,17 +179,17 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     alarm = second_handle(2)
     with ExitStack() as held:
         if place.rank == 0:
-            folder = _prepared_by_the_first(config, place, word, held)
+            folder = _prepared_by_the_first(config, place, word, held, world)
         else:
             folder = _prepared_elsewhere(config, word)
         copies = copy_home(place) if config.checkpoint.peer_every else None
         command = tuple(typed_command())
-        start = Start(locked=True, began=started, alarm=alarm, store=store, command=command, copies=copies)
+        start = Start(locked=True, began=started, alarm=alarm, store=store, command=command, copies=copies, world=world)
         run_as_rank(folder.logs, place, lambda terminal: run_rank(folder, place, terminal, start))
 
 
-def _prepare(config: RunConfig, num_ranks: int, num_local: int) -> RunFolder:
-    """Settle the plan and write the folder, which the caller holds."""
+def _prepare(config: RunConfig, num_ranks: int, num_local: int, world: ReplicaWorld | None = None) -> RunFolder:
+    """Settle the plan and write the folder, which the caller holds. num_ranks: of this world."""
     from weft.train import prepare_run
     from weft.train.planned import chosen_line, record_choice, settle_plan
 
@@ -136,14 +197,17 @@ def _prepare(config: RunConfig, num_ranks: int, num_local: int) -> RunFolder:
     config, chosen = settle_plan(config, num_ranks, num_local)
     if chosen is not None:
         say(chosen_line(chosen))
+    replica, others = (None, 1) if world is None else (world.replica, Plan.parse(config.plan).dp_replicate)
     with progress_report(sys.stdout) as report:
-        folder = prepare_run(config, num_ranks, report, locked=True)
+        folder = prepare_run(config, num_ranks * others, report, locked=True, replica=replica)
     if chosen is not None:
         record_choice(folder.path, asked, chosen)
     return folder
 
 
-def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack) -> RunFolder:
+def _prepared_by_the_first(
+    config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack, world: ReplicaWorld | None = None
+) -> RunFolder:
     """Hold the folder, prepare it, and give the other ranks what was settled, or the exit code of a refusal."""
     from weft.train import run_folder
     from weft.train.run import run_lock
@@ -152,7 +216,11 @@ def _prepared_by_the_first(config: RunConfig, place: RankEnv, word: FirstWord | 
     try:
         held.enter_context(run_lock(run_folder(config).path))
         config = for_those_there(config, place.world_size)
-        folder = _prepare(config, place.world_size, place.local_world_size)
+        folder = _prepare(config, place.world_size, place.local_world_size, world)
+        if world is not None:
+            from weft.cli.launcher.apart import meeting_place
+
+            held.enter_context(meeting_place(config, say))
         held.enter_context(process_beside(folder.path, folder.config(), say))
         said = {"path": str(folder.path), "texts": folder.texts}
     except BaseException as error:
@@ -180,3 +248,22 @@ def _prepared_elsewhere(config: RunConfig, word: FirstWord | None) -> RunFolder:
     if isinstance(task, DecoderTask):
         task.tokens(None)
     return RunFolder(Path(said["path"]), said["texts"])
+
+
+def main() -> None:
+    """Entry of the launcher of one replica, which `weft train` started for it (launcher/apart/)."""
+    from weft.cli.app import show_error
+    from weft.cli.launcher.apart import given_replica
+
+    given = given_replica()
+    try:
+        train_world(given.config, given.command, given.world, given.tell_prepared)
+    except WeftError as error:
+        show_error(error)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -73,6 +73,9 @@ def verify(
     batch = global_batch or (4 * all_ranks if all_ranks else 8)
     settings = Settings(steps, dtype, seq_len, batch, seed, layers, width, vocab)
     subject = find_subject(model, settings)
+    longest = subject.shape.max_seq_len if subject.shape is not None else seq_len
+    if seq_len > longest:
+        raise ConfigError(f"seq-len={seq_len}: the model reads at most {longest} tokens. Use --seq-len {longest}.")
     if layout:
         subject = replace(subject, layout=Layout.read(layout))
     if all_ranks is not None:

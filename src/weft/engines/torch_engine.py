@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from weft.comm import Ledger, StoreTalk, barrier
 from weft.comm.watch import StoreBoard, Watch, hang_event
 from weft.data.batch import move_batch
 from weft.engines.held_memory import memory_by_class
+from weft.engines.other_worlds import OtherWorlds, plan_within
 from weft.errors import ModelError
 from weft.memory import HostCopies, offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
@@ -51,8 +54,11 @@ class TorchEngine:
         if job.place is not None:
             join_ranks(job.place, device, parse_seconds(launch.timeout), job.store)
         self._ledger = Ledger()
-        self.mesh = build_mesh(job.plan, device, self._ledger.record, launch.route)
-        self.rank, self.plan, self.device, self.pulse = self.mesh.rank, job.plan, str(device), self.mesh.pulse
+        self.plan = plan_within(job.plan, job.world)
+        self.mesh = build_mesh(self.plan, device, self._ledger.record, launch.route)
+        if job.world is not None:
+            self.mesh.reader = self.mesh.reader.in_replica(job.world.replica, job.plan)
+        self.rank, self.device, self.pulse = self.mesh.rank, str(device), self.mesh.pulse
         self.meter = Meter(device, communication=self._ledger)
         self._watch = Watch(
             self.mesh,
@@ -67,6 +73,7 @@ class TorchEngine:
         self._copies = HostCopies(device)
         #: The last two: the numbers of a step may be read when the next one is under way.
         self._traceable: deque[TracedStep] = deque(maxlen=2)
+        self._others: OtherWorlds | None = None
         self._started = self._is_built = False
 
     def build(self) -> None:
@@ -76,12 +83,15 @@ class TorchEngine:
         share = Share(
             config.train.global_batch,
             mesh.plan.microbatches_per_step,
-            mesh.data.rank,
-            mesh.data.size,
+            mesh.reader.rank,
+            mesh.reader.size,
             pin=mesh.device.type == "cuda",
         )
         self._batches = task.batches(share)
-        self._eval_batches = task.eval_batches(share)
+        # Each world evaluates on the whole set, in batches as large as those of training.
+        passes = share.microbatches * (mesh.reader.size // mesh.data.size)
+        own = replace(share, microbatches=passes, rank=mesh.data.rank, size=mesh.data.size)
+        self._eval_batches = task.eval_batches(own)
         base = task.initial_model(mesh.plan)
         weights = task.initial_weights(base)
         self._model: nn.Module = with_adapter(base, config)
@@ -91,6 +101,12 @@ class TorchEngine:
         second = task.second_model(mesh.plan)
         if second is not None:
             self._lay_out(second.requires_grad_(False), task.second_weights(second), reads=True)
+        if self._job.world is not None:
+            asked = weakref.ref(self)
+            self._others = OtherWorlds(
+                self._job, self._job.world, mesh, self._model, self.on_first, self.gather,
+                lambda: (engine := asked()) is not None and engine.wants_stop,
+            )  # fmt: skip
         self._step = TrainStep(
             self._model,
             build_optimizer(self._model.named_parameters(), config.optimizer, config.seed),
@@ -133,6 +149,20 @@ class TorchEngine:
             with self.pulse.doing("reads the pretrained weights"):
                 load_base(model, weights)
 
+    def rejoin(self, step: int) -> int | None:
+        """Meet, before the first step, replicas that wait for this one; the step to go on from. None: asked to stop."""
+        return step if self._others is None else self._others.rejoin(step)
+
+    @property
+    def over(self) -> Mapping[str, Any] | None:
+        """What is known of other replicas that have ended without this one."""
+        return None if self._others is None else self._others.sync.over
+
+    def end(self) -> None:
+        """Tell replicas that are worlds of their own that this one has come to its end."""
+        if self._others is not None:
+            self._others.end()
+
     @property
     def batches(self) -> Batches:
         """The training batches of this rank."""
@@ -170,6 +200,8 @@ class TorchEngine:
         with self._first_is_long():
             if self._sync is not None:
                 self._sync.meets_now = number + 1 == self._config.train.steps
+            if self._others is not None:
+                self._others.before_step(number)
             done = self._step(*self._asked(batches, number))
         self._traceable.append(TracedStep(number + 1, batches, self._step.microbatch_losses))
         return LateResult(lambda: self._result(done)) if self._step.is_unread else self._result(done)
@@ -178,7 +210,8 @@ class TorchEngine:
         """What the loop is told of a step. All ranks ask at the same place."""
         self._step.settle(done)
         numbers = done.loss, done.grad_norm, done.num_tokens, done.loss_scale
-        return StepResult(*numbers, done.skipped, done.wants_stop, done.update_ratio)
+        result = StepResult(*numbers, done.skipped, done.wants_stop, done.update_ratio)
+        return result if self._others is None else self._others.after_step(result)
 
     def trace(self, kind: TraceKind, number: int) -> Mapping[str, object] | None:
         """Compute again what a step went wrong with, and return where: an event; None where it is long past."""
@@ -223,7 +256,8 @@ class TorchEngine:
     def state(self) -> Mapping[str, Any]:
         """Return the loss scale, and what an adapter stands beside."""
         adapter = {} if self._adapter is None else {"adapter": self._adapter}
-        return {"loss_scale": self._step.loss_scale.state(), **adapter}
+        others = {} if self._others is None else self._others.state()
+        return {"loss_scale": self._step.loss_scale.state(), **adapter, **others}
 
     def load(self, checkpoint: Checkpoint) -> Sequence[str]:
         """Take weights, optimizer states and loss scale; lines say what is left out."""
@@ -267,6 +301,8 @@ class TorchEngine:
                 barrier(self.mesh.world)
         finally:
             self._watch.close()
+            if self._others is not None:
+                self._others.close()
         if not failed:
             # Not after an error: the others may be in a collective and would never come; the launcher ends them.
             leave_ranks()
@@ -283,6 +319,7 @@ class TorchEngine:
         return [
             f"format  {Precision.of(self.plan)}",
             *self._adapter_lines(),
+            *(self._others.lines() if self._others else ()),
             *([f"memory  recompute {recompute.describe()}"] if recompute and recompute.setting != "none" else []),
             *(f"offload {line}" for line in offload_lines(self.plan, self.mesh.device)),
         ]
@@ -339,7 +376,7 @@ class TorchEngine:
 
     def _seeds(self, number: int) -> list[int]:
         """Seeds of torch's generators: functions of (seed, step, first global sample), so nothing is left to save."""
-        axis, num_micro = self.mesh.data, self.plan.microbatches_per_step
+        axis, num_micro = self.mesh.reader, self.plan.microbatches_per_step
         batch, seed = self._config.train.global_batch, self._config.seed
         per_micro = batch // (axis.size * num_micro)
         first = number * batch + axis.rank * per_micro

@@ -21,7 +21,7 @@ from weft import env
 from weft.errors import CommError, PlanError
 from weft.mesh.axis import ROUTES, Axis, RecordsCall, ignore
 from weft.mesh.gpu_settings import prepare_gpu
-from weft.mesh.places import ENDS, EXPERT_AXES, joined, members_of, strides
+from weft.mesh.places import ENDS, EXPERT_AXES, Reader, joined, members_of, strides
 from weft.mesh.pulse import Pulse
 from weft.private_torch import (
     PrefixStore,
@@ -74,6 +74,8 @@ class Mesh:
         self._replica: Mesh | None = None
         for name in AXES:
             self._axes[(name,)] = self._build((name,))
+        #: This rank among all that read different samples: its place on `data`, unless other worlds read some too.
+        self.reader = Reader.among(rank, self.ranks_over(("dp_replicate", "dp_shard")))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         """The axis of that name, or the joined axis of several. Joining makes a group: call it on all its ranks."""
@@ -165,7 +167,7 @@ class ReplicaMesh(Mesh):
         self.plan = whole.plan.replace(dp_replicate=1, compress="none")
         self.rank, self.device, self.pulse = whole.rank, whole.device, whole.pulse
         self.world_size = self.plan.world_size
-        self.whole, self._replica = whole, self
+        self.whole, self._replica, self.reader = whole, self, whole.reader
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         """The axis of that name, or the joined axis of several, without other replicas."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from weft.spec.plan import AXES, Plan
 
@@ -10,6 +11,36 @@ from weft.spec.plan import AXES, Plan
 EXPERT_AXES = ("beside_ep", "ep")
 #: The first and the last stage of a pipeline, which may share a weight.
 ENDS = "ends"
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One rank among all that read different samples: number `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def among(cls, rank: int, ranks: tuple[int, ...]) -> Reader:
+        """Return the place of a rank among some.
+
+        Args:
+            rank: a global one.
+            ranks: those that read different samples, in order.
+        """
+        return cls(ranks.index(rank), len(ranks))
+
+    def in_replica(self, replica: int, plan: Plan) -> Reader:
+        """Return the place of the same rank where its world is one replica of several.
+
+        Args:
+            replica: which one it is.
+            plan: of all replicas.
+        """
+        order, size = plan.axis_order, self.size * plan.dp_replicate
+        if order.index("dp_replicate") < order.index("dp_shard"):
+            return Reader(replica * self.size + self.rank, size)
+        return Reader(self.rank * plan.dp_replicate + replica, size)
 
 
 def joined(names: Iterable[str]) -> str:

@@ -139,7 +139,7 @@ def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def example_of(model: nn.Module, batch: int = 2) -> Any:
-    """Arguments that fit the model: every input of one of transformers, else ids, an image or features."""
+    """Arguments that fit the model: every input of one of transformers, else ids, an image, sound or features."""
     name = getattr(model, "main_input_name", None)
     ids = torch.zeros(batch, 8, dtype=torch.int64)
     if name is not None and name in (shapes := hugging_face.input_shapes(model, 8)):
@@ -152,6 +152,8 @@ def example_of(model: nn.Module, batch: int = 2) -> Any:
             return (ids,)
         if isinstance(module, nn.Conv2d):
             return (torch.zeros(1, module.in_channels, 64, 64),)
+        if isinstance(module, nn.Conv1d):
+            return (torch.zeros(batch, module.in_channels, 4096),)
         if is_linear(module):
             return (torch.zeros(batch, 8, weight_of(module).shape[1]),)
     raise LayoutError(
@@ -174,7 +176,10 @@ class Inputs:
             raise ModelError("its example holds no tensor. Return (model, example), with the arguments of a forward")
         self._batch = tensors[0].shape[0]
         ids = [each for each in tensors if not each.is_floating_point() and each.dim() == 2]
-        features = [each for each in tensors if each.is_floating_point() and each.dim() == 3]
+        bands = {module.in_channels for module in model.modules() if isinstance(module, nn.Conv1d)}  # before frames
+        features = [
+            each for each in tensors if each.is_floating_point() and each.dim() == 3 and each.shape[1] not in bands
+        ]
         self.seq_len = (ids or features)[0].shape[1] if ids or features else 0
         self._sure = bool(ids)
 
@@ -194,16 +199,20 @@ class Inputs:
             shape[1] = seq
         return torch.zeros(shape, dtype=leaf.dtype, device="meta")
 
-    def sequence_step(self, model: nn.Module) -> int:
-        """Tokens of the shortest sequence to trace; 0 where the model reads none."""
+    def sequence_step(self, model: nn.Module, longest: int | None = None) -> int:
+        """Tokens of the shortest sequence to trace; 0 where the model reads none.
+
+        longest: that it reads; a trace takes sequences of four times the shortest.
+        """
+        step = max(1, min(SHORTEST, (longest or 4 * SHORTEST) // 4))
         if not self.seq_len or self._sure:
-            return SHORTEST if self.seq_len else 0
+            return step if self.seq_len else 0
         try:  # three dims of features may be a sequence; a model that has a fixed second dim takes no other
             with torch.no_grad():
                 self.call(model, 2, self.seq_len + 1)
         except (RuntimeError, ValueError, IndexError, AssertionError):
             return 0
-        return SHORTEST
+        return step
 
 
 def _model_inputs(made: Any) -> Any:

@@ -231,6 +231,11 @@ def looks_at_positions(model: Any, signature: inspect.Signature, given: dict[str
     return not (getattr(model.config.get_text_config(decoder=True), "use_cache", True) if wanted is None else wanted)
 
 
+def cache_name(model: Any) -> str:
+    """What the model's forward calls the keys and values of tokens that it has read; it changed in 2026."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def attention_chunk(module: nn.Module) -> int:
     """Tokens of the chunks that a module attends within (Llama 4); 0 where it attends to all."""
     config = getattr(module, "config", None)

@@ -6,6 +6,7 @@ runs/<name>/
   logs/rank_N.log  output of each rank        loss.png
   checkpoints/     step_NNNNNNNN/ (safetensors + JSON), unless checkpoint.dir names another place
   .lock            held by the command that trains here (run/folder_lock.py)
+  replica_K/       the same of replica K from 1 on, where each is a world of its own; replica 0 has the run's folder
 
 and what the task keeps there. The decoder on text keeps:
   model.json       its shape                  data.json   where the tokenised data lies
@@ -15,6 +16,7 @@ and what the task keeps there. The decoder on text keeps:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,8 +50,23 @@ class RunFolder:
         if "config.toml" in self.texts or (self.path / "config.toml").is_file():
             config = self.config()
             if config.checkpoint.dir is not None:
-                return located(config.checkpoint.dir) / config.run.name
+                place = located(config.checkpoint.dir) / config.run.name
+                return place / self.path.name if self._is_of_replica(config) else place
         return self.path / "checkpoints"
+
+    def _is_of_replica(self, config: RunConfig) -> bool:
+        return config.run.name != self.path.name and re.fullmatch(r"replica_[1-9]\d*", self.path.name) is not None
+
+    def with_replicas(self) -> list[RunFolder]:
+        """Return this folder, and of a run whose replicas are worlds of their own those of the others."""
+        return [self] if self._is_of_replica(self.config()) else [self, *self.other_replicas()]
+
+    def other_replicas(self) -> list[RunFolder]:
+        """Return the folders of the run's other replicas, as far as they are there: replica 0's first."""
+        run = self.path.parent if self._is_of_replica(self.config()) else self.path
+        named = [(int(one.name.partition("_")[2]), one) for one in run.glob("replica_[1-9]*") if one.is_dir()]
+        paths = [run, *(path for _, path in sorted(named))]
+        return [RunFolder(path) for path in paths if path != self.path and (path / "config.toml").is_file()]
 
     def checkpoint(self, step: int) -> Location:
         """Return the checkpoint of one step.
@@ -110,9 +127,16 @@ class RunFolder:
         return file
 
 
-def run_folder(config: RunConfig) -> RunFolder:
-    """Return the folder of the config's run, which need not exist."""
-    return RunFolder(Path(config.run.dir) / config.run.name)
+def run_folder(config: RunConfig, replica: int | None = None) -> RunFolder:
+    """Return the folder of the config's run, which need not exist.
+
+    Args:
+        config: of the run.
+        replica: which one is meant, where each is a world of its own; None: as `launch.replica` says.
+    """
+    path = Path(config.run.dir) / config.run.name
+    number = config.launch.replica if replica is None else replica
+    return RunFolder(path / f"replica_{number}" if number else path)
 
 
 def free_name(folder: RunFolder) -> str:

@@ -13,6 +13,7 @@ from tests.parity.pipeline_cases import GPT2, TIED, FamilyCase, FrozenCase, Sequ
 from weft.errors import ModelError
 from weft.models import build_decoder
 from weft.parallel.pipeline.absent import Absent, Flow, without_tensors
+from weft.parallel.pipeline.carried import Carried
 from weft.parallel.pipeline.split import _cost, stage_counts
 from weft.parallel.pipeline.stage import Stage
 from weft.spec.plan import Plan
@@ -56,13 +57,13 @@ def test_stages_one_after_another_are_the_model(name, cuts):
         output = stage.forward(case.forward, batch, activation)
         roots.append(output)
         if not stage.is_last:
-            activation = output.detach().requires_grad_()
+            activation = Carried(output.slots, tuple(each.detach().requires_grad_() for each in output.tensors))
             leaves.append(activation)
     assert torch.equal(output, whole)
     case.loss(output, batch)[0].backward()
     for root, leaf in reversed(list(zip(roots, leaves, strict=False))):
-        if root.requires_grad:
-            root.backward(leaf.grad)
+        pairs = [(each, got.grad) for each, got in zip(root.tensors, leaf.tensors, strict=True) if each.requires_grad]
+        torch.autograd.backward([each for each, _ in pairs], [grad for _, grad in pairs]) if pairs else None
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad, expected[name], rtol=1e-12, atol=1e-14)
     assert list(dict(model.named_modules())) == paths
@@ -186,12 +187,13 @@ def test_what_goes_around_the_blocks_is_refused_by_the_stage_that_lacks_it(kind,
         with pytest.raises(ModelError, match="outside of them") if stage.index in wrong[kind] else nullcontext():
             with torch.set_grad_enabled(with_gradient):
                 output = stage.forward(lambda model, x: model(x), batch, activation)
-            assert output.requires_grad == with_gradient
-            activation = output.detach().requires_grad_()
+            given = output if stage.is_last else output.tensors[0]
+            assert given.requires_grad == with_gradient
+            activation = Carried.one(given.detach().requires_grad_())
         if stage.index in wrong[kind]:
-            activation = torch.randn(3, 4, requires_grad=True)
+            activation = Carried.one(torch.randn(3, 4, requires_grad=True))
     if kind == "plain":
-        assert torch.equal(activation, model(batch))
+        assert torch.equal(activation.tensors[0], model(batch))
 
 
 def test_a_stand_in_has_no_tensors_and_all_attributes():

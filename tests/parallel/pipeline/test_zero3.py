@@ -9,6 +9,7 @@ import torch
 
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
+from weft.parallel.pipeline.carried import Carried
 from weft.parallel.pipeline.runtime import pipeline_of
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
@@ -83,7 +84,7 @@ def break_off(plan_text: str) -> list[float]:
         with data_parallel(model).microbatch(last=True):
             for batch in local_microbatches(CASE.batch(1), plan, mesh.data.rank):
                 stage = next(iter(pipeline_of(model).stages.values()))
-                incoming = None if stage.is_first else torch.ones(2, 16, 16, dtype=torch.float64)
+                incoming = None if stage.is_first else Carried.one(torch.ones(2, 16, 16, dtype=torch.float64))
                 stage.forward(forward, batch, incoming)
     except ValueError:
         fails = False

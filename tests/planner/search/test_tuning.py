@@ -10,10 +10,11 @@ import pytest
 
 from weft import env
 from weft.cli.app import run
-from weft.planner.search import tuned_question, what_fits
+from weft.planner.search import read_model, tuned_question, what_fits
 from weft.planner.space import AdapterSize, Shape
 from weft.spec import decoder_spec
 from weft.spec.config import AdapterSection
+from weft.spec.files import load_config
 
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -75,10 +76,10 @@ def test_a_larger_rank_trains_more(folder):
 @pytest.mark.parametrize(
     "tune, said",
     [
-        ("lroa", "it is full, lora, lora=RANK or all. Did you mean 'lora'? Use --tune lora."),
-        ("full=3", "it is full, lora, lora=RANK or all. Did you mean 'full'? Use --tune lora."),
+        ("lroa", "it is full, lora, lora=RANK, qlora, qlora=RANK or all. Did you mean 'lora'? Use --tune lora."),
+        ("full=3", "it is full, lora, lora=RANK, qlora, qlora=RANK or all. Did you mean 'full'? Use --tune lora."),
         ("lora=0", "an adapter's rank is a whole number from 1 to 65536. Use --tune lora=64."),
-        ("qlora", "the planner does not count a base that adapter.base rounds. Use --tune lora."),
+        ("qlora=x", "an adapter's rank is a whole number from 1 to 65536. Use --tune lora=64."),
     ],
 )
 def test_another_word_is_refused(folder, capsys, tune, said):
@@ -92,12 +93,48 @@ def test_the_table_of_what_fits(folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("base, 8.03 B parameters: 16 sequences of 2048 tokens a step (assumed: --seq-len 2048")
     rows = [line.split()[:2] for line in lines[2:] if line.startswith("1x")]
-    assert rows == [["1xrtx4090", "full"], ["1xrtx4090", "lora"], ["1xa100", "full"], ["1xa100", "lora"]]
+    assert rows == [[on, tune] for on in ("1xrtx4090", "1xa100") for tune in ("full", "lora", "qlora")]
     assert "does not fit; needs least:" in lines[2]
     assert run(["plan", folder, "1xa100-40", "--tune", "all", "--json", *fixed]) == 0
     tables = json.loads(capsys.readouterr().out)
-    assert [(one["tune"], one["fits"]) for one in tables] == [("full", False), ("lora", True)]
+    assert [(one["tune"], one["fits"]) for one in tables] == [("full", False), ("lora", True), ("qlora", True)]
     assert tables[1]["num_trained"] == 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
+
+
+def test_a_base_in_four_bits_fits_where_a_stored_one_does_not(tmp_path, capsys):
+    """A 20 B model on a GPU of 24 GiB: 37 GiB of weights in bf16, 12 GiB in nf4."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 85, "vocab_size": 32000}))
+    fixed = "precision=bf16 recompute=full compile=off offload=none"
+    found = {one.tune: one for one in what_fits(str(folder), "1xrtx4090", fixed=fixed, global_batch=1, seq_len=512)}
+    assert {name: one.best is not None for name, one in found.items()} == {"full": False, "lora": False, "qlora": True}
+    out = tmp_path / "qlora.toml"
+    sizes = ["--global-batch", "1", "--seq-len", "512", "--out", str(out)]
+    assert run(["plan", str(folder), "1xrtx4090", "--tune", "qlora=8", "--fix", fixed, *sizes]) == 0
+    written = load_config(out, []).config
+    assert (written.adapter.rank, written.adapter.base, written.model.path) == (8, "nf4", str(folder))
+    capsys.readouterr()
+
+
+def test_a_family_that_must_be_traced_takes_an_adapter(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=16, architectures=["BertForMaskedLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "bert")
+    saved = tmp_path / "bert.json"
+    words = ["plan", str(tmp_path / "bert"), "1xh100", "--tune", "lora=2", "--save-model", str(saved), "--json"]
+    assert run([*words, "--seq-len", "16"]) == 0
+    capsys.readouterr()
+    model = read_model(str(saved))
+    asked = tuned_question(model, "1xh100", "qlora=2", seq_len=16)
+    adapter = asked.job.adapter
+    layers = 3 * (4 * (32 + 32) + 2 * (32 + 64)) + (32 + 32)  # the last is of the head, before the logits
+    assert adapter.params * 3 == pytest.approx(2 * layers)
+    assert adapter.packed * 3 == pytest.approx(3 * (4 * 32 * 32 + 2 * 32 * 64) + 32 * 32)
+    assert model.adapter is None
 
 
 def test_it_needs_no_torch(folder):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.mesh.places import strides
-from weft.planner.space.columns import CP_MODES, Columns, Job, settled
+from weft.planner.space.columns import CP_MODES, Columns, Job
 from weft.planner.space.shape import Shape
 from weft.spec.model import ModelSpec, decoder_spec, model_names
 from weft.spec.plan import AXES, RESHARDS, SCHEDULES, Plan
@@ -39,7 +39,7 @@ def test_a_plan_comes_back(plan, passes):
     plan = plan.replace(**{"microbatches" if plan.pp > 1 else "accumulation": passes})
     columns = Columns.of([plan, Plan()], JOB)
     again = columns.plan(0)
-    assert again.replace(recompute="none") == settled(plan, JOB).replace(recompute="none")
+    assert again.replace(recompute="none") == JOB.settled(plan).replace(recompute="none")
     assert Columns.of([again], JOB).activation_budget[0] == pytest.approx(columns.activation_budget[0])
     assert columns.world_size[0] == plan.world_size
     assert columns.dp[0] == plan.dp_size

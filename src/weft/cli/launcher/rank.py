@@ -49,7 +49,7 @@ def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine |
         body: what the rank does; called with the stream of the terminal.
         line: the failure goes to the launcher over it; None: to the old stderr.
     """
-    _die_with_launcher()
+    die_with(env.launcher_pid())
     outcry = None
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -139,9 +139,12 @@ def _flush() -> None:
             stream.flush()
 
 
-def _die_with_launcher() -> None:
-    """See to it that this process does not outlive the one that started it, however that one ends."""
-    launcher = env.launcher_pid()
+def die_with(launcher: int | None) -> None:
+    """See to it that this process does not outlive the one that started it, however that one ends.
+
+    Args:
+        launcher: its process id; None: where the system cannot tell, nobody looks.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if launcher is None:
@@ -172,12 +175,14 @@ def main() -> None:
         with busy(terminal, "loading torch"):
             from weft.engines import TorchEngine  # noqa: F401 - the slow part, told by `busy`
             from weft.train import RunFolder, Start, run_rank
+            from weft.train.engine import ReplicaWorld
 
         given = json.loads(line.settings)
         run = RunFolder(run_dir, given["texts"])
         copies = CopyHome(**given["copies"]) if given["copies"] else None
         command = tuple(given["command"])
-        start = Start(locked=True, began=given["started"], alarm=alarm, command=command, copies=copies)
+        world = ReplicaWorld(**given["world"]) if given["world"] else None
+        start = Start(locked=True, began=given["started"], alarm=alarm, command=command, copies=copies, world=world)
         return run_rank(run, place, terminal, start)
 
     run_as_rank(run_dir / "logs", place, body, line)

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from weft.spec import RunConfig
 
 
-def count_ranks(config: RunConfig, gpus: int, cores: int) -> int:
+def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: bool = False) -> int:
     """Return the number of ranks that the plan asks for on a machine.
 
     Args:
         config: its plan, launch.device and launch.ranks.
         gpus: visible GPUs.
         cores: usable cores.
+        of_one_replica: the machine starts one replica of the plan, and other machines the others.
 
     Raises:
         LaunchError: where the machine lacks what was asked for.
@@ -36,7 +37,11 @@ def count_ranks(config: RunConfig, gpus: int, cores: int) -> int:
     on_gpus = device != "cpu" and gpus > 0
     room = gpus if on_gpus else min(2, cores)
     stands_for = room if wanted == "all" else wanted
-    num_ranks = stands_for if is_auto(config.plan) else Plan.parse(config.plan, stands_for).world_size
+    if is_auto(config.plan):
+        num_ranks = stands_for
+    else:
+        plan = Plan.parse(config.plan, stands_for)
+        num_ranks = plan.world_size // plan.dp_replicate if of_one_replica else plan.world_size
     if wanted not in ("all", num_ranks):
         raise LaunchError(
             f"launch.ranks={wanted}: the plan {config.plan!r} needs {num_ranks} ranks. "

@@ -33,7 +33,8 @@ Tune = Annotated[
     typer.Option(
         "--tune",
         metavar="HOW",
-        help="Fine-tune: full, lora or lora=RANK. all: what fits on each CLUSTER of a list such as 1x4090,8xh100.",
+        help="Fine-tune: full, lora, qlora (a base of 4 bits), or with a rank: lora=64. all: what fits on "
+        "each CLUSTER of a list such as 1x4090,8xh100.",
         show_default=False,
     ),
 ]

@@ -158,24 +158,35 @@ def _described(model: str, save: Path | None) -> str | TracedModel | PlannedMode
     """The model's name, or what tracing finds where the name is that of code, or of a config with a task of its own:
     that alone needs torch."""
     from weft.cli.console import say
-    from weft.planner.search import CODE
+    from weft.planner.search import PlannedModel, UnknownFamily, read_model
+    from weft.spec import TracedModel
     from weft.spec.model import size_hides
+    from weft.spec.written import MODEL_CODE
 
     if note := size_hides(model):
         say(note)
     if model.endswith(".toml") and (task := _task_of(model)) is not None:
         return task.describe()
-    if not CODE.fullmatch(model):
-        if save is not None:
-            rule = "only what is traced is saved, and this model is read from a config"
-            raise ConfigError([Problem("", f"save-model={save}: {rule}. Leave it out.")])
-        return model
-    from weft.train.task import trace
+    found: str | TracedModel | PlannedModel = model
+    if MODEL_CODE.fullmatch(model):
+        from weft.train.task import trace
 
-    found = trace(model)
-    if save is not None:
-        found.save(save)
-        say(f"wrote {save}.")
+        found = trace(model)
+    elif not model.endswith(".toml"):
+        try:
+            found = read_model(model)
+        except UnknownFamily:
+            from weft.train.task import describe_folder
+
+            found = describe_folder(Path(model))
+    if save is None:
+        return found
+    traced = found.traced if isinstance(found, PlannedModel) else found
+    if not isinstance(traced, TracedModel):
+        rule = "only what is traced is saved, and this model is read from a config"
+        raise ConfigError([Problem("", f"save-model={save}: {rule}. Leave it out.")])
+    traced.save(save)
+    say(f"wrote {save}.")
     return found
 
 

@@ -73,7 +73,7 @@ def _ranking(answer: Answer[Candidate], top: int, hour_price: float | None) -> T
 
 def _figures(one: Candidate, hour_price: float | None) -> tuple[str, ...]:
     price = one.cost(hour_price).price
-    tokens = one.question.job.global_batch * one.question.job.seq_len
+    tokens = one.question.job.tokens
     return (
         format_seconds(one.step_s),
         format_count(one.tokens_per_s),

@@ -25,28 +25,24 @@ def resume(
 ) -> None:
     """Let a held run go on. Where no command waits for this word any more, train here from the newest checkpoint."""
     from weft.monitor.alerts import HoldPlace, with_settings
-    from weft.train.run import run_lock
 
     folder, words = _folder(run), settings or []
     for word in words:
         if "=" not in word:
             raise ConfigError(f"{word}: this is no setting. Write key=value, such as optimizer.lr=1e-4.")
     config = with_settings(folder.config(), words)
-    place = HoldPlace(folder.path)
-    try:
-        with run_lock(folder.path):
-            pass
-    except LaunchError as error:
-        if not place.is_held:
-            text = f"{run}: this run is not held, it trains. Run `weft ask {run} hold` to hold it."
-            raise ConfigError(text) from error
-        place.say(words)
-        say(f"{run}: goes on{' with ' + ' '.join(words) if words else ''}")
-        return
-    from weft.cli.train import train_here
+    training = [one for one in folder.with_replicas() if _trains(one)]
+    held = [one for one in training if HoldPlace(one.path).is_held]
+    if training and not held:
+        raise ConfigError(f"{run}: this run is not held, it trains. Run `weft ask {run} hold` to hold it.")
+    for one in held:
+        HoldPlace(one.path).say(words)
+        say(f"{one.path}: goes on{' with ' + ' '.join(words) if words else ''}")
+    if not training:
+        from weft.cli.train import train_here
 
-    place.end()
-    train_here(config)
+        HoldPlace(folder.path).end()
+        train_here(config)
 
 
 def ask_run(
@@ -61,9 +57,11 @@ def ask_run(
         int | None, typer.Option(help="skip_data, roll_back: first step of the trouble; by default the last one.")
     ] = None,
 ) -> None:
-    """Ask a run that trains for something; all its ranks do it after the same step."""
+    """Ask a run that trains for something; all its ranks do it after the same step.
+
+    Replicas that are worlds of their own are each asked, and each does it after a step of its own.
+    """
     from weft.monitor.alerts import RUN_ACTIONS, Wish, ask
-    from weft.train.run import run_lock
 
     folder = _folder(run)
     if action not in RUN_ACTIONS or action == "tell":
@@ -75,14 +73,23 @@ def ask_run(
         raise ConfigError(f"--factor={factor:g}: it must be above 0 and at most 1. Use e.g. --factor=0.5.")
     if since is not None and since < 1:
         raise ConfigError(f"--since={since}: steps are counted from 1. Use e.g. --since=1.")
+    training = [one for one in folder.with_replicas() if _trains(one)]
+    if not training:
+        raise ConfigError(f"{run}: no command trains in this folder. Start it: weft resume {run}.")
+    for one in training:
+        ask(one.path, Wish(action, why, "a person", since, factor))
+        say(f"{one.path}: asked to {action}; the run hears of it after its next step")
+
+
+def _trains(folder: RunFolder) -> bool:
+    """Whether a command trains in a folder now, or holds it."""
+    from weft.train.run import run_lock
+
     try:
         with run_lock(folder.path):
-            pass
+            return False
     except LaunchError:
-        ask(folder.path, Wish(action, why, "a person", since, factor))
-        say(f"{run}: asked to {action}; the run hears of it after its next step")
-        return
-    raise ConfigError(f"{run}: no command trains in this folder. Start it: weft resume {run}.")
+        return True
 
 
 def _folder(run: Path) -> RunFolder:

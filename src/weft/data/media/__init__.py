@@ -1,4 +1,4 @@
-"""Pictures: which there are, found by their headers, and their pixels, decoded when a sample is asked for."""
+"""Pictures and sound: which there are, found by their headers, decoded when a sample is asked for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ __all__ = [
     "RecordColumns",
     "DecodedAhead",
     "Look",
-    "PictureSource",
     "Pictures",
-    "RecordPictures",
+    "MediaRecords",
+    "SOUND",
+    "Sounds",
+    "Survey",
     "find_pictures",
     "find_records",
     "parse_source",
@@ -27,9 +29,11 @@ if TYPE_CHECKING:
     from weft.data.media.class_folder import ClassFolder, find_pictures
     from weft.data.media.decoded_ahead import DecodedAhead, usual_workers
     from weft.data.media.file_forms import RecordColumns
-    from weft.data.media.picture_records import RecordPictures, find_records, record_files, with_classes
-    from weft.data.media.pictures import Pictures, PictureSource, parse_source
+    from weft.data.media.media_kinds import SOUND
+    from weft.data.media.media_records import MediaRecords, Survey, find_records, record_files, with_classes
+    from weft.data.media.pictures import Pictures, parse_source
     from weft.data.media.pixels import Look, read_picture
+    from weft.data.media.sounds import Sounds
 
 __getattr__ = loads(
     __name__,
@@ -38,15 +42,17 @@ __getattr__ = loads(
         "RecordColumns": ".file_forms",
         "DecodedAhead": ".decoded_ahead",
         "Look": ".pixels",
-        "PictureSource": ".pictures",
         "Pictures": ".pictures",
-        "RecordPictures": ".picture_records",
+        "MediaRecords": ".media_records",
+        "SOUND": ".media_kinds",
+        "Sounds": ".sounds",
+        "Survey": ".media_records",
         "find_pictures": ".class_folder",
-        "find_records": ".picture_records",
+        "find_records": ".media_records",
         "parse_source": ".pictures",
         "read_picture": ".pixels",
-        "record_files": ".picture_records",
+        "record_files": ".media_records",
         "usual_workers": ".decoded_ahead",
-        "with_classes": ".picture_records",
+        "with_classes": ".media_records",
     },
 )

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.data.media.encoded import Encoded
+from weft.data.media.media_kinds import PICTURE, class_files
 from weft.data.media.pixels import picture_size
 from weft.data.order import permutation
 from weft.errors import DataError
 from weft.units import format_count
 
-#: Suffixes of files that are looked at; what is in them decides.
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 #: More unreadable pictures than this share stop a run.
 MOST_BAD = 0.01
 #: Threads that read headers: they wait for the disk.
@@ -107,20 +105,10 @@ def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) 
         DataError: where there is no such folder, a class has no picture, there is one class alone, or more than 1 % of
             the pictures cannot be read.
     """
-    if not root.is_dir():
-        raise DataError(f"data={root}: there is no such folder. Give one that has a folder of pictures for each class.")
-    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
-    if len(classes) < 2:
-        raise DataError(
-            f"data={root}: its folders are the classes, and it has {len(classes)}. Give a folder with 2 or more."
-        )
-    found = [(path, label) for label, name in enumerate(classes) for path in _files(root, root / name)]
-    empty = set(range(len(classes))) - {label for _, label in found}
-    if empty:
-        raise DataError(
-            f"data={root}: class {classes[min(empty)]!r} has no picture. Add some, or take the folder away. Suffixes: "
-            f"{', '.join(SUFFIXES)}."
-        )
+    files = class_files(root, PICTURE)
+    classes = sorted({name for _, name in files})
+    numbers = {name: number for number, name in enumerate(classes)}
+    found = [(root / path, numbers[name]) for path, name in files]
     reasons: list[str | None] = []
     with ThreadPoolExecutor(_THREADS) as pool:
         for start in range(0, len(found), _CHUNK):
@@ -137,14 +125,6 @@ def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) 
     good = [one for one, reason in zip(found, reasons, strict=True) if reason is None]
     paths = tuple(path.relative_to(root).as_posix() for path, _ in good)
     return ClassFolder(str(root.absolute()), tuple(classes), paths, tuple(label for _, label in good), bad)
-
-
-def _files(root: Path, folder: Path) -> Iterator[Path]:
-    for place, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            if name.lower().endswith(SUFFIXES) and not name.startswith("."):
-                yield Path(place) / name
 
 
 def _unreadable(root: Path, path: Path) -> str | None:

@@ -1,12 +1,13 @@
-"""Processes that decode a rank's pictures ahead of use, into memory that all of them share.
+"""Processes that decode a rank's pictures or sound ahead of use, into memory that all of them share.
 
-Pixels follow from (seed, epoch, index) alone, so they are the same whichever process decodes them, and however often. A
-process that dies is replaced and its jobs are done again; a picture that ends three of them is named.
+Samples follow from (seed, epoch, index) alone, so they are the same whichever process decodes them, and however often.
+A process that dies is replaced and its jobs are done again; a sample that ends three of them is named.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import selectors
@@ -23,16 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import env
-from weft.data.media.decode_worker import ANSWER, DONE, FAULTY, JOB, described
-from weft.data.media.pictures import Pictures
+from weft.data.media.decode_worker import ANSWER, DONE, FAULTY, JOB, Decodable, described, in_slot, slot_bytes
 from weft.errors import DataError
 from weft.units import format_bytes
 
-#: (epoch, index) of a picture.
+#: (epoch, index) of a sample.
 Key = tuple[int, int]
-#: Slots for each process beside those of the pictures that are asked for.
+#: Slots for each process beside those of the samples that are asked for.
 _SPARE = 4
-#: A picture that ends so many processes is at fault.
+#: A sample that ends so many processes is at fault.
 _MOST_DEATHS = 3
 #: A process without an answer for so long is ended: a disk that is gone, a decoder that loops.
 _LONGEST_JOB_S = 300.0
@@ -40,32 +40,31 @@ _MOST_RING_BYTES = 512 * 2**20
 
 
 class DecodePool:
-    """Decodes pictures in processes of its own.
+    """Decodes samples in processes of its own.
 
     Args:
-        pictures: what is decoded.
+        samples: what is decoded.
         workers: processes.
-        ahead: pictures that are decoded before they are asked for.
+        ahead: samples that are decoded before they are asked for.
 
     Raises:
         DataError: where the shared memory cannot be had.
     """
 
-    def __init__(self, pictures: Pictures, workers: int, ahead: int):
-        side = pictures.look.side
-        self._pictures = pictures
-        most = _MOST_RING_BYTES // (3 * side * side)
-        num_slots = max(workers * _SPARE, min(ahead + workers * _SPARE, most))
-        self._fd = _shared_memory(num_slots * 3 * side * side, workers)
-        self._memory = mmap.mmap(self._fd, num_slots * 3 * side * side)
-        self._ring = np.frombuffer(self._memory, np.uint8).reshape(num_slots, 3, side, side)
+    def __init__(self, samples: Decodable, workers: int, ahead: int):
+        self._samples, size = samples, slot_bytes(samples)
+        num_slots = max(workers * _SPARE, min(ahead + workers * _SPARE, _MOST_RING_BYTES // size))
+        self._fd = _shared_memory(num_slots * size, workers, samples.smaller)
+        self._memory = mmap.mmap(self._fd, num_slots * size)
+        self._ring = np.frombuffer(self._memory, np.uint8).reshape(num_slots, size)
         self._free = list(range(num_slots))
         self._queue: deque[Key] = deque()
         self._done: dict[Key, int] = {}
+        self._shapes: dict[int, tuple[int, ...]] = {}
         self._faults: dict[Key, str] = {}
         self._deaths: Counter[Key] = Counter()
         self._selector = selectors.DefaultSelector()
-        self._told = described(pictures.source.format(), pictures.look, pictures.seed)
+        self._told = described(samples)
         self._workers: list[_Worker] = []
         for _ in range(workers):
             self._start()
@@ -75,15 +74,15 @@ class DecodePool:
         """The processes that decode."""
         return [worker.process.pid for worker in self._workers]
 
-    def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[np.uint8]]:
-        """Return the pixels of pictures, and have others decoded while they are used.
+    def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:
+        """Return decoded samples, and have others decoded while they are used.
 
         Args:
             wanted: (epoch, index) of each.
             soon: what is asked for next.
 
         Raises:
-            DataError: for a picture that cannot be decoded, or that ends the processes that try.
+            DataError: for a sample that cannot be decoded, or that ends the processes that try.
         """
         needed = dict.fromkeys(wanted)
         for key in [key for key in self._done if key not in needed and key not in set(soon)]:
@@ -91,13 +90,13 @@ class DecodePool:
         under_way = {key for worker in self._workers for key, _ in worker.jobs}
         under_way |= self._done.keys() | self._faults.keys()
         self._queue = deque(key for key in dict.fromkeys([*wanted, *soon]) if key not in under_way)
-        found: dict[Key, NDArray[np.uint8]] = {}
+        found: dict[Key, NDArray[Any]] = {}
         while True:
             for key in self._faults.keys() & needed.keys():
                 raise DataError(self._faults[key])
             for key in [key for key in self._done if key in needed and key not in found]:
                 slot = self._done.pop(key)
-                found[key] = self._ring[slot].copy()
+                found[key] = in_slot(self._ring, slot, self._shapes[slot], self._samples.dtype).copy()
                 self._free.append(slot)
             self._hand_out(needed)
             if len(found) == len(needed):
@@ -146,7 +145,7 @@ class DecodePool:
 
     def _take(self, key: Key, slot: int, status: int, text: str) -> None:
         if status == DONE:
-            self._done[key] = slot
+            self._done[key], self._shapes[slot] = slot, tuple(json.loads(text))
             return
         self._free.append(slot)
         why = f"{self._named(key)}: it cannot be decoded ({text}). Repair it, or delete it."
@@ -172,7 +171,7 @@ class DecodePool:
         self._start()
 
     def _named(self, key: Key) -> str:
-        return str(self._pictures.source.file(key[1]))
+        return str(self._samples.source.file(key[1]))
 
 
 class _Worker:
@@ -231,7 +230,7 @@ class _Worker:
         return key
 
     def is_stuck(self) -> bool:
-        """Whether it has had a job for longer than any picture takes."""
+        """Whether it has had a job for longer than any sample takes."""
         return bool(self.jobs) and time.monotonic() - self._since > _LONGEST_JOB_S
 
     def end(self) -> int:
@@ -247,12 +246,12 @@ class _Worker:
             return self.process.wait()
 
 
-def _shared_memory(size: int, workers: int) -> int:
+def _shared_memory(size: int, workers: int, smaller: str) -> int:
     """A file in memory that has no name, and is gone with the last process that holds it."""
     fd = -1
     try:
         if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("weft-pictures")
+            fd = os.memfd_create("weft-samples")
         else:
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
@@ -265,7 +264,7 @@ def _shared_memory(size: int, workers: int) -> int:
             os.close(fd)
         raise DataError(
             f"data.workers={workers}: the {format_bytes(size)} of memory that they share cannot be had "
-            f"({error.strerror or error}). Use fewer data.workers, a smaller task.options.side, or data.workers=0."
+            f"({error.strerror or error}). Use fewer data.workers, a smaller task.options.{smaller}, or data.workers=0."
         ) from error
 
 

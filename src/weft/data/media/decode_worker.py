@@ -1,23 +1,25 @@
-"""A process that decodes pictures into a ring of memory that it shares with a rank.
+"""A process that decodes pictures or sound into a ring of memory that it shares with a rank.
 
-It reads a description of the pictures from its standard input, then one job after another: (slot, epoch, index). For
-each it answers (slot, status, length of a text) and the text of an error. It ends where its input does.
+It reads a description of the samples from its standard input, then one job after another: (slot, epoch, index). For
+each it answers (slot, status, length of a text) and a text: the shape of what it decoded, or an error. It ends where
+its input does.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import signal
 import struct
 import sys
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from weft.data.media.pictures import Pictures, parse_source
-from weft.data.media.pixels import Look
+from weft.data.media.pictures import Pictures
 from weft.errors import DataError
 
 #: slot, epoch, index; slot, status, length of the text that follows.
@@ -25,16 +27,53 @@ JOB, ANSWER = struct.Struct("<qqq"), struct.Struct("<qqq")
 DONE, FAULTY, BROKEN = range(3)
 
 
-def described(source: str, look: Look, seed: int) -> bytes:
-    """Return what a worker is told first.
+class Decodable(Protocol):
+    """Samples that processes decode."""
+
+    source: Any
+    smaller: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The format of what is decoded."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def learnt(self, index: int) -> Any:
+        """Return what is learnt of a sample."""
+        ...
+
+    def decoded(self, epoch: int, index: int) -> NDArray[Any]:
+        """Return a sample as it is in an epoch, of at most `shape` in each dimension."""
+        ...
+
+    def told(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        ...
+
+
+def slot_bytes(samples: Decodable) -> int:
+    """Return the bytes that a sample takes at most."""
+    return math.prod(samples.shape) * samples.dtype.itemsize
+
+
+def in_slot(ring: NDArray[np.uint8], slot: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return a sample's place in the ring.
 
     Args:
-        source: of the pictures, as text.
-        look: how they are seen.
-        seed: of what is drawn.
+        ring: bytes of each slot, (slots, bytes).
+        slot: its number.
+        shape: of the sample.
+        dtype: of the sample.
     """
-    fields = [look.side, look.crops, look.mirrors, look.colour, look.noise]
-    text = json.dumps({"source": source, "look": fields, "seed": seed}).encode()
+    return ring[slot, : math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def described(samples: Decodable) -> bytes:
+    """Return what a worker is told first."""
+    text = json.dumps(samples.told()).encode()
     return len(text).to_bytes(8, "little") + text
 
 
@@ -50,23 +89,29 @@ def main(ring_fd: int, num_slots: int) -> None:
     os.dup2(2, 1)  # what a library prints is no answer
     jobs = sys.stdin.buffer
     told = json.loads(jobs.read(int.from_bytes(jobs.read(8), "little")))
-    pictures = Pictures(parse_source(told["source"]), Look(*told["look"]), told["seed"])
-    side = pictures.look.side
-    with mmap.mmap(ring_fd, num_slots * 3 * side * side) as memory:
-        ring = np.frombuffer(memory, np.uint8).reshape(num_slots, 3, side, side)
-        _serve(pictures, ring, jobs, answers)
+    if told["kind"] == "sounds":
+        from weft.data.media.sounds import Sounds
+
+        samples: Decodable = Sounds.of(told)
+    else:
+        samples = Pictures.of(told)
+    size = slot_bytes(samples)
+    with mmap.mmap(ring_fd, num_slots * size) as memory:
+        ring = np.frombuffer(memory, np.uint8).reshape(num_slots, size)
+        _serve(samples, ring, jobs, answers)
         del ring
 
 
-def _serve(pictures: Pictures, ring: Any, jobs: BinaryIO, answers: Any) -> None:
+def _serve(samples: Decodable, ring: Any, jobs: BinaryIO, answers: Any) -> None:
     while len(job := jobs.read(JOB.size)) == JOB.size:
         slot, epoch, index = JOB.unpack(job)
-        status, text = DONE, b""
         try:
-            ring[slot] = pictures.pixels(epoch, index)
+            made = samples.decoded(epoch, index)
+            in_slot(ring, slot, made.shape, samples.dtype)[...] = made
+            status, text = DONE, json.dumps(made.shape).encode()
         except DataError as error:
             status, text = FAULTY, str(error).encode()
-        except Exception as error:  # a decoder may raise anything, and the rank says of which picture
+        except Exception as error:  # a decoder may raise anything, and the rank says of which sample
             status, text = BROKEN, f"{type(error).__name__}: {error}".encode()
         try:
             answers.write(ANSWER.pack(slot, status, len(text)) + text)

@@ -1,35 +1,45 @@
-"""Pictures that are asked for many at a time, and decoded by processes beside the rank."""
+"""Pictures and sound that are asked for many at a time, and decoded by processes beside the rank."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from threading import Lock
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from weft.data.media.decode_pool import DecodePool, Key
-from weft.data.media.pictures import Pictures
+from weft.data.media.decode_worker import Decodable
 
 _MOST_WORKERS = 8
 
 
-class DecodedAhead(Pictures):
-    """Pictures of a source, decoded by processes that start when many are first asked for.
+class DecodedAhead:
+    """Samples of a source, decoded by processes that start when many are first asked for.
 
     Args:
-        pictures: which, and how they are seen.
+        samples: which, and what is made of them.
         workers: processes; 0: the rank decodes.
     """
 
-    def __init__(self, pictures: Pictures, workers: int):
-        super().__init__(pictures.source, pictures.look, pictures.seed)
-        self.workers = workers
+    def __init__(self, samples: Decodable, workers: int):
+        self.samples, self.workers = samples, workers
         self._pool: DecodePool | None = None
         self._lock = Lock()
 
-    def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[tuple[NDArray[np.uint8], int]]:
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.in_epoch(0, index)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def in_epoch(self, epoch: int, index: int) -> tuple[Any, Any]:
+        """Return a sample as it is in an epoch: what is decoded, and what is learnt."""
+        return self.samples.decoded(epoch, index), self.samples.learnt(index)
+
+    def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[tuple[Any, Any]]:
         """Return samples, and have others decoded while they are used.
 
         Args:
@@ -37,15 +47,15 @@ class DecodedAhead(Pictures):
             soon: what is asked for next.
 
         Raises:
-            DataError: for a picture that cannot be decoded.
+            DataError: for a sample that cannot be decoded.
         """
         if not self.workers:
             return [self.in_epoch(*key) for key in wanted]
         with self._lock:
             if self._pool is None:
-                self._pool = DecodePool(self, self.workers, len(wanted) + len(soon))
-            pixels = self._pool.many(wanted, soon)
-        return [(one, self.source.label(index)) for one, (_, index) in zip(pixels, wanted, strict=True)]
+                self._pool = DecodePool(self.samples, self.workers, len(wanted) + len(soon))
+            made = self._pool.many(wanted, soon)
+        return [(one, self.samples.learnt(index)) for one, (_, index) in zip(made, wanted, strict=True)]
 
     def pids(self) -> list[int]:
         """Return the processes that decode now."""

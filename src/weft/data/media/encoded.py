@@ -1,4 +1,4 @@
-"""A picture's file as it lies on disk: a whole file, a stretch of an archive, or bytes that a record holds."""
+"""A picture or a recording as it lies on disk: a whole file, a stretch of an archive, or bytes that a record holds."""
 
 from __future__ import annotations
 
@@ -45,6 +45,37 @@ class Encoded:
             with open(self.path, "rb", buffering=0) as file:
                 head, length = file.read(size), os.fstat(file.fileno()).st_size
                 return head, head if length <= size else os.pread(file.fileno(), size, length - size)
+        except OSError as error:
+            raise self._unread(error) from error
+
+    def size(self) -> int:
+        """Return the number of bytes.
+
+        Raises:
+            DataError: where the file cannot be read.
+        """
+        if self.held is not None:
+            return len(self.held)
+        try:
+            return self.length if self.length >= 0 else os.stat(self.path).st_size
+        except OSError as error:
+            raise self._unread(error) from error
+
+    def part(self, start: int, size: int) -> bytes:
+        """Return some of the bytes, fewer where it ends before.
+
+        Args:
+            start: of the first.
+            size: how many.
+
+        Raises:
+            DataError: where the file cannot be read.
+        """
+        if self.held is not None:
+            return self.held[start : start + size]
+        try:
+            most = size if self.length < 0 else max(0, min(size, self.length - start))
+            return os.pread(_opened(self.path).fd, most, self.offset + start)
         except OSError as error:
             raise self._unread(error) from error
 

@@ -1,4 +1,7 @@
-"""Records with a picture and a label in `.tar` shards, jsonl and parquet files: where each picture lies, unread."""
+"""Records with a picture or sound, and what it shows or says, in `.tar` shards, jsonl, parquet and folders of classes.
+
+They say where each lies, unread.
+"""
 
 from __future__ import annotations
 
@@ -12,35 +15,59 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from weft.data.media.class_folder import SUFFIXES
 from weft.data.media.encoded import Encoded
+from weft.data.media.media_kinds import PICTURE, MediaKind, class_files
 from weft.errors import DataError
 
 #: Suffixes of files of records.
 RECORD_SUFFIXES = (".tar", ".jsonl", ".ndjson", ".parquet")
-#: How a picture is reached: a stretch of the file, a file of its own, base64 in a line, a row.
-STRETCH, FILE, LINE, ROW = range(4)
+#: How media is reached: a stretch of the file, a file beside it, base64 in a line, a row, a file below a folder.
+STRETCH, FILE, LINE, ROW, BELOW = range(5)
 
-_PICTURES = ("image", "picture", "img", "jpg", "jpeg", "png", "webp", "file_name", "image_path", "path", "bytes")
 _LABELS = ("label", "cls", "class", "category", "label_name", "class_name")
+_TEXTS = ("text", "transcription", "transcript", "sentence", "txt", "normalized_text", "caption")
 _MOST_LABEL_BYTES = 2**16
-#: Row groups of pictures that a process holds.
+#: Row groups of media that a process holds.
 _GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class RecordColumns:
-    """Names of the columns, or of the suffixes in a tar, that hold picture and label; "": the usual names."""
+    """Names of the columns, or of the suffixes in a tar, that hold media and what is learnt of it; "": the usual names.
 
-    picture: str = ""
+    kind: of the media. is_text: whether a text is learnt, in place of a class.
+    """
+
+    media: str = ""
     label: str = ""
+    kind: MediaKind = PICTURE
+    is_text: bool = False
+
+    @property
+    def learnt(self) -> str:
+        """What is learnt, in a word, which is also the option that names its column."""
+        return "text" if self.is_text else "label"
+
+    def media_column(self, record: Mapping[str, Any], path: Path) -> str:
+        """Return the column of the media. DataError where there is none."""
+        return _column(record, self.media, self.kind.columns, (self.kind.one, self.kind.option), path)
+
+    def label_column(self, record: Mapping[str, Any], path: Path) -> str:
+        """Return the column of what is learnt. DataError where there is none."""
+        return _column(record, self.label, _TEXTS if self.is_text else _LABELS, (self.learnt, self.learnt), path)
+
+    def label_of(self, value: Any) -> int | str | None:
+        """Return a class by number or name, or a text; None for anything else."""
+        if self.is_text:
+            return value.strip() or None if isinstance(value, str) else None
+        return class_label(value)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRecord:
-    """One record. name: as people find it. kind, offset, length: how its picture is reached, and where.
+    """One record. name: as people find it. kind, offset, length: how its media is reached, and where.
 
-    encoded: the picture. label: a number or a text. reason: why it cannot be used; "": it can.
+    encoded: the media. label: a number or a text. reason: why it cannot be used; "": it can.
     """
 
     name: str
@@ -57,14 +84,16 @@ def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
     """Yield the records of a file, in its order.
 
     Args:
-        path: of the file; its suffix says how it is read.
-        columns: where picture and label are.
+        path: of the file, whose suffix says how it is read, or of a folder of classes.
+        columns: where media and labels are.
 
     Raises:
         DataError: where the file is damaged, cut off or has no such columns.
     """
     try:
-        if path.suffix == ".tar":
+        if path.is_dir():
+            yield from _folder_records(path, columns)
+        elif path.suffix == ".tar":
             yield from _tar_records(path, columns)
         elif path.suffix == ".parquet":
             yield from _parquet_records(path, columns)
@@ -76,32 +105,45 @@ def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
         ) from error
 
 
-def picture_at(path: Path, name: str, kind: int, offset: int, length: int, columns: RecordColumns) -> Encoded:
-    """Return the picture of a record whose place is known.
+def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns: RecordColumns) -> Encoded:
+    """Return the media of a record whose place is known.
 
     Args:
         path: of the file of records.
         name: of the record.
-        kind: how the picture is reached.
+        kind: how it is reached.
         offset: in the file, or the number of the row.
         length: of the stretch.
-        columns: where picture and label are.
+        columns: where media and labels are.
 
     Raises:
         DataError: where it is not there any more.
     """
-    if kind == FILE:
-        return Encoded(name, str(_inside(path.parent, name)))
+    if kind in (FILE, BELOW):
+        return Encoded(name, str(_inside(path if kind == BELOW else path.parent, name)))
     if kind == STRETCH:
         return Encoded(f"{path}, {name}", str(path), offset, length)
     if kind == LINE:
         record = json.loads(Encoded(name, str(path), offset, length).whole())
-        held = _held(record[_column(record, columns.picture, _PICTURES, "picture", path)])
+        held = _held(record[columns.media_column(record, path)])
     else:
         held = _row(path, offset, columns)
     if held is None:
-        raise DataError(f"{path}, {name}: it holds no picture any more. Start a new run for changed data.")
+        raise DataError(f"{path}, {name}: it holds no {columns.kind.one} any more. Start a new run for changed data.")
     return Encoded(f"{path}, {name}", held=held)
+
+
+# --- folders of classes ---
+
+
+def _folder_records(root: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
+    inside = root.resolve()
+    for number, (name, label) in enumerate(class_files(root, columns.kind)):
+        file = root / name
+        if file.is_symlink() and not file.resolve().is_relative_to(inside):
+            yield FoundRecord(str(file), path=str(file), reason="it links out of the folder")
+        else:
+            yield FoundRecord(name, BELOW, number, -1, str(file), Encoded.of_file(file), label)
 
 
 # --- tar ---
@@ -151,15 +193,16 @@ def _cut_off(path: Path, why: str) -> DataError:
 def _tar_record(
     path: Path, tar: tarfile.TarFile, stem: str, sample: Mapping[str, tarfile.TarInfo], columns: RecordColumns
 ) -> FoundRecord:
-    wanted = [columns.picture] if columns.picture else [suffix[1:] for suffix in SUFFIXES]
-    picture = next((sample[name] for name in sample if name in wanted or name.rpartition(".")[2] in wanted), None)
-    if picture is None:
-        return FoundRecord(f"{path}, {stem}", reason="it has no picture")
-    encoded = Encoded(f"{path}, {picture.name}", str(path), picture.offset_data, picture.size)
+    wanted = [columns.media] if columns.media else [suffix[1:] for suffix in columns.kind.suffixes]
+    media = next((sample[name] for name in sample if name in wanted or name.rpartition(".")[2] in wanted), None)
+    if media is None:
+        return FoundRecord(f"{path}, {stem}", reason=f"it has no {columns.kind.one}")
+    encoded = Encoded(f"{path}, {media.name}", str(path), media.offset_data, media.size)
     label = _tar_label(tar, sample, columns)
     if label is None:
-        return FoundRecord(encoded.name, reason=f"it has no label; a file {stem}.{columns.label or 'cls'} holds it")
-    return FoundRecord(picture.name, STRETCH, picture.offset_data, picture.size, "", encoded, label)
+        suffix = columns.label or ("txt" if columns.is_text else "cls")
+        return FoundRecord(encoded.name, reason=f"it has no {columns.learnt}; a file {stem}.{suffix} holds it")
+    return FoundRecord(media.name, STRETCH, media.offset_data, media.size, "", encoded, label)
 
 
 def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], columns: RecordColumns) -> int | str | None:
@@ -169,16 +212,16 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
             return ""
         return Encoded(member.name, str(tar.name), member.offset_data, member.size).whole().decode("utf-8", "replace")
 
-    plain = columns.label or "cls"
+    plain = columns.label or ("txt" if columns.is_text else "cls")
     if plain in sample and plain != "json":
-        return _label(text(plain))
+        return columns.label_of(text(plain))
     if "json" in sample:
         try:
             record = json.loads(text("json"))
         except (ValueError, RecursionError):
             return None
-        names = [columns.label] if columns.label else _LABELS
-        return next((_label(record[name]) for name in names if name in record), None) \
+        names = [columns.label] if columns.label else _TEXTS if columns.is_text else _LABELS
+        return next((columns.label_of(record[name]) for name in names if name in record), None) \
             if isinstance(record, dict) else None  # fmt: skip
     return None
 
@@ -204,29 +247,31 @@ def _line_record(path: Path, number: int, line: bytes, offset: int, columns: Rec
         record = None
     if not isinstance(record, dict):
         return FoundRecord(f"{path}, {name}", reason="it is not an object of JSON")
-    picture = record[_column(record, columns.picture, _PICTURES, "picture", path)]
-    label = _label(record[_column(record, columns.label, _LABELS, "label", path)])
-    return _record(path, name, picture, label, (LINE, offset, len(line)))
+    media = record[columns.media_column(record, path)]
+    label = columns.label_of(record[columns.label_column(record, path)])
+    return _record(path, name, media, label, (LINE, offset, len(line)), columns)
 
 
-def _record(path: Path, name: str, picture: Any, label: int | str | None, place: tuple[int, int, int]) -> FoundRecord:
+def _record(
+    path: Path, name: str, media: Any, label: int | str | None, place: tuple[int, int, int], columns: RecordColumns
+) -> FoundRecord:
     where = f"{path}, {name}"
     if label is None:
-        return FoundRecord(where, reason="it has no label")
-    held = _held(picture)
+        return FoundRecord(where, reason=f"it has no {columns.learnt}")
+    held = _held(media)
     if held is not None:
         return FoundRecord(name, *place, "", Encoded(where, held=held), label)
-    if isinstance(picture, Mapping):
-        picture = picture.get("path")
-    if not isinstance(picture, str) or not picture:
-        return FoundRecord(where, reason="it has neither a path nor bytes of a picture")
+    if isinstance(media, Mapping):
+        media = media.get("path")
+    if not isinstance(media, str) or not media:
+        return FoundRecord(where, reason=f"it has neither a path nor bytes of a {columns.kind.one}")
     try:
-        file = _inside(path.parent, picture)
+        file = _inside(path.parent, media)
     except DataError as error:
         return FoundRecord(where, reason=str(error))
     if not file.is_file():
-        return FoundRecord(where, path=str(file), reason=f"there is no file {picture!r} beside it")
-    return FoundRecord(picture, FILE, 0, -1, str(file), Encoded.of_file(file), label)
+        return FoundRecord(where, path=str(file), reason=f"there is no file {media!r} beside it")
+    return FoundRecord(media, FILE, 0, -1, str(file), Encoded.of_file(file), label)
 
 
 def _inside(root: Path, path: str) -> Path:
@@ -238,7 +283,7 @@ def _inside(root: Path, path: str) -> Path:
 
 
 def _held(value: Any) -> bytes | None:
-    """The bytes of a picture that stand in the record itself."""
+    """The bytes of media that stand in the record itself."""
     if isinstance(value, Mapping):
         value = value.get("bytes")
         if isinstance(value, str):
@@ -262,15 +307,14 @@ def _parquet_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord
         with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as parquet:
             schema = parquet.schema_arrow
             names = dict.fromkeys(schema.names)
-            picture = _column(names, columns.picture, _PICTURES, "picture", path)
-            label = _column(names, columns.label, _LABELS, "label", path)
+            media, label = columns.media_column(names, path), columns.label_column(names, path)
             classes, number = _class_names(schema.metadata or {}, label), 0
-            for batch in parquet.iter_batches(batch_size=64, columns=[picture, label], use_threads=False):
+            for batch in parquet.iter_batches(batch_size=64, columns=[media, label], use_threads=False):
                 for record in batch.to_pylist():
-                    value = _label(record[label])
+                    value = columns.label_of(record[label])
                     if isinstance(value, int) and 0 <= value < len(classes):
                         value = classes[value]
-                    yield _record(path, f"row {number}", record[picture], value, (ROW, number, -1))
+                    yield _record(path, f"row {number}", record[media], value, (ROW, number, -1), columns)
                     number += 1
     except pa.ArrowException as error:
         first = str(error).partition("\n")[0]
@@ -287,9 +331,9 @@ def _class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
 
 
 def _row(path: Path, number: int, columns: RecordColumns) -> bytes | None:
-    starts, picture = _groups(str(path), columns)
+    starts, media = _groups(str(path), columns)
     group = max(index for index, start in enumerate(starts) if start <= number)
-    return _held(_group(str(path), group, picture)[number - starts[group]].as_py())
+    return _held(_group(str(path), group, media)[number - starts[group]].as_py())
 
 
 @lru_cache(maxsize=256)
@@ -299,35 +343,33 @@ def _groups(path: str, columns: RecordColumns) -> tuple[list[int], str]:
     with pq.ParquetFile(path) as parquet:
         sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
         names = dict.fromkeys(parquet.schema_arrow.names)
-    return [sum(sizes[:index]) for index in range(len(sizes))], _column(
-        names, columns.picture, _PICTURES, "picture", Path(path)
-    )
+    return [sum(sizes[:index]) for index in range(len(sizes))], columns.media_column(names, Path(path))
 
 
 @lru_cache(maxsize=_GROUPS)
-def _group(path: str, group: int, picture: str) -> Any:
+def _group(path: str, group: int, media: str) -> Any:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as parquet:
-        return parquet.read_row_group(group, columns=[picture], use_threads=False).column(0)
+        return parquet.read_row_group(group, columns=[media], use_threads=False).column(0)
 
 
 # --- columns ---
 
 
-def _column(record: Mapping[str, Any], asked: str, usual: Sequence[str], what: str, path: Path) -> str:
+def _column(record: Mapping[str, Any], asked: str, usual: Sequence[str], what: tuple[str, str], path: Path) -> str:
     found = asked if asked in record else next((name for name in usual if name in record), "") if not asked else ""
     if not found:
         names = ", ".join(map(str, record)) or "none"
         raise DataError(
-            f"{path}: {f'column {asked!r}' if asked else f'a column with the {what}'} was not found; its columns are "
-            f"{names}. Name it with task.options.{what}=NAME."
+            f"{path}: {f'column {asked!r}' if asked else f'a column with the {what[0]}'} was not found; its columns "
+            f"are {names}. Name it with task.options.{what[1]}=NAME."
         )
     return found
 
 
-def _label(value: Any) -> int | str | None:
-    """A class by number or name; None for anything else."""
+def class_label(value: Any) -> int | str | None:
+    """Return a class by number or name; None for anything else."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):

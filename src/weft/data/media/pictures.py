@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Protocol
+from dataclasses import asdict
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.media.class_folder import ClassFolder
 from weft.data.media.encoded import Encoded
-from weft.data.media.picture_records import RecordPictures
+from weft.data.media.media_records import MediaRecords
 from weft.data.media.pixels import Look, read_picture
 
 
@@ -52,7 +53,7 @@ class PictureSource(Protocol):
         ...
 
 
-def parse_source(text: str) -> ClassFolder | RecordPictures:
+def parse_source(text: str) -> ClassFolder | MediaRecords:
     """Read what a source's `format` wrote.
 
     Raises:
@@ -62,7 +63,7 @@ def parse_source(text: str) -> ClassFolder | RecordPictures:
         is_records = "records" in json.loads(text)
     except (ValueError, TypeError):
         is_records = False
-    return RecordPictures.parse(text) if is_records else ClassFolder.parse(text)
+    return MediaRecords.parse(text) if is_records else ClassFolder.parse(text)
 
 
 class Pictures:
@@ -74,8 +75,14 @@ class Pictures:
         seed: of the run.
     """
 
+    dtype = np.dtype(np.uint8)
+    #: The option that makes what is decoded smaller.
+    smaller = "side"
+
     def __init__(self, source: PictureSource, look: Look, seed: int):
         self.source, self.look, self.seed = source, look, seed
+        #: The shape of a sample.
+        self.shape = (3, look.side, look.side)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -88,8 +95,21 @@ class Pictures:
 
     def in_epoch(self, epoch: int, index: int) -> tuple[NDArray[np.uint8], int]:
         """Return a sample as it looks in an epoch."""
-        return self.pixels(epoch, index), self.source.label(index)
+        return self.decoded(epoch, index), self.learnt(index)
 
-    def pixels(self, epoch: int, index: int) -> NDArray[np.uint8]:
+    def learnt(self, index: int) -> int:
+        """Return the number of a sample's class."""
+        return self.source.label(index)
+
+    def decoded(self, epoch: int, index: int) -> NDArray[np.uint8]:
         """Return a sample's pixels as they look in an epoch, (3, side, side)."""
         return read_picture(self.source.encoded(index), self.look, (self.seed, epoch, index))
+
+    def told(self) -> dict[str, Any]:
+        """Return it as JSON values, for processes that decode."""
+        return {"kind": "pictures", "source": self.source.format(), "look": asdict(self.look), "seed": self.seed}
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Pictures:
+        """Return what `told` described."""
+        return cls(parse_source(told["source"]), Look(**told["look"]), told["seed"])

@@ -6,7 +6,6 @@ has the same pixels on any rank, in any order, and after a resume.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import warnings
 import zlib
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.media.encoded import Encoded
+from weft.data.media.sample_draws import drawn_from
 from weft.errors import DataError, MissingExtra
 
 #: Pixels of a picture above which it is taken for a mistake, or for a bomb: a few bytes that decode to gigabytes.
@@ -94,7 +94,7 @@ def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] 
         DataError: where the pixels cannot be decoded.
     """
     image, encoded = pillow(), _encoded(source)
-    rng = np.random.Generator(np.random.Philox(key=_number(key)))
+    rng = drawn_from(key)
     with _opened(encoded.whole(), encoded.name) as picture:
         width, height = picture.size
         left, top, right, bottom = _random_box(width, height, rng) if look.crops else _middle(width, height)
@@ -199,8 +199,3 @@ def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[floa
     across, down = min(width, float(np.sqrt(area * ratio))), min(height, float(np.sqrt(area / ratio)))
     left, top = rng.uniform(0.0, width - across), rng.uniform(0.0, height - down)
     return left, top, left + across, top + down
-
-
-def _number(key: tuple[int | str, ...]) -> int:
-    digest = hashlib.blake2b("\0".join(map(str, key)).encode(), digest_size=16).digest()
-    return int.from_bytes(digest, "little")

@@ -15,14 +15,14 @@ from weft.comm.peer import Message, start_receive, start_send
 from weft.data.batch import parts_of
 from weft.errors import CommError, ModelError
 from weft.mesh import Axis
+from weft.parallel.pipeline.carried import Carried, SentForm
 from weft.spec.schedule.transfers import Key, Transfer
 
-#: Shape and format of an activation.
-_Form = tuple[torch.Size, torch.dtype]
-
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-#: Numbers in what is said of an activation: format, number of dimensions, sizes.
+#: Numbers in what is said of an activation: how many tensors; of each its slot, format, number of dimensions, sizes.
 _MAX_DIMS = 8
+_MAX_PARTS = 6
+_OF_PART = 3 + _MAX_DIMS
 #: Sends that may be under way before the oldest is waited for: a sender seldom is so far ahead.
 _MOST_SENDS = 64
 
@@ -34,9 +34,9 @@ class Boundary:
         self._axis = axis
         self._device = device
         self._kinds: dict[object, int] = {}
-        self._forms: dict[tuple[int, int], _Form] = {}  # by stage that is entered, and kind
+        self._forms: dict[tuple[int, int], SentForm] = {}  # by stage that is entered, and kind
         self._known: set[int] = set()
-        self._arriving: dict[Key, Message] = {}
+        self._arriving: dict[Key, tuple[SentForm, Message]] = {}
         self._sent: dict[Key, Message] = {}
         self._arrived_by: Mapping[Key, Sequence[Key]] = {}
 
@@ -56,23 +56,22 @@ class Boundary:
         form = self._forms.get((entered, kind))
         if form is None:
             form = self._forms[entered, kind] = self._be_told(transfer)
-        out = torch.empty(form[0], dtype=form[1], device=self._device)
-        message = start_receive(out, self._axis, transfer.peer)
-        self._arriving[transfer.content, transfer.stage, transfer.microbatch] = message
+        message = start_receive(form.empty(self._device), self._axis, transfer.peer)
+        self._arriving[transfer.content, transfer.stage, transfer.microbatch] = form, message
 
-    def take(self, content: str, stage: int, microbatch: int) -> torch.Tensor:
-        """Wait for a tensor that is on its way."""
-        tensor = self._arriving.pop((content, stage, microbatch)).wait()
+    def take(self, content: str, stage: int, microbatch: int) -> Carried:
+        """Wait for what is on its way."""
+        form, message = self._arriving.pop((content, stage, microbatch))
+        tensor = message.wait()
         for key in self._arrived_by.get((content, stage, microbatch), ()):
             sent = self._sent.pop(key, None)
             if sent is not None:
                 sent.wait()
-        return tensor
+        return form.unpack(tensor)
 
-    def send(self, transfer: Transfer, tensor: torch.Tensor, kind: int) -> None:
-        """Begin to send. The tensor must not change before the step ends."""
-        tensor = tensor.detach().contiguous()
-        form = (tensor.shape, tensor.dtype)
+    def send(self, transfer: Transfer, carried: Carried, kind: int) -> None:
+        """Begin to send. The tensors must not change before the step ends."""
+        form = SentForm.of(carried)
         stage = _entered(transfer)
         known = self._forms.get((stage, kind))
         if known is None:
@@ -80,11 +79,11 @@ class Boundary:
             self._tell(transfer, form)
         elif known != form:
             raise ModelError(
-                f"stage {stage}: {transfer.content} of microbatch {transfer.microbatch} has shape {tuple(form[0])} and "
-                f"format {form[1]}, and before it had {tuple(known[0])} and {known[1]} for a microbatch of the same "
+                f"stage {stage}: {transfer.content} of microbatch {transfer.microbatch} has {_said(form)}, and "
+                f"before it had {_said(known)} for a microbatch of the same "
                 f"shapes. Shapes between stages must depend only on the shapes of the microbatch."
             )
-        self._post(transfer, tensor)
+        self._post(transfer, form.pack(carried))
 
     def end(self, kinds: Iterable[int] = ()) -> None:
         """Wait until everything was sent. kinds: of microbatches that have crossed all boundaries of this rank."""
@@ -106,25 +105,42 @@ class Boundary:
             before.wait()
         self._sent[key] = start_send(tensor, self._axis, transfer.peer)
 
-    def _tell(self, transfer: Transfer, form: _Form) -> None:
-        shape, dtype = form
-        if len(shape) > _MAX_DIMS or dtype not in _DTYPES:
-            raise ModelError(
-                f"stage {transfer.stage}: its input has shape {tuple(shape)} and format {dtype}. Stages can send "
-                f"tensors of at most {_MAX_DIMS} dimensions and a standard format."
-            )
-        numbers = [_DTYPES.index(dtype), len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))]
+    def _tell(self, transfer: Transfer, form: SentForm) -> None:
+        numbers = [len(form.slots)]
+        for slot, shape, dtype in zip(*form, strict=True):
+            if len(shape) > _MAX_DIMS or dtype not in _DTYPES or len(form.slots) > _MAX_PARTS:
+                raise ModelError(
+                    f"stage {transfer.stage}: its input has {_said(form)}. Stages can send {_MAX_PARTS} tensors of at "
+                    f"most {_MAX_DIMS} dimensions and a standard format."
+                )
+            numbers += [slot, _DTYPES.index(dtype), len(shape), *shape, *[0] * (_MAX_DIMS - len(shape))]
+        numbers += [0] * (1 + _MAX_PARTS * _OF_PART - len(numbers))
         self._post(transfer, torch.tensor(numbers, device=self._device), "form")
 
-    def _be_told(self, transfer: Transfer) -> _Form:
-        numbers = torch.empty(_MAX_DIMS + 2, dtype=torch.int64, device=self._device)
-        dtype, num_dims, *sizes = start_receive(numbers, self._axis, transfer.peer).wait().tolist()
-        if not 0 <= dtype < len(_DTYPES) or not 0 <= num_dims <= _MAX_DIMS:
+    def _be_told(self, transfer: Transfer) -> SentForm:
+        numbers = torch.empty(1 + _MAX_PARTS * _OF_PART, dtype=torch.int64, device=self._device)
+        count, *told = start_receive(numbers, self._axis, transfer.peer).wait().tolist()
+        slots: list[int] = []
+        shapes: list[torch.Size] = []
+        dtypes: list[torch.dtype] = []
+        for place in range(min(max(count, 0), _MAX_PARTS)):
+            slot, dtype, num_dims, *sizes = told[place * _OF_PART : (place + 1) * _OF_PART]
+            if not 0 <= dtype < len(_DTYPES) or not 0 <= num_dims <= _MAX_DIMS:
+                break
+            slots.append(slot)
+            shapes.append(torch.Size(sizes[:num_dims]))
+            dtypes.append(_DTYPES[dtype])
+        if not slots or len(slots) != count:
             raise CommError(
                 f"stage {transfer.stage}: rank {self._axis.ranks[transfer.peer]} sent something that is not a shape. "
                 f"Ranks of a pipeline must be given the same microbatches."
             )
-        return torch.Size(sizes[:num_dims]), _DTYPES[dtype]
+        return SentForm(tuple(slots), tuple(shapes), tuple(dtypes))
+
+
+def _said(form: SentForm) -> str:
+    shapes = " and ".join(str(tuple(shape)) for shape in form.shapes)
+    return f"shape {shapes} and format {' and '.join(dict.fromkeys(map(str, form.dtypes)))}"
 
 
 def _entered(transfer: Transfer) -> int:

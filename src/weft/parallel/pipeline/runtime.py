@@ -20,6 +20,7 @@ from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.layers import HeldGradients
 from weft.parallel.pipeline.boundary import Boundary
+from weft.parallel.pipeline.carried import Carried
 from weft.parallel.pipeline.split import Split, split_model
 from weft.parallel.pipeline.stage import ForwardFn, Stage
 from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
@@ -47,11 +48,12 @@ class Phases(Protocol):
 class _Flight:
     """A microbatch on a stage, between its forward and its backward.
 
-    incoming: the activation that entered, with its gradient after backward. root: where backward begins.
+    incoming: what entered, with its gradients after backward. roots: where backward begins, for each tensor that is
+    given on; None where nothing is trained behind it.
     """
 
-    incoming: torch.Tensor | None
-    root: Any
+    incoming: Carried | None
+    roots: list[Any]
 
 
 @dataclass(slots=True)
@@ -91,7 +93,7 @@ class Pipeline:
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._weights: dict[tuple[int, int], list[Any]] = {}
         #: What stays on this rank between two of its stages, and what waits to be sent.
-        self._made: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._made: dict[tuple[str, int, int], Carried] = {}
         self._kinds: list[int] = []  # of the microbatches, by their shapes
         self._computed = 0.0  # when the action under way had all it waited for
         #: (action, start, end) of the last step's computing, in seconds from its begin, by the host's clock.
@@ -201,7 +203,7 @@ class Pipeline:
         else:
             self._backward(stage, microbatch, phases, holds=action.kind == "B")
 
-    def _incoming(self, stage: int, microbatch: int) -> torch.Tensor | None:
+    def _incoming(self, stage: int, microbatch: int) -> Carried | None:
         """What enters a stage; waits for it."""
         if stage == 0:
             return None
@@ -214,7 +216,9 @@ class Pipeline:
             incoming = self._incoming(stage.index, microbatch)
         self._computed = time.perf_counter()
         if incoming is not None and stage.takes_gradient:
-            incoming.requires_grad_()
+            for tensor in incoming.tensors:
+                if tensor.is_floating_point():
+                    tensor.requires_grad_()
         if work.seeds is not None:
             torch.manual_seed((work.seeds[microbatch] + stage.index * _SEED_STRIDE) % 2**63)
         with phases.phase("forward"), work.inside(microbatch) if work.inside else contextlib.nullcontext():
@@ -223,21 +227,22 @@ class Pipeline:
                 loss_sum, num_tokens = work.loss(output, batch, microbatch)
                 work.totals[0] += loss_sum.detach()
                 work.totals[1] += num_tokens
-                output = loss_sum * work.scale
+                roots = [loss_sum * work.scale]
             else:
                 self._made["activation", stage.index + 1, microbatch] = output.detach()
-        root = output if stage.is_last else _edge_of(output)
-        self._flights[stage.index, microbatch] = _Flight(incoming, root)
+                roots = list(map(_edge_of, output.tensors))
+        self._flights[stage.index, microbatch] = _Flight(incoming, roots)
 
     def _backward(self, stage: Stage, microbatch: int, phases: Phases, *, holds: bool) -> None:
         with phases.phase("wait"):
-            grad = self._gradient(stage, microbatch)
+            grads = self._gradients(stage, microbatch, len(self._flights[stage.index, microbatch].roots))
         self._computed = time.perf_counter()
         flight = self._flights.pop((stage.index, microbatch))
 
         def backward() -> None:
-            if flight.root is not None:
-                torch.autograd.backward([flight.root], [grad])
+            pairs = [(root, grad) for root, grad in zip(flight.roots, grads, strict=True) if root is not None]
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
 
         with phases.phase("backward"):
             if holds:
@@ -246,17 +251,16 @@ class Pipeline:
                 backward()
         if stage.takes_gradient:
             assert flight.incoming is not None
-            given = flight.incoming.grad
             # Nothing of the stage's output depended on its input: a gradient of zeros keeps the ranks in step.
-            given = torch.zeros_like(flight.incoming) if given is None else given
-            self._made["gradient", stage.index - 1, microbatch] = given
+            given = [torch.zeros_like(each) if each.grad is None else each.grad for each in flight.incoming.tensors]
+            self._made["gradient", stage.index - 1, microbatch] = Carried(flight.incoming.slots, tuple(given))
 
-    def _gradient(self, stage: Stage, microbatch: int) -> torch.Tensor | None:
-        """The gradient of a stage's output; waits for it."""
+    def _gradients(self, stage: Stage, microbatch: int, count: int) -> Sequence[torch.Tensor | None]:
+        """The gradients of what a stage gave; waits for them. count: how many it gave."""
         if stage.is_last:
-            return None
+            return [None] * count
         made = self._made.pop(("gradient", stage.index, microbatch), None)
-        return self._boundary.take("gradient", stage.index, microbatch) if made is None else made
+        return (self._boundary.take("gradient", stage.index, microbatch) if made is None else made).tensors
 
 
 def _edge_of(output: torch.Tensor) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from weft.errors import ModelError, PlanError
 from weft.mesh import ENDS, Mesh
 from weft.parallel.pipeline.absent import Absent, Flow, put, without_tensors
+from weft.parallel.pipeline.probe import Probes
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.placement import Placement
 from weft.spec import shares
@@ -41,7 +42,8 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
     chain = find_chain(model)
     counts = stage_counts(chain, plan)
     stops = list(accumulate(counts))
-    every = [_stage(model, chain, index, stops) for index in range(len(counts))]
+    probes = Probes.of(chain)
+    every = [_stage(model, chain, index, stops, probes) for index in range(len(counts))]
     own = {index: every[index] for index in stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank)}
     shared = _shared(model, every, plan)
     kept = {id(site) for stage in own.values() for site in stage.sites()}
@@ -79,14 +81,19 @@ def _cost(sites: tuple[blocks.Site, ...]) -> float:
     return float(sum(param.numel() for param in params - tables if param.ndim >= 2)) or 1e-9
 
 
-def _stage(model: nn.Module, chain: Chain, index: int, stops: list[int]) -> Stage:
+def _stage(model: nn.Module, chain: Chain, index: int, stops: list[int], probes: Probes) -> Stage:
     first = stops[index - 1] if index else 0
-    earlier = (*chain.before, *chain.blocks[:first]) if index else ()
-    is_last = index == len(stops) - 1
-    upto = (*chain.before, *chain.blocks[: stops[index]], *(chain.after if is_last else ()))
+    earlier = _upto(chain, first) if index else ()
+    upto = (*_upto(chain, stops[index]), *(chain.after if index == len(stops) - 1 else ()))
     return Stage(
-        model, chain, index, first, stops[index], takes_gradient=_is_trained(earlier), trains=_is_trained(upto)
-    )
+        model, chain, index, first, stops[index],
+        takes_gradient=_is_trained(earlier), trains=_is_trained(upto), probes=probes,
+    )  # fmt: skip
+
+
+def _upto(chain: Chain, stop: int) -> tuple[blocks.Site, ...]:
+    """What runs before a block, wherever it lies."""
+    return (*chain.before, *chain.blocks[:stop], *(chain.between if stop >= chain.joint else ()))
 
 
 def _is_trained(sites: tuple[blocks.Site, ...]) -> bool:

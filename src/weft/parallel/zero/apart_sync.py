@@ -11,6 +11,7 @@ into memory of its own, and takes the result over only once it hears that the me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from weft.comm import all_reduce, broadcast
 from weft.comm.peer.meeting import Call, Party
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh
+from weft.parallel.local_tensors import Stretch
 from weft.parallel.placement import DataParallel
 from weft.parallel.zero.rare_sync import RareSync, keep_sync
 from weft.spec.plan import Plan
@@ -41,8 +43,10 @@ class _Found:
 class ApartSync(RareSync):
     """The meetings of one replica with others that are worlds of their own.
 
-    step: steps done after the one under way; the caller sets it before each. goes_to: the step to go on from, where
-    others were further at a meeting. over: what is known of the others, where they have ended without this replica.
+    step: steps done; who leaves some out sets it before each. goes_to: the step to go on from, where others were
+    further at a meeting. over: what is known of the others, where they have ended without this replica. owes_meeting:
+    the last step was to end with a meeting, which this replica left because it was asked to stop. terms: what else must
+    be the same on all replicas, in words.
 
     Args:
         model: parallelized over the mesh of this replica.
@@ -61,7 +65,10 @@ class ApartSync(RareSync):
         self.token = self.step = 0
         self.goes_to: int | None = None
         self.over: dict[str, object] | None = None
+        self.owes_meeting = False
+        self.terms = ""
         self._is_first = True
+        self._away: list[int] = []  # who brought nothing to the last meeting
 
     @property
     def is_due(self) -> bool:
@@ -72,10 +79,35 @@ class ApartSync(RareSync):
         """Start from the weights as they are: those of all replicas come from one seed, or from one folder."""
         if not self._runs:
             self.take_anchor()
-            own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
-            whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
-            self.token = int(whole) & _MASK  # who began with other weights takes those of the others
-            self._say()
+            self.began_with(0, self.token_of_anchor())
+
+    def token_of_anchor(self) -> int:
+        """Return a token made of the anchor: who has other weights takes those of the others. All ranks call it."""
+        own = sum(int(run.anchor.view(torch.int32).sum(dtype=torch.int64)) for run in self._runs)
+        whole = all_reduce(torch.tensor([own], dtype=torch.int64, device=self.mesh.device), self.mesh.world)
+        return int(whole) & _MASK
+
+    def began_with(self, step: int, token: int) -> None:
+        """Take a step and an anchor to stand at.
+
+        Args:
+            step: steps done.
+            token: names the anchor; equal of equal ones alone.
+        """
+        self.step, self.token = step, token
+        self._say()
+
+    @torch.no_grad()
+    def rejoin(self) -> None:
+        """Meet before the first step, where a meeting is owed or others have a newer anchor. All ranks call it.
+
+        What a replica would learn from an older anchor counts for nothing, so it waits for a meeting instead.
+        """
+        self._is_first, self.goes_to = False, None
+        with self.mesh.pulse.doing("waits for the other replicas to begin"):
+            self.party.begin()
+        if self.party.is_behind() or self.owes_meeting:
+            self._meet()
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -98,14 +130,22 @@ class ApartSync(RareSync):
         self.party.figures = {**self.party.figures, "number": self.meetings, "token": self.token, "step": self.step}
 
     def _meet(self) -> None:
+        self.owes_meeting = False
         self._engine.arrive()
         held = self.held()
         self._refuse_unfit(held)
-        layout = f"{len(held)} tensors of {sum(one.flat.numel() for one in held)} elements on its first rank"
+        with self.mesh.pulse.doing("meets the other replicas"):
+            self._meet_others(held)
+
+    def _meet_others(self, held: Sequence[Stretch]) -> None:
+        holds = f"{len(held)} tensors of {sum(one.flat.numel() for one in held)} elements on its first rank"
+        outer = f"outer_lr={self.outer_lr:g} outer_momentum={self.outer_momentum:g}"
+        layout = f"{holds} ({self.plan} {outer}{self.terms})"
         for _ in range(_ATTEMPTS):
             call = self.party.meet(layout)
             if not isinstance(call, Call):
                 self.over = call if call["do"] == "over" else None
+                self.owes_meeting = call["do"] == "leave"
                 self.party.says(f"step {self.step}: no meeting ({call.get('why') or 'the other replicas have ended'})")
                 return
             found = self._exchange(call)
@@ -127,7 +167,7 @@ class ApartSync(RareSync):
         gives = self.party.replica in call.givers
         source = None if call.givers == call.members else call.members.index(call.givers[0])
         if self._coders is not None:
-            self._coders.take_turn(call.number)
+            self._coders.take_turn(call.number - 1)  # meetings before this one, as replicas of one world count
         held, found = self.held(), list[_Found]()
         for run in self._runs:
             here, one = run.among(held), _Found(torch.zeros_like(run.anchor))
@@ -154,9 +194,22 @@ class ApartSync(RareSync):
             self._put(here, run)
         self._engine.publish()
         self.since, self.meetings, self.token = 0, call.number, call.token
+        self._tell(call)
         if call.step != self.step:
             self.goes_to = self.step = call.step
         self._say()
+
+    def _tell(self, call: Call) -> None:
+        """A line for people, where other replicas learnt what counts than at the meeting before."""
+        away = sorted({*range(self.replicas)} - {*call.givers})
+        if self.party.replica in away:
+            self.party.says(f"step {self.step}: joined the others again at step {call.step}, with their weights")
+        elif away != self._away and away:
+            several, others = "s" if len(away) > 1 else "", ", ".join(map(str, away))
+            self.party.says(f"step {self.step}: meetings go on without replica{several} {others}")
+        elif away != self._away:
+            self.party.says(f"step {self.step}: all replicas take part in meetings again")
+        self._away = away
 
 
 def meet_apart(model: nn.Module, engine: DataParallel, mesh: Mesh, plan: Plan, party: Party) -> ApartSync:

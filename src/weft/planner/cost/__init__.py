@@ -28,8 +28,9 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.planner.cost.layer_cost import LayerCosts, layer_costs, padded_vocab
     from weft.planner.cost.loss_memory import cut_loss_bytes, is_loss_cut
-    from weft.planner.cost.memory_cost import CLASSES, layer_bytes, rank_bytes, rank_shares, stays_loose
+    from weft.planner.cost.memory_cost import CLASSES, layer_bytes, rank_bytes, stays_loose
     from weft.planner.cost.recompute_cost import budget_s, replay_s
+    from weft.planner.cost.shares import rank_shares
     from weft.planner.cost.step import TERMS, Parts, device_parts
     from weft.planner.cost.traced_cost import model_flops
 
@@ -49,7 +50,7 @@ __getattr__ = loads(
         "model_flops": ".traced_cost",
         "padded_vocab": ".layer_cost",
         "rank_bytes": ".memory_cost",
-        "rank_shares": ".memory_cost",
+        "rank_shares": ".shares",
         "stays_loose": ".memory_cost",
         "replay_s": ".recompute_cost",
     },

@@ -97,9 +97,10 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
 
 
 def beside_adapter(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array, t: Array) -> Kernels:
-    """Of a layer with frozen weights: no gradients of these, and the adapter's products.
+    """Of a layer with frozen weights: no gradients of these, the adapter's products, and unpacking of a packed base.
 
-    Those are thin: they take the time of the passes over what they read and write (x, the product that they add to).
+    The products are thin: they take the time of the passes over what they read and write (x, the product that they add
+    to). A packed weight is unpacked in forward, and again in backward.
     """
     shape = job.shape
     active = (
@@ -107,14 +108,15 @@ def beside_adapter(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array,
     )
     thin = made.gemm_f * adapter.params / active
     bytes_once = tokens * adapter.width * (0.5 + 0.5 / t) * 4.0
+    unpacked = adapter.unpacked_bytes / t
     return replace(
         made,
         gemm_f=made.gemm_f + thin,
         dgrad=made.dgrad + 2 * thin,
         wgrad=np.zeros_like(made.wgrad),
-        moved_f=made.moved_f + bytes_once,
-        moved_b=made.moved_b + 2 * bytes_once,
-        calls=made.calls + 4 * adapter.products,
+        moved_f=made.moved_f + bytes_once + unpacked,
+        moved_b=made.moved_b + 2 * bytes_once + unpacked,
+        calls=made.calls + 4 * adapter.products + adapter.unpack_calls,
     )
 
 

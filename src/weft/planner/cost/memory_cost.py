@@ -12,15 +12,20 @@ from weft.planner.cost.layer_cost import padded_vocab
 from weft.planner.cost.layer_kernels import own_cut
 from weft.planner.cost.loss_memory import cut_loss_bytes, is_loss_cut
 from weft.planner.cost.machine import Tables
-from weft.planner.cost.overlap import Shares
 from weft.planner.cost.pipeline import Stages, fullest_moment, in_flight
-from weft.planner.cost.traced_cost import end_params, end_saved_bytes, layer_params, saved_bytes
+from weft.planner.cost.shares import Shares, rank_shares, second_shares, shares_in_format, trained_shares
+from weft.planner.cost.traced_cost import end_saved_bytes, saved_bytes
 from weft.planner.space import PRECISIONS, Columns, Job, TracedShape, wire_columns
 from weft.spec.plan import RECOMPUTES, RESHARDS
 from weft.spec.shares import BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
 
+#: As in `models/adapters/base_format.py`, which loads torch: a test holds them together.
+UNPACKED_AT_ONCE = 2**23
+#: Most bytes by logit of a loss that compares a student's logits with a teacher's (tasks/distill/divergence.py): a test
+#: measures it.
+TWO_LOGITS = 36.0
 _AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
 
 CLASSES = (
@@ -34,50 +39,6 @@ CLASSES = (
     "context",
     "reserve",
 )
-
-
-def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares:
-    """Return the parameters of a rank.
-
-    Args:
-        job: model, sequence and batch.
-        columns: the plans.
-        layers: that the rank holds, one entry per plan.
-        embedding: whether it holds the embedding.
-        head: whether it holds the head.
-    """
-    shape = job.shape
-    t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
-    moe = shape.moe_share
-    dense = (1 - moe) * shape.dense_layer_params
-    if shape.moe_layers:
-        dense = dense + moe * shape.moe_shared_params
-    split = e if job.stack.fold_experts else e * t
-    experts = layers * moe * shape.num_experts * shape.expert_params / split
-    if isinstance(shape, TracedShape):
-        dense = layer_params(shape, t) * t
-    table = padded_vocab(job, t) * shape.hidden
-    alone = np.where(columns.pp > 1, 1.0, 0.0)  # a tied head on another stage has a copy of its own
-    ends = np.zeros(len(columns))
-    if embedding:
-        ends = ends + table + shape.learned_positions * shape.hidden
-    if head:
-        ends = ends + table * (1.0 if not shape.tied else (alone if embedding is False else 0.0))
-    ends = ends / t
-    if isinstance(shape, TracedShape):
-        ends = ends + embedding * end_params(shape.traced.before, t) + head * end_params(shape.traced.after, t)
-    else:
-        ends = ends + (shape.hidden * (2 if shape.biases else 1) if head else 0)  # the last norm, whole on every rank
-    return Shares(dense=layers * dense / t, experts=experts, ends=ends)
-
-
-def trained_shares(job: Job, columns: Columns, shares: Shares, layers: Array) -> Shares:
-    """Return which of a rank's parameters are trained: all, or an adapter's, of which one of two matrices is cut."""
-    if job.adapter is None:
-        return shares
-    cut = 0.5 + 0.5 / columns.tp.astype(np.float64)
-    none = np.zeros(len(columns))
-    return Shares(dense=layers * job.adapter.params * cut, experts=none, ends=none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +68,8 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     gathered = np.where(columns.sp & stack.regather_sp, t, 1.0)  # what the matmuls read, kept whole or as a slice
     # Eager steps of RMSNorm keep two values in fp32 beside a half-precision input, one beside one in fp32.
     norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, np.where(fp32, 2.0, 6.0))
+    if job.adapter is not None:  # what is normalised is kept for the gradient of the norm's weight alone
+        norms = np.maximum(0.0, norms - 2.0)
     masks = 2.0 if stack.dropout else 0.0
     outside = (2 * 2.0 + norms * 2 + masks) * h / between + 2 * 2.0 * h / gathered
     core = 2.0 * q + 4.0 * kv
@@ -126,8 +89,15 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
     kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
-    beside = buffer_bytes(job, columns, tokens, q, kv)
+    beside = buffer_bytes(job, columns, tokens, q, kv) + _unpacking_bytes(job, t, width)
     return LayerBytes(whole=tokens * whole * width, kept=tokens * kept * width, beside=beside)
+
+
+def _unpacking_bytes(job: Job, t: Array, width: Array) -> Array:
+    """Bytes that unpacking the largest weight of a packed base takes: the weight, and two values of 4 bytes for each of
+    those that are unpacked at once."""
+    largest = 0.0 if job.adapter is None else job.adapter.largest / t
+    return 2.0 * width * largest + 8.0 * np.minimum(largest, UNPACKED_AT_ONCE)
 
 
 def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
@@ -137,7 +107,7 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
     whole = left[RECOMPUTES.index("none")]
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     q, kv = shape.cut_widths(cut.t)
-    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv)
+    beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + _unpacking_bytes(job, cut.t, width)
     return LayerBytes(whole=whole * width, kept=kept * width, beside=beside)
 
 
@@ -235,23 +205,25 @@ def rank_bytes(
         columns.activation_budget,
     )
     saved = np.minimum(saved, budget) * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0) + ends
-    tokens = columns.microbatch * (job.seq_len / columns.cp)
-    logits = _logits(job, columns, tokens, device_bytes) if head else np.zeros(len(columns))
+    logits = _logits(job, columns, device_bytes) if head else np.zeros(len(columns))
     gathered, reduced = _buffers(job, columns, shares, trained, layers)
     reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
     # on their way.
-    loss, backward = saved + logits + gathered, saved + layer.whole + gathered + reduced
+    # A frozen layer's backward makes no gradients of weights: what is on its way is let go as fast as it comes.
+    again = layer.whole if job.adapter is None else layer.whole - layer.kept
+    loss, backward = saved + logits + gathered, saved + again + gathered + reduced
     late = backward > loss
     moving = {
-        "activations": saved + np.where(late, layer.whole, 0.0),
+        "activations": saved + np.where(late, again, 0.0),
         "logits": np.where(late, 0.0, logits),
         "buffers": gathered + np.where(late, reduced, 0.0),
     }
     dynamic = np.sum(list(moving.values()), axis=0)
     groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
     groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
-    states = _states(job, columns, shares, trained, begun, late)
+    states = _states(job, columns, (shares, trained, layers), begun, late)
+    states["parameters"] += _second_bytes(job, columns, place)
     return {
         **states,
         **moving,
@@ -261,15 +233,29 @@ def rank_bytes(
     }
 
 
+def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, bool]) -> Array:
+    """Bytes of a second model's weights, which has neither gradients nor states. place: as `rank_bytes` takes it."""
+    layers, _, embedding, head = place
+    held = second_shares(job, columns, layers, embedding, head)
+    if held is None:
+        return np.zeros(len(columns))
+    group = np.where(columns.zero == 3, columns.dp_shard * columns.cp, 1).astype(np.float64)
+    inside = np.maximum(1.0, group * np.where(job.stack.fold_experts, columns.tp, 1) / columns.ep)
+    kept = (held.dense + held.ends) / group + held.experts / np.where(columns.zero == 3, inside, 1.0)
+    return kept * np.where(columns.precision == PRECISIONS.index("fp32"), 4.0, job.stack.weight_bytes)
+
+
 def _states(
-    job: Job, columns: Columns, shares: Shares, trained: Shares, begun: Array, late: NDArray[np.bool_]
+    job: Job, columns: Columns, of_rank: tuple[Shares, Shares, Array], begun: Array, late: NDArray[np.bool_]
 ) -> dict[str, Array]:
     """Bytes of parameters, gradients and optimizer states.
 
-    begun: share of a pipeline's gradients that are made by then. late: the moment is in backward.
+    of_rank: all of its parameters, those that are trained, its layers. begun: share of a pipeline's gradients that are
+    made by then. late: the moment is in backward.
     """
     stack = job.stack
     zero = columns.zero
+    shares, trained, layers = of_rank
     t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
     group = (columns.dp_shard * columns.cp).astype(np.float64)
     expert_group = np.maximum(1.0, group * (t if stack.fold_experts else 1.0) / e)
@@ -278,6 +264,7 @@ def _states(
     weight = np.where(full32, 4.0, stack.weight_bytes)
     main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
     master = np.minimum(4.0, main)
+    shares = shares_in_format(job, columns, shares, layers, weight)
     parts = (
         (shares.dense + shares.ends, trained.dense + trained.ends, group),
         (shares.experts, trained.experts, expert_group),
@@ -336,6 +323,7 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     ZeRO 3 holds the unit at work and the next, or, where it lets go after backward or after the step, all of the rank.
     """
     stack, zero = job.stack, columns.zero
+    shares = shares_in_format(job, columns, shares, layers, stack.gather_bytes)
     unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
     largest = np.maximum(unit, shares.ends)
     every = shares.dense + shares.experts + shares.ends
@@ -355,7 +343,8 @@ def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers
     return gathered, reduced
 
 
-def _logits(job: Job, columns: Columns, tokens: Array, device_bytes: int) -> Array:
+def _logits(job: Job, columns: Columns, device_bytes: int) -> Array:
+    tokens = columns.microbatch * (job.seq_len / columns.cp)
     t = columns.tp.astype(np.float64)
     each = np.where(
         job.stack.fused_loss,
@@ -363,6 +352,8 @@ def _logits(job: Job, columns: Columns, tokens: Array, device_bytes: int) -> Arr
         np.where(columns.compile, np.minimum(10.0, job.stack.loss_bytes), job.stack.loss_bytes),
     )
     vocab, h = padded_vocab(job, t) / t, float(job.shape.hidden)
+    if job.frozen is not None and job.frozen.whole_logits:
+        return tokens * (vocab * t * TWO_LOGITS + 4.0 * h)
     found = tokens * vocab * each
     # Of a traced model nobody knows the loss: one of the user's own gets whole logits.
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):

@@ -8,18 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost.machine import Fabric, Tables
+from weft.planner.cost.shares import Shares
 from weft.planner.space import Columns, Job, wire_columns
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Parameters of one rank: of its layers outside of experts, of its experts, and at the ends (embedding, head)."""
-
-    dense: Array
-    experts: Array
-    ends: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +28,7 @@ def exposed_s(
 ) -> tuple[Array, Array]:
     """Seconds that gradients and parameters travel in the open, and that compute loses to the traffic it hides.
 
-    shares: of all parameters, and of those that are trained.
+    shares: of all parameters as they travel (`travelling_shares`), and of those that are trained.
     """
     stack = job.stack
     sharded = columns.zero == 3
@@ -59,6 +51,28 @@ def exposed_s(
     open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
     lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
     return passes * (open_f + open_b) + _meetings_s(job, columns, fabric, shares[1]), passes * lost
+
+
+def gathered_s(
+    job: Job, columns: Columns, tables: Tables, fabric: Fabric, held: Shares, window: Window
+) -> Array:  # fmt: skip
+    """Return the seconds in the open of bringing parameters together under ZeRO 3 for a forward without backward.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        fabric: of the links between devices.
+        held: parameters of a rank, as they travel.
+        window: seconds of the forward, and its layers.
+    """
+    if not (columns.zero == 3).any():
+        return np.zeros(len(columns))
+    units = np.maximum(1.0, window.layers)
+    none = Shares(dense=0 * held.dense, experts=0 * held.experts, ends=0 * held.ends)
+    gathers, _ = _traffic(job, columns, fabric, (held, none), units)
+    exposed, busy = _hide(gathers, window.forward, units, tables, job.stack.overlap_params)
+    return np.where(columns.zero == 3, exposed + (tables.overlap_compute - 1) * busy, 0.0)
 
 
 def _meetings_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.host_cost import LayerWork, offload_s
-from weft.planner.cost.host_memory import host_bytes
+from weft.planner.cost.host_cost import LayerWork, host_bytes, offload_s
 from weft.planner.cost.layer_cost import LayerCosts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s
-from weft.planner.cost.memory_cost import memory_bytes, rank_shares, trained_shares
-from weft.planner.cost.overlap import Shares, Window, exposed_s
+from weft.planner.cost.memory_cost import memory_bytes
+from weft.planner.cost.overlap import Window, exposed_s, gathered_s
 from weft.planner.cost.pipeline import (
     Stages,
     balanced_layers,
@@ -23,6 +22,7 @@ from weft.planner.cost.pipeline import (
     split_layers,
 )
 from weft.planner.cost.recompute_cost import budget_s, replay_s
+from weft.planner.cost.shares import Shares, rank_shares, second_job, shares_in_format, trained_shares
 from weft.planner.space import Columns, Job
 from weft.spec import ClusterSpec
 from weft.spec.plan import RECOMPUTES
@@ -38,6 +38,7 @@ TERMS = (
     "memory_bound",
     "host",
     "recompute",
+    "frozen",
     "tp",
     "cp",
     "ep",
@@ -103,6 +104,8 @@ def _chunk(
         for name, seconds in part.items():
             terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
     _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
+    if job.frozen is not None:
+        terms["frozen"] = _frozen_s(job, columns, tables, fabric, costs)
     _step_terms(job, columns, cluster, tables, fabric, (costs, idle_f, idle_b), stages, terms)
     return terms, stages
 
@@ -166,6 +169,37 @@ def _pipeline_terms(
     terms["pp_p2p"] = many * each
 
 
+def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
+    """Seconds of a step's forward passes without gradients: of the trained model, and of a second one."""
+    work, second = job.frozen, second_job(job)
+    found = np.zeros(len(columns))
+    if work is not None and work.own:
+        found = found + work.own * _forwards_s(job, columns, tables, fabric, costs)
+    if work is not None and second is not None and work.other:
+        others = layer_costs(second, columns, tables, fabric)
+        found = found + work.other * _forwards_s(second, columns, tables, fabric, others)
+    return found
+
+
+def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
+    """Seconds of a forward of all passes of a step on the longest stage, with a pipeline's filling."""
+    each = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + costs.cp_f + costs.ep_f
+    each = np.maximum(each, costs.host_f)
+    # Of the head's products, one of three is forward's; of a frozen head, one of two. Of its traffic, one of two.
+    head = costs.head_gemm / (3 if job.adapter is None else 2) + costs.head_memory / 3 + costs.head_tp / 2
+    first = costs.embed / 2 + costs.embed_tp
+    stages, piped = split_layers(job.shape.layers, columns), columns.pp > 1
+    longest = np.maximum(np.maximum(stages.first * each + first, stages.last * each + head), stages.middle * each)
+    forward = np.where(piped, longest, stages.middle * each + first + head)
+    layers = np.where(piped, stages.first, stages.middle)
+    held = rank_shares(job, columns, layers, True, False)
+    window = Window(forward=forward, backward=np.zeros_like(forward), layers=layers / chunks_per_rank(columns))
+    moved = shares_in_format(job, columns, held, layers, job.stack.gather_bytes)
+    waits = gathered_s(job, columns, tables, fabric, moved, window)
+    filling = (columns.pp - 1) / chunks_per_rank(columns)
+    return columns.num_micro * (forward + waits) + filling * forward
+
+
 def _sums_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
     """Seconds to add each pass's gradients to those of the passes before. Under ZeRO 3 a rank adds its shard alone."""
     stack = job.stack
@@ -198,7 +232,8 @@ def _step_terms(
     backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b)
     trained = trained_shares(job, columns, shares, layers)
     window = Window(forward=forward, backward=backward, layers=layers / chunks_per_rank(columns))
-    terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, (shares, trained), window)
+    moved = shares_in_format(job, columns, shares, layers, job.stack.gather_bytes), trained
+    terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, moved, window)
     group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
     spread = columns.tp if job.stack.fold_experts else 1
     expert_group = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)

@@ -22,7 +22,7 @@ RUN_FILE = "measured.json"
 
 #: Part -> the terms of a step in it.
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "compute": ("gemm", "attention", "memory_bound", "host", "recompute"),
+    "compute": ("gemm", "attention", "memory_bound", "host", "recompute", "frozen"),
     "over tp": ("tp",),
     "over cp": ("cp",),
     "over ep": ("ep",),

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
-    "CODE",
     "Answer",
     "Candidate",
     "PlannedModel",
     "Question",
+    "UnknownFamily",
     "answer",
     "changed_words",
     "drawn_schedule",
@@ -28,7 +28,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.planner.search.best_plans import answer, host_message
     from weft.planner.search.candidate import Answer, Candidate
-    from weft.planner.search.model_source import CODE, PlannedModel, of_decoder, read_model
+    from weft.planner.search.model_source import PlannedModel, UnknownFamily, of_decoder, read_model
     from weft.planner.search.moves import changed_words, estimated, neighbours
     from weft.planner.search.question import Question
     from weft.planner.search.ranks import drawn_schedule, memory_by_rank
@@ -38,10 +38,10 @@ __getattr__ = loads(
     __name__,
     {
         "Answer": ".candidate",
-        "CODE": ".model_source",
         "Candidate": ".candidate",
         "PlannedModel": ".model_source",
         "Question": ".question",
+        "UnknownFamily": ".model_source",
         "answer": ".best_plans",
         "changed_words": ".moves",
         "drawn_schedule": ".ranks",

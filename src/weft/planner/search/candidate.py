@@ -15,7 +15,7 @@ from weft.spec.plan import Plan
 from weft.spec.rules import check
 
 #: Terms in which devices do arithmetic; the rest of a step they wait or move data.
-_BUSY = ("gemm", "attention", "memory_bound", "recompute", "optimizer")
+_BUSY = ("gemm", "attention", "memory_bound", "recompute", "frozen", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Candidate:
     driver's tools show; reserved_bytes is what torch's allocator holds, allocated_bytes what lies in tensors.
     fits: probability that it fits into usable_bytes. clocked: its pipeline's schedule was run on a clock, stage by
     stage; else the bubble is a closed form. host_bytes: of a rank in its host's memory, of which it may pin host_limit.
-    products: the format in which it multiplies, where that is not the plan's.
+    microbatch: sequences of a pass on a rank. products: the format in which it multiplies, where not the plan's.
     """
 
     question: Question
@@ -48,8 +48,7 @@ class Candidate:
     @property
     def tokens_per_s(self) -> float:
         """Of all devices together."""
-        job = self.question.job
-        return job.global_batch * job.seq_len / self.step_s
+        return self.question.job.tokens / self.step_s
 
     @property
     def mfu(self) -> float:

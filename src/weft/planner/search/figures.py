@@ -38,6 +38,13 @@ def flops_per_token(shape: Shape, seq_len: int, *, causal: bool) -> float:
     return 6.0 * matmul_params(shape) + attention
 
 
+def _weight_gradients(job: Job) -> float:
+    """FLOPs that the gradients of all weights take for one token."""
+    if isinstance(job.shape, TracedShape):
+        return float(job.shape.traced.weight_flops(1.0, float(job.seq_len))) / job.seq_len
+    return 2.0 * matmul_params(job.shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """What one step costs. price: in dollars, None where no price is known. energy: kWh at the meter."""
@@ -84,8 +91,8 @@ def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, preci
     peak = peak or cluster.device.peak_flops("bf16") or cluster.device.peak_flops("fp16")
     if not peak:
         return float("nan")
-    tokens = job.global_batch * job.seq_len
+    tokens = job.tokens
     flops = flops_per_token(job.shape, job.seq_len, causal=causal)
     if job.adapter is not None:  # frozen weights have no gradients to make
-        flops -= 2.0 * matmul_params(job.shape)
+        flops -= _weight_gradients(job)
     return flops * tokens / (step_s * cluster.num_devices * peak)

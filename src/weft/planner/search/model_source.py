@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from weft.errors import ModelError, did_you_mean
-from weft.planner.space import AdapterSize, Shape, TracedShape
+from weft.planner.space import AdapterSize, FrozenWork, Shape, TracedShape
 from weft.spec import DecoderSpec, ModelSpec, TracedModel, decoder_spec
 from weft.spec.model import model_names, read_numbers
 from weft.spec.traced import FORMAT, Limit
+from weft.spec.written import MODEL_CODE
 
 if TYPE_CHECKING:
     from weft.spec import RunConfig
@@ -27,8 +27,10 @@ _FAMILIES = {
     "deepseek_v2": True,
     "deepseek_v3": True,
 }  # fmt: skip
-#: How a model is named by its code.
-CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class UnknownFamily(ModelError):
+    """A config.json of a family whose layers the planner does not know: tracing finds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +38,8 @@ class PlannedModel:
     """A model to be planned. spec: as far as rules look at it. config: of the run, where a config file was given.
 
     sample_unit: what a batch consists of, in the plural, where the model's task names it. counted_adapter: the
-    config's, where the model's task counts it; None: the planner does, for Weft's own decoders. folder: that a
+    config's, where the model's task counts it; None: the planner does. texts: sequences of a sample. frozen: what a
+    step computes without gradients. task_limits: what the task allows of a plan, beside the model. folder: that a
     model of Hugging Face was read from.
     """
 
@@ -46,6 +49,9 @@ class PlannedModel:
     config: RunConfig | None = None
     sample_unit: str = "samples"
     counted_adapter: AdapterSize | None = None
+    texts: int = 1
+    frozen: FrozenWork | None = None
+    task_limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     folder: Path | None = None
 
     @property
@@ -55,10 +61,12 @@ class PlannedModel:
 
     @property
     def adapter(self) -> AdapterSize | None:
-        """The adapter that the config asks for; None where all weights are trained, or the model was traced."""
-        if self.config is None or self.traced is not None:
-            return None
-        return self.counted_adapter or AdapterSize.of(self.spec, self.config.adapter)
+        """The adapter that the config asks for; None where all weights are trained."""
+        if self.config is None or self.counted_adapter is not None or not self.config.adapter.rank:
+            return self.counted_adapter
+        if self.traced is not None:
+            return AdapterSize.of_traced(self.traced, self.config.adapter.rank, self.config.adapter.base)
+        return AdapterSize.of(self.spec, self.config.adapter)
 
     @property
     def reads_sequence(self) -> bool:
@@ -67,8 +75,19 @@ class PlannedModel:
 
     @property
     def limits(self) -> Mapping[str, Limit]:
-        """What its modules allow of a plan."""
-        return {} if self.traced is None else dict(self.traced.limits)
+        """What its modules and its task allow of a plan."""
+        return {**(dict(self.traced.limits) if self.traced else {}), **self.task_limits}
+
+    def adapter_of(self, rank: int, base: str = "stored") -> AdapterSize:
+        """Return the size of an adapter on all linear layers that may have one.
+
+        Args:
+            rank: of its matrices.
+            base: how frozen linear layers keep their weights: "stored", "int8" or "nf4".
+        """
+        if self.traced is not None:
+            return AdapterSize.of_traced(self.traced, rank, base)
+        return AdapterSize.of_shape(self.shape, rank, base)
 
 
 def read_model(source: str | ModelSpec | DecoderSpec | Shape | TracedModel | PlannedModel) -> PlannedModel:
@@ -116,7 +135,7 @@ def _read_text(text: str) -> PlannedModel:
         return _read_run(path)
     if path.is_dir() or path.suffix == ".json":
         return _read_hugging_face(path)
-    if CODE.fullmatch(text):
+    if MODEL_CODE.fullmatch(text):
         rule = "a model given as code must be traced first"
         raise ModelError(f"model={text}: {rule}. Give weft.trace({text!r}).")
     hint = did_you_mean(text, model_names()) or f" Sizes: {', '.join(model_names())}."
@@ -158,7 +177,7 @@ def _from_hugging_face(name: str, table: Mapping[str, Any]) -> PlannedModel:
     family = table.get("model_type")
     if family not in _FAMILIES:
         known = ", ".join(_FAMILIES)
-        raise ModelError(
+        raise UnknownFamily(
             f"model={name}: model_type={family} is not a family that the planner reads. "
             f"Known: {known}. Trace it: weft plan package.module:function, a function that "
             f"returns the model."

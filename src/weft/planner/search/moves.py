@@ -14,7 +14,7 @@ from weft.errors import PlanError
 from weft.planner.estimator import estimate
 from weft.planner.search.candidate import Candidate, candidates
 from weft.planner.search.question import Question
-from weft.planner.space import PRECISIONS, Columns, Job, Space, plan_space, settled
+from weft.planner.space import PRECISIONS, Columns, Job, Space, plan_space
 from weft.spec import common_divisors, shares
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
 
@@ -150,7 +150,7 @@ def _fitted(values: Mapping[str, Any], job: Job) -> Plan:
     in_use = tuple(axis for axis in AXES if found[axis] > 1)
     if found["order"] == in_use or set(found["order"]) != set(in_use) or found["ep"] > 1:
         found["order"] = ()
-    return settled(Plan(**found), job)
+    return job.settled(Plan(**found))
 
 
 def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> list[Candidate]:
@@ -162,7 +162,7 @@ def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> 
         products: fp8 or fp4, as if the plans multiplied in it; what else they do stays as it is. No software of Weft's
             multiplies in fp4: then as Megatron does.
     """
-    listed = [settled(plan, question.job) for plan in plans]
+    listed = [question.job.settled(plan) for plan in plans]
     if not listed:
         return []
     columns = Columns.of(listed, question.job)

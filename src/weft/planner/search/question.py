@@ -84,8 +84,7 @@ class Question:
         if seq_len not in (None, 1) and not planned.reads_sequence:
             raise _error("seq-len", f"seq-len={seq_len}: {planned.name} has no sequence dimension. Leave it out.")
         seq_len = default_seq_len(planned) if seq_len is None else _positive("seq-len", seq_len)
-        if global_batch is None:
-            global_batch = default_batch(planned, seq_len, machines.num_devices)
+        global_batch = default_batch(planned, seq_len, machines.num_devices) if global_batch is None else global_batch
         if seq_len > planned.spec.max_seq_len:
             rule = f"{planned.name} reads at most {planned.spec.max_seq_len} tokens"
             raise _error("seq-len", f"seq-len={seq_len}: {rule}. Use --seq-len {planned.spec.max_seq_len} or less.")
@@ -103,6 +102,8 @@ class Question:
                 optimizer=planned.config.optimizer.name if planned.config else "adamw",
                 stack=_stack(planned),
                 adapter=planned.adapter,
+                texts=planned.texts,
+                frozen=planned.frozen,
             ),
             fixed=decided,
             profile=known,
@@ -132,10 +133,10 @@ class Question:
         """What a step reads, in words."""
         if not self.model.reads_sequence:
             return f"{self.job.global_batch} {self.unit} a step"
-        name = self.model.sample_unit
-        return (
-            f"{self.job.global_batch} {'sequences' if name == 'samples' else name} of {self.job.seq_len} tokens a step"
-        )
+        job, name = self.job, self.model.sample_unit
+        name = "sequences" if name == "samples" else name
+        several = f"{job.texts} texts of " if job.texts > 1 else ""
+        return f"{job.global_batch} {name} of {several}{job.seq_len} tokens a step"
 
     @property
     def limit(self) -> int:

@@ -10,11 +10,12 @@ from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, Candidate
 from weft.planner.search.model_source import PlannedModel, read_model
 from weft.planner.search.question import Question
-from weft.planner.space import AdapterSize
 
 #: Ranks of an adapter where nobody says, and the usual batch: what fine-tuning reads in a step is little.
 RANK, SEQ_LEN, BATCH = 16, 2048, 16
-TUNES = ("full", "lora")
+TUNES = ("full", "lora", "qlora")
+#: How `--tune qlora` keeps the frozen weights.
+_PACKED = {"qlora": "nf4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
     Args:
         model: as `read_model` takes it.
         cluster: as `Question.of` takes it.
-        tune: "full", "lora", or "lora=64" for another rank than 16.
+        tune: "full", "lora", "qlora" (a base in nf4), or "lora=64" for another rank than 16.
         **options: of `Question.of`; seq_len and global_batch are 2048 and 16 where neither they nor a config say them.
 
     Raises:
@@ -50,9 +51,8 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
     """
     planned = read_model(model)
     rank = _rank(tune)
-    if planned.traced is not None and rank:
-        rule = f"{planned.name} was traced, and only families that the planner knows take an adapter"
-        raise _wrong(tune, rule, "full")
+    if rank and planned.traced is not None and not planned.traced.linears:
+        raise _wrong(tune, f"{planned.name} has no linear layer that an adapter fits", "full")
     assumed = list[str]()
     if planned.config is None and planned.reads_sequence:
         for name, usual in (("seq_len", min(SEQ_LEN, planned.spec.max_seq_len)), ("global_batch", BATCH)):
@@ -60,7 +60,7 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
                 options[name] = usual
                 assumed.append(f"--{name.replace('_', '-')} {usual}")
     asked = Question.of(planned, cluster, **options)
-    adapter = AdapterSize.of_shape(planned.shape, rank) if rank else None
+    adapter = planned.adapter_of(rank, _PACKED.get(tune.partition("=")[0], "stored")) if rank else None
     return replace(asked, job=replace(asked.job, adapter=adapter), assumed=(*assumed, *asked.assumed))
 
 
@@ -86,12 +86,11 @@ def what_fits(model: Any, clusters: str, **options: Any) -> list[Fit]:
 def _rank(tune: str) -> int:
     """The adapter's rank; 0: all weights are trained."""
     kind, equals, number = tune.partition("=")
-    if kind == "qlora":
-        raise _wrong(tune, "the planner does not count a base that adapter.base rounds", "lora")
-    if kind not in TUNES or (equals and kind != "lora"):
-        raise _wrong(tune, f"it is full, lora, lora=RANK or all.{did_you_mean(kind, TUNES)}", "lora", is_ended=True)
+    if kind not in TUNES or (equals and kind == "full"):
+        rule = f"it is full, lora, lora=RANK, qlora, qlora=RANK or all.{did_you_mean(kind, TUNES)}"
+        raise _wrong(tune, rule, "lora", is_ended=True)
     if not equals:
-        return RANK if kind == "lora" else 0
+        return 0 if kind == "full" else RANK
     if not number.isdecimal() or not 1 <= int(number) <= 65536:
         raise _wrong(tune, "an adapter's rank is a whole number from 1 to 65536", "lora=64")
     return int(number)

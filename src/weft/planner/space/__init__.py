@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from weft.planner.space import plan_space, wire_columns
 from weft.planner.space.adapter_size import AdapterSize
-from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job, settled
+from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job
 from weft.planner.space.enumerate import PlanGrid, Refused, Tally, enumerate_space
+from weft.planner.space.frozen_work import FrozenWork
 from weft.planner.space.plan_space import Space
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
@@ -15,6 +16,7 @@ __all__ = [
     "AdapterSize",
     "CP_MODES",
     "Columns",
+    "FrozenWork",
     "Job",
     "PRECISIONS",
     "PlanGrid",
@@ -26,6 +28,5 @@ __all__ = [
     "TracedShape",
     "enumerate_space",
     "plan_space",
-    "settled",
     "wire_columns",
 ]

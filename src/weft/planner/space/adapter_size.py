@@ -1,14 +1,27 @@
-"""How large an adapter is that a config asks for, without building the model."""
+"""How large an adapter is, and what its frozen base takes, without building the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from weft.spec import DecoderSpec
+from weft.spec import DecoderSpec, TracedModel
 from weft.spec.config import AdapterSection
 from weft.spec.model import DecoderWidths
+
+#: Of a linear layer: inputs and outputs.
+Widths = tuple[float, float]
+#: As in `models/adapters/base_format.py`, which loads torch (a test holds them together): weights of a block, and the
+#: bytes of one with its scale.
+BLOCK = 64
+BLOCK_BYTES = {"int8": BLOCK + 4, "nf4": BLOCK // 2 + 4}
+#: Bytes that unpacking a weight moves, kernel by kernel, as `BaseFormat.unpack` calls them: the code copied (2),
+#: widened (5), scaled (8) and narrowed (6); of nf4 two codes are taken out of a byte (1.5), widened (2.5) and looked up
+#: (4) for each half, so per weight 15, then brought together (8), scaled (8) and narrowed (6).
+UNPACKED = {"int8": 21.0, "nf4": 37.0}
+#: Kernels of that.
+UNPACKS = {"int8": 5, "nf4": 11}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,52 +29,117 @@ class AdapterSize:
     """An adapter on a mean layer of a model, all else of which is frozen.
 
     rank: of its matrices. width: inputs and outputs of the adapted products, added up. products: how many.
+    base: how frozen linear layers keep their weights: "stored", "int8" or "nf4". packed: weights of a mean layer that
+    are kept so; packed_bytes: what they take; packed_products: products with them; largest: weights of the largest.
     """
 
     rank: int
     width: float
     products: float
+    base: str = "stored"
+    packed: float = 0.0
+    packed_bytes: float = 0.0
+    packed_products: float = 0.0
+    largest: float = 0.0
 
     @property
     def params(self) -> float:
         """Parameters in a mean layer."""
         return self.rank * self.width
 
+    @property
+    def unpacked_bytes(self) -> float:
+        """Bytes that unpacking the base of a mean layer moves."""
+        return self.packed * UNPACKED.get(self.base, 0.0)
+
+    @property
+    def unpack_calls(self) -> float:
+        """Kernels of that."""
+        return self.packed_products * UNPACKS.get(self.base, 0)
+
     @classmethod
     def of(cls, spec: DecoderSpec, section: AdapterSection) -> AdapterSize | None:
         """Return the size for one of Weft's decoders; None where the section asks for none."""
         if not section.rank:
             return None
-        found = [
-            inputs + outputs
-            for layer in range(spec.num_layers)
-            for path, inputs, outputs in _products(spec, layer)
+        every = [(layer, *each) for layer in range(spec.num_layers) for each in _products(spec, layer)]
+        chosen = [
+            (inputs, outputs)
+            for layer, path, inputs, outputs in every
             if _fits(f"blocks.{layer}.{path}", section.targets)
         ]
-        return cls(rank=section.rank, width=sum(found) / spec.num_layers, products=len(found) / spec.num_layers)
+        frozen = [(inputs, outputs) for _, _, inputs, outputs in every]
+        return cls.of_widths(section.rank, spec.num_layers, chosen, section.base, frozen)
 
     @classmethod
-    def of_shape(cls, shape: DecoderWidths, rank: int) -> AdapterSize:
-        """Return the size on all linear layers of a decoder but the head, routers and stacked experts."""
-        attention, moe = _attention(shape), shape.moe_layers / shape.layers
-        dense, shared = _feed_forward(shape, shape.ffn), _feed_forward(shape, shape.shared_ffn)
-        width = sum(attention) + (1 - moe) * sum(dense) + moe * sum(shared)
-        products = len(attention) + (1 - moe) * len(dense) + moe * len(shared)
-        return cls(rank=rank, width=width, products=products)
+    def of_widths(
+        cls, rank: int, num_layers: int, adapted: Iterable[Widths], base: str = "stored", frozen: Iterable[Widths] = ()
+    ) -> AdapterSize:
+        """Return the size by the widths of linear layers, of a whole model.
+
+        Args:
+            rank: of the matrices.
+            num_layers: of the model, over which the mean is taken.
+            adapted: (inputs, outputs) of each layer with an adapter.
+            base: how frozen linear layers keep their weights.
+            frozen: (inputs, outputs) of each layer that keeps them so.
+        """
+        chosen = list(adapted)
+        kept = list(frozen) if base in BLOCK_BYTES else []
+        return cls(
+            rank=rank,
+            width=sum(inputs + outputs for inputs, outputs in chosen) / num_layers,
+            products=len(chosen) / num_layers,
+            base=base,
+            packed=sum(inputs * outputs for inputs, outputs in kept) / num_layers,
+            packed_bytes=sum(_row_bytes(inputs, base) * outputs for inputs, outputs in kept) / num_layers,
+            packed_products=len(kept) / num_layers,
+            largest=max((inputs * outputs for inputs, outputs in kept), default=0.0),
+        )
+
+    @classmethod
+    def of_shape(cls, shape: DecoderWidths, rank: int, base: str = "stored") -> AdapterSize:
+        """Return the size on all linear layers of a decoder but the head, routers and stacked experts.
+
+        Args:
+            shape: of the decoder.
+            rank: of the matrices.
+            base: how frozen linear layers keep their weights.
+        """
+        dense = [*_attention(shape), *_feed_forward(shape, shape.ffn)] * (shape.layers - shape.moe_layers)
+        moe = [*_attention(shape), *_feed_forward(shape, shape.shared_ffn)] * shape.moe_layers
+        return cls.of_widths(rank, shape.layers, [*dense, *moe], base, [*dense, *moe])
+
+    @classmethod
+    def of_traced(cls, traced: TracedModel, rank: int, base: str = "stored") -> AdapterSize:
+        """Return the size on all linear layers of a traced model that may have an adapter.
+
+        Args:
+            traced: the model.
+            rank: of the matrices.
+            base: how frozen linear layers keep their weights.
+        """
+        found = [(inputs, outputs) for inputs, outputs, count in traced.linears for _ in range(count)]
+        return cls.of_widths(rank, traced.num_layers, found, base, found)
 
 
-def _attention(shape: DecoderWidths) -> list[int]:
-    """Inputs and outputs, added up, of each product of an attention layer."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+def _row_bytes(inputs: float, base: str) -> float:
+    """Bytes of a row of weights: whole blocks."""
+    return -(-inputs // BLOCK) * BLOCK_BYTES[base]
+
+
+def _attention(shape: DecoderWidths) -> list[Widths]:
+    """Inputs and outputs of each product of an attention layer."""
+    h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if not shape.kv_rank:
-        return [shape.hidden + q, shape.hidden + kv, shape.hidden + kv, q + shape.hidden]
+        return [(h, q), (h, kv), (h, kv), (q, h)]
     turned = shape.heads * (shape.head_dim + shape.rope_dim)
-    low = [shape.hidden + shape.q_rank, shape.q_rank + turned] if shape.q_rank else [shape.hidden + turned]
-    return [*low, shape.hidden + shape.kv_rank + shape.rope_dim, shape.kv_rank + 2 * q, q + shape.hidden]
+    low = [(h, shape.q_rank), (shape.q_rank, turned)] if shape.q_rank else [(h, turned)]
+    return [*low, (h, shape.kv_rank + shape.rope_dim), (shape.kv_rank, 2 * q), (q, h)]
 
 
-def _feed_forward(shape: DecoderWidths, width: int) -> list[int]:
-    return [shape.hidden + width] * (3 if shape.gated else 2) if width else []
+def _feed_forward(shape: DecoderWidths, width: int) -> list[Widths]:
+    return [*[(shape.hidden, width)] * (2 if shape.gated else 1), (width, shape.hidden)] if width else []
 
 
 def _fits(path: str, targets: Sequence[str]) -> bool:

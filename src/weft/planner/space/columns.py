@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.space.adapter_size import AdapterSize
+from weft.planner.space.frozen_work import FrozenWork
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
 from weft.spec.plan import AXES, PLAN_FIELDS, PLANNED_PRECISIONS, RESHARDS, Plan, orders
@@ -32,8 +33,9 @@ Floats = NDArray[np.float64]
 class Job:
     """What is to be trained, whatever the plan: the model, the batch, the optimizer, and the software.
 
-    seq_len: tokens of a sequence. global_batch: sequences of one optimizer step.
-    optimizer: "adamw", "sgd" or "muon". adapter: what is trained in place of all weights; None: these.
+    seq_len: tokens of a sequence. global_batch: samples of one optimizer step. texts: sequences of a sample, such as
+    the two answers of a pair. optimizer: "adamw", "sgd" or "muon". adapter: what is trained in place of all weights;
+    None: these. frozen: what a step computes without gradients; None: nothing.
     """
 
     shape: Shape
@@ -42,6 +44,28 @@ class Job:
     optimizer: str = "adamw"
     stack: Stack = field(default_factory=Stack)
     adapter: AdapterSize | None = None
+    texts: int = 1
+    frozen: FrozenWork | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch * self.texts * self.seq_len
+
+    def sequences(self, dp_size: Any, passes: Any) -> Any:
+        """Return the sequences of one pass on one of `dp_size` ranks that read different samples: at least a sample's.
+
+        Numbers or numpy arrays.
+        """
+        return np.maximum(1, samples_per_microbatch(self.global_batch, dp_size, passes)) * self.texts
+
+    def settled(self, plan: Plan) -> Plan:
+        """Return the plan with its way of context parallelism said where it has any, and not said where it has none."""
+        shape = self.shape
+        mode = Plan().cp_mode
+        if plan.cp > 1:  # "auto" as the runtime settles it
+            mode = choose_cp_mode(plan.cp_mode, plan.cp, shape.heads, shape.kv_heads, self.seq_len, plan.tp)
+        return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)
 
 
 #: What is not named where columns are made: what a plan has by default, but bf16, as nearly all published runs have.
@@ -147,18 +171,15 @@ class Columns:
     def of(cls, plans: Iterable[Plan], job: Job) -> Columns:
         """Return the columns of plans.
 
-        A plan's microbatch is what the job's global batch leaves: at least one sequence.
+        A plan's microbatch is what the job's global batch leaves: at least one sample.
         """
-        listed = [settled(plan, job) for plan in plans]
+        listed = [job.settled(plan) for plan in plans]
         found: dict[str, NDArray[Any]] = {}
         for name in PLAN_FIELDS:
             found |= encoded(name, [getattr(plan, name) for plan in listed])
         passes = [plan.microbatches_per_step for plan in listed]
         found["num_micro"] = np.array(passes, dtype=np.int64)
-        rows = [
-            max(1, samples_per_microbatch(job.global_batch, plan.dp_size, count))
-            for plan, count in zip(listed, passes, strict=True)
-        ]
+        rows = [int(job.sequences(plan.dp_size, count)) for plan, count in zip(listed, passes, strict=True)]
         found["microbatch"] = np.array(rows, dtype=np.int64)
         return cls.make(len(listed), **found).with_recompute_share(job.shape.layers)
 
@@ -212,15 +233,3 @@ def encoded(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
         column.name: np.array([each[place] for each in numbers], dtype=column.dtype)
         for place, column in enumerate(known.columns)
     }
-
-
-def settled_cp_mode(plan: Plan, job: Job) -> str:
-    """The way of context parallelism that the runtime takes: "auto" settled by the job's shape."""
-    shape = job.shape
-    return choose_cp_mode(plan.cp_mode, plan.cp, shape.heads, shape.kv_heads, job.seq_len, plan.tp)
-
-
-def settled(plan: Plan, job: Job) -> Plan:
-    """Return the plan with its way of context parallelism said where it has any, and not said where it has none."""
-    mode = settled_cp_mode(plan, job) if plan.cp > 1 else Plan().cp_mode
-    return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)

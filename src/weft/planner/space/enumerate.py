@@ -232,7 +232,7 @@ def _batches(space: Space, job: Job, dp_size: int) -> list[int]:
     given = space.fixed.get("microbatches", space.fixed.get("accumulation"))
     if given is not None:
         return [given]
-    most = max(1, MOST_TOKENS // job.seq_len)
+    most = max(1, MOST_TOKENS // (job.seq_len * job.texts))
     even = shares.even_passes(job.global_batch, dp_size)
     return [each for each in even if shares.samples_per_microbatch(job.global_batch, dp_size, each) <= most] or [1]
 
@@ -248,8 +248,7 @@ def _with_batches(meshes: PartialPlans, batches: Mapping[int, list[int]], job: J
     for name, values in (("microbatches", np.where(piped, passes, 1)), ("accumulation", np.where(piped, 1, passes))):
         table = table.with_values(name, np.where(passes > 0, values, space.fixed.get(name, 1)))
     table = table.with_values("microbatches_per_step", passes)
-    rows = shares.samples_per_microbatch(job.global_batch, table.values("dp_size"), passes)
-    return table.with_values("microbatch", np.maximum(1, rows))
+    return table.with_values("microbatch", job.sequences(table.values("dp_size"), passes))
 
 
 def _with_piped(meshes: PartialPlans, space: Space) -> PartialPlans:

@@ -18,6 +18,7 @@ from weft.units import format_seconds
 DECIDED_BY = {
     "gemm": "gemm_ceiling",
     "recompute": "gemm_ceiling",
+    "frozen": "gemm_ceiling",
     "bubble": "gemm_ceiling",
     "attention": "attn_fwd",
     "memory_bound": "memory_eff",

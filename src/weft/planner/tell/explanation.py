@@ -26,6 +26,7 @@ TERM_WORDS = {
     "recompute": "recompute",
     "offload": "transfers to and from the host",
     "straggler": "waiting for the slowest rank",
+    "frozen": "forward passes without gradients",
 }
 _WIDTH = 32
 
@@ -38,7 +39,7 @@ def explain(one: Candidate, hour_price: float | None = None) -> str:
 def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
     """Plan, step time, throughput, utilisation, price, energy."""
     job, cluster = one.question.job, one.question.cluster
-    tokens, unit = job.global_batch * job.seq_len, one.question.unit
+    tokens, unit = job.tokens, one.question.unit
     cost = one.cost(hour_price)
     money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion {unit}"]
     energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion {unit}"]

@@ -88,10 +88,13 @@ def _maker(device: DeviceSpec) -> str:
 
 
 def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
-    """An adapter in place of all weights, on what is there; then with shorter sequences."""
-    if question.job.adapter is not None or question.model.traced is not None:
+    """An adapter in place of all weights, on what is there, beside weights in 4 bits; then with shorter sequences."""
+    now = question.job.adapter
+    if now is not None and now.base != "stored":
         return
-    yield from _changed(question, ["adapter=16", *(f"adapter=16,{shorter}" for shorter in _lengths(question))])
+    ways = [f"qlora={now.rank}"] if now is not None else ["adapter=16", "qlora=16"]
+    if question.model.adapter_of(16).width:
+        yield from _changed(question, [*ways, *(f"{way},{shorter}" for way in ways for shorter in _lengths(question))])
 
 
 def _shorter_sequences(question: Question) -> Iterator[tuple[str, Question]]:

@@ -9,10 +9,8 @@ from typing import Any
 from weft import units
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.search import Answer, Candidate, Question, answer, estimated
-from weft.planner.space import AdapterSize
 from weft.spec import ClusterSpec
 from weft.spec.cluster import device
-from weft.spec.config import AdapterSection
 
 #: Formats that plans are priced in and that the runtime does not multiply in; layouts of which that is done.
 _NARROW, _LAYOUTS = ("fp8", "fp4"), 10
@@ -63,12 +61,12 @@ def _job(question: Question, field: str, value: float) -> Question:
     return replace(question, job=replace(question.job, **{field: int(value)}))
 
 
-def _adapter(question: Question, rank: float) -> Question:
+def _adapter(question: Question, rank: float, base: str = "stored") -> Question:
     """Train an adapter of this rank on every product of every layer; all else is frozen."""
-    if question.model.traced is not None:
-        rule = "an adapter's size is known for Weft's own decoders alone"
-        raise _error("adapter", f"adapter={rank:g}: {rule}. Leave it out, or name one in the config.")
-    size = AdapterSize.of(question.model.spec, AdapterSection(rank=int(rank)))
+    size = question.model.adapter_of(int(rank), base)
+    if not size.width:
+        rule = f"{question.model.name} has no linear layer that an adapter fits"
+        raise _error("adapter", f"adapter={rank:g}: {rule}. Leave it out.")
     return replace(question, job=replace(question.job, adapter=size))
 
 
@@ -89,6 +87,9 @@ LEVERS: dict[str, Lever] = {
     "batch": Lever("sequences", lambda q: q.job.global_batch, lambda q, v: _job(q, "global_batch", v), whole=True),
     "adapter": Lever(
         "ranks", lambda q: q.job.adapter.rank if q.job.adapter else 16, _adapter, whole=True
+    ),
+    "qlora": Lever(
+        "ranks", lambda q: q.job.adapter.rank if q.job.adapter else 16, lambda q, v: _adapter(q, v, "nf4"), whole=True
     ),
     "nic": Lever(
         "GB/s for each device",

@@ -86,7 +86,7 @@ class WholeRun:
         job, count = self.candidate.question.job, self.candidate.question.cluster.num_devices
         band = self.band
         words = "" if band is None else f" ({self.days * band.low:.3g} to {self.days * band.high:.3g} in 80% of cases)"
-        steps = math.ceil(self.tokens / (job.global_batch * job.seq_len))
+        steps = math.ceil(self.tokens / job.tokens)
         known = [
             *([] if self.dollars is None else [_money(self.dollars)]),
             *([] if self.kwh is None else [f"{_energy(self.kwh)}"]),
@@ -146,7 +146,7 @@ def whole_run(one: Candidate, terms: RunTerms) -> WholeRun:
     if good < _LEAST_GOODPUT:
         raise _no_headway(terms, question.cluster.num_devices, failure_s)
     cost = one.cost(terms.price)
-    per_token = one.step_s / good / (question.job.global_batch * question.job.seq_len)
+    per_token = one.step_s / good / question.job.tokens
     price = None if cost.price is None else cost.price / one.step_s
     if terms.budget is not None:
         if not price:

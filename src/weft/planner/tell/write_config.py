@@ -34,7 +34,9 @@ def config_text(one: Candidate) -> str:
     from weft.spec.rules import config_problems
 
     question = one.question
-    base = question.model.config or RunConfig.model_validate({"model": _model_table(one)})
+    tuned = question.job.adapter is not None and question.model.folder is not None
+    model = {"path": str(question.model.folder)} if tuned else None
+    base = question.model.config or RunConfig.model_validate({"model": model or _model_table(one)})
     tables = base.model_dump(by_alias=True, exclude_none=True)
     tables["plan"] = one.plan.format()
     tables["train"]["global_batch"] = question.job.global_batch
@@ -67,8 +69,10 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
         _steps_note(tables["train"], one),
     ]
     if adapter is not None:
-        tables["adapter"]["rank"] = adapter.rank
+        tables["adapter"] |= {"rank": adapter.rank, "base": adapter.base}
         notes[1] = f"optimizer.lr={rate:g} is {why}."
+        if tables["model"].get("path"):
+            return notes  # whose tokenizer it is
         notes.append('model.path is empty, and an adapter needs a model to adapt. Name its folder: path = "folder".')
     if model.folder is not None and (model.folder / "tokenizer.json").is_file():
         tables["tokenizer"] |= {"kind": "file", "path": str(model.folder.resolve())}
@@ -84,7 +88,7 @@ def _suit(tables: dict[str, Any], one: Candidate) -> list[str]:
 def _steps_note(train: dict[str, Any], one: Candidate) -> str:
     """How much a run of the default's steps reads, beside what a model of this size is usually shown."""
     steps, question = train["steps"], one.question
-    read = format_count(steps * question.job.global_batch * question.job.seq_len).replace(" ", "")
+    read = format_count(steps * question.job.tokens).replace(" ", "")
     trial = f"train.steps={steps} is a trial: {read} tokens, {format_seconds(steps * one.step_s)}"
     return f"{trial}. weft plan ... --run tokens=1T tells what more would cost."
 

@@ -20,6 +20,7 @@ from weft.spec.config.setting_types import (
     Duration,
     Extent,
     Fraction,
+    HostPort,
     Name,
     NonNegative,
     OptionValue,
@@ -47,10 +48,10 @@ class TaskSection(Section):
     """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
 
     name: TaskName | None = None
-    """masked_lm, classify_text, classify_tokens, seq2seq or embed, with the Hugging Face folder of model.path; prefer,
-    which learns from preferred answers; distill, which follows a teacher; classify_images, with a folder of pictures;
-    or your own task as package.module:Class, importable from this folder, or path/to/file.py:Class. Short form:
-    `task = "classify_text"`. By default a decoder trained on text."""
+    """masked_lm, classify_text, classify_tokens, seq2seq, embed or transcribe, with the Hugging Face folder of
+    model.path; prefer, which learns from preferred answers; distill, which follows a teacher; classify_images and
+    classify_audio, with pictures and recordings; or your own task as package.module:Class, importable from this
+    folder, or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text."""
     options: dict[str, OptionValue] = Field(default={})
     """Arguments of the task's constructor, such as {size = 32}."""
 
@@ -183,8 +184,8 @@ class DataSection(Section):
     """Of batching=cost: what a microbatch may cost, in tokens: its FLOPs, filled up to its longest sample, divided by
     those of one token alone. auto: as much as the plan's microbatches of train.seq_len tokens."""
     workers: Count | None = None
-    """Processes of each rank that decode pictures; 0 decodes in the rank. They change no number. By default one for
-    each core that the machine's ranks leave, at most 8."""
+    """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default
+    one for each core that the machine's ranks leave, at most 8."""
 
 
 class EarlyStopSection(Section):
@@ -324,6 +325,17 @@ class LaunchSection(Section):
     plan for them, and the global batch stays. Absent: always all ranks."""
     on_failure: Literal["stop", "hold"] = "stop"
     """After the last restart: stop, or wait with the folder held and the devices free until `weft resume RUN`."""
+    replicas_apart: bool = False
+    """Under sync=diloco:H or average:H: start each replica as a world of its own, with its own processes, restarts and
+    checkpoints. One that is late or lost does not stop the others, and joins again at a meeting."""
+    meeting_timeout: Duration = "1m"
+    """How long replicas that are worlds of their own wait at a meeting for one that is late, and for a word or bytes of
+    another one."""
+    replica: Count | None = Field(default=None, examples=[1])
+    """Start only this replica here, counted from 0, with the others on other machines. Absent: all of them here."""
+    meet_at: HostPort | None = Field(default=None, examples=["10.0.0.1:29600"])
+    """HOST:PORT where replicas on several machines leave word: of the machine that starts replica 0, which listens
+    there."""
 
 
 class RunConfig(Section):

@@ -46,10 +46,10 @@ CodeName = Annotated[
     WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
 ]
 #: Tasks that have a name; `find_task` knows their classes. These train the model of a Hugging Face folder.
-FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
+FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed", "transcribe")
 #: These train the text decoder by another loss.
 TEXT_TASKS = ("prefer", "distill")
-TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, "classify_images")
+TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, "classify_images", "classify_audio")
 #: What a task trains, by its name; what is not here trains something else.
 TRAINS = {**dict.fromkeys(FOLDER_TASKS, "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
 _TASK = rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$"
@@ -84,6 +84,15 @@ Duration = Annotated[
     str,
     StringConstraints(pattern=_DURATION),
     WithJsonSchema({"type": "string", "pattern": _DURATION, "x-rule": "a time such as 3h30m, 90s or 1d12h"}),
+]
+
+_HOST_PORT = r"^[^\s:/]([^\s/]{0,250}[^\s:/])?:[1-9][0-9]{0,4}$"
+HostPort = Annotated[
+    str,
+    StringConstraints(pattern=_HOST_PORT),
+    WithJsonSchema(
+        {"type": "string", "pattern": _HOST_PORT, "x-rule": "the name or address of a machine and a port: HOST:PORT"}
+    ),
 ]
 
 _SECRET = r"^(env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:[^\x00]{1,4000})$"

@@ -5,8 +5,8 @@ To add a rule, add one `ConfigRule`. A rule is asked only where all of its keys 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from weft.errors import ConfigError, LayoutError, PlanError, Problem
 from weft.spec.cluster import DeviceSpec
@@ -14,32 +14,12 @@ from weft.spec.config import TRAINS, AdapterSection, RunConfig
 from weft.spec.layout import Layout
 from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan, is_auto, plan_fields
+from weft.spec.rules.apart_rules import APART_RULES
+from weft.spec.rules.config_rule import ConfigRule
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import Facts
 from weft.spec.rules.watch_rules import watch_problems
 from weft.spec.written import origin_of, shown
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigRule:
-    """One thing that a config must not ask for.
-
-    keys: the dotted keys that the rule looks at; the first is the one to blame.
-    predicate: True where the config breaks the rule. reason: why, in one sentence that holds for every config.
-    message: `<value>: <rule with the limit>. <what to type instead>.`, without the key and its equals sign.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-    reason: str
-    predicate: Callable[[RunConfig], bool]
-    message: Callable[[RunConfig], str]
-
-    def check(self, config: RunConfig) -> Problem | None:
-        """The problem, or None where the config keeps the rule."""
-        if not self.predicate(config):
-            return None
-        return Problem(self.keys[0], f"{self.keys[0]}={self.message(config)}")
 
 
 def _layout_problem(config: RunConfig) -> str:
@@ -245,6 +225,7 @@ CONFIG_RULES: tuple[ConfigRule, ...] = (
             f"Use data.holdout=0.02, or give data.eval."
         ),
     ),
+    *APART_RULES,
 )
 
 

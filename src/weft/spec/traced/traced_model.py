@@ -17,7 +17,7 @@ from weft.errors import ModelError
 from weft.spec.traced.layer_terms import DividedBytes, Growth, Matmul, TracedAttention
 
 #: What a saved description begins with, and its version.
-FORMAT, VERSION = "weft-traced-model", 1
+FORMAT, VERSION = "weft-traced-model", 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,8 @@ class TracedModel:
     the table of the vocabulary and the head, which `vocab` and `tied` say. vocab: entries of the head; 0 without one.
     hidden: values that go from one layer to the next, for each token, or for each sample where nothing is a sequence.
     reads_sequence: whether S means anything. max_seq_len: what it reads at most. default_seq_len: of the example.
-    limits: fields of a plan that cannot take every value with it.
+    limits: fields of a plan that cannot take every value with it. linears: inputs and outputs of the linear layers that
+    may have an adapter, and how many there are of each.
     """
 
     name: str
@@ -129,6 +130,7 @@ class TracedModel:
     default_seq_len: int
     num_params: int
     limits: tuple[tuple[str, Limit], ...] = ()
+    linears: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -158,6 +160,20 @@ class TracedModel:
             total = total + layer.count * (products + scores)
         return total
 
+    def weight_flops(self, batch: Any, seq: Any) -> Any:
+        """Return the FLOPs of backward that make gradients of weights, the head's included.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each.
+        """
+        total = 2.0 * batch * seq * self.vocab * self.hidden
+        for layer in (self.before, *self.layers, self.after):
+            total = total + layer.count * sum(
+                each.flops(batch, seq, 1) * each.weight_grad for each in layer.matmuls if each.batch.one == 1
+            )
+        return total
+
     def save(self, path: Path) -> None:
         """Write it as JSON, from which `weft plan` reads it without torch."""
         table = {"format": FORMAT, "version": VERSION, **asdict(self)}
@@ -180,6 +196,7 @@ class TracedModel:
             values["limits"] = tuple(
                 (name, Limit(tuple(each["values"]), each["reason"])) for name, each in values["limits"]
             )
+            values["linears"] = tuple((int(i), int(o), int(count)) for i, o, count in values["linears"])
             return cls(**values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             rule = f"it is not a saved model ({type(error).__name__}: {error})"

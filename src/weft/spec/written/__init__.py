@@ -10,6 +10,7 @@ __all__ = [
     "BARE_KEY",
     "COMMAND_LINE",
     "DEFAULT",
+    "MODEL_CODE",
     "KeyPath",
     "as_toml",
     "dotted",
@@ -18,6 +19,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.spec.written.model_code import MODEL_CODE
     from weft.spec.written.origins import COMMAND_LINE, DEFAULT, origin_of
     from weft.spec.written.toml_values import BARE_KEY, KeyPath, as_toml, dotted, shown
 
@@ -28,6 +30,7 @@ __getattr__ = loads(
         "COMMAND_LINE": ".origins",
         "DEFAULT": ".origins",
         "KeyPath": ".toml_values",
+        "MODEL_CODE": ".model_code",
         "as_toml": ".toml_values",
         "dotted": ".toml_values",
         "origin_of": ".origins",

@@ -29,8 +29,8 @@ _FREE = {
     aten.detach, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
     UNSAFE_VIEW, aten.lift_fresh, aten.alias,
 }  # fmt: skip
-#: Operations that read of their first argument only as much as they give.
-_PICKING = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.embedding_dense_backward}
+#: Operations that read of their first argument as much as they give: a small table is read again and again.
+_PICKING = {aten.embedding, aten.index, aten.gather, aten.index_select}
 _PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
 _CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 
@@ -176,7 +176,7 @@ class KernelRecorder(TorchDispatchMode):
         row.writes = {self.key(each): _num_bytes(each) for each in made}
         picked = sum(row.writes.values()) if packet in _PICKING else None
         for place, each in enumerate(inputs):
-            size = _num_bytes(each) if picked is None or place else min(_num_bytes(each), picked)
+            size = _num_bytes(each) if picked is None or place else picked
             row.reads[self.key(each)] = max(size, row.reads.get(self.key(each), 0))
         style = next((self.styles[key] for key in row.reads if key in self.styles), "")
         inside = any(key in self.cut for key in row.reads)

@@ -13,6 +13,7 @@ __all__ = [
     "GROUPS",
     "LateResult",
     "Measures",
+    "ReplicaWorld",
     "StepResult",
     "TraceKind",
     "derive_seed",
@@ -20,7 +21,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.train.engine.engine import GROUPS, Engine
-    from weft.train.engine.job import EngineJob, derive_seed
+    from weft.train.engine.job import EngineJob, ReplicaWorld, derive_seed
     from weft.train.engine.measures import Measures
     from weft.train.engine.results import Evaluation, LateResult, StepResult, TraceKind
 
@@ -33,6 +34,7 @@ __getattr__ = loads(
         "GROUPS": ".engine",
         "LateResult": ".results",
         "Measures": ".measures",
+        "ReplicaWorld": ".job",
         "StepResult": ".results",
         "TraceKind": ".results",
         "derive_seed": ".job",

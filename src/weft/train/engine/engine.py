@@ -47,6 +47,25 @@ class Engine(Protocol):
         """
         ...
 
+    def rejoin(self, step: int) -> int | None:
+        """Meet, before the first step, ranks of other worlds that are waited for, where there are any.
+
+        Returns the step to go on from; None where this rank was asked to stop meanwhile.
+
+        Args:
+            step: steps done.
+        """
+        ...
+
+    @property
+    def over(self) -> Mapping[str, Any] | None:
+        """Where other worlds have ended without this one: `where` their model is, its `step` and `token`."""
+        ...
+
+    def end(self) -> None:
+        """Tell other worlds, where there are any, that this one has come to its last step, which is saved."""
+        ...
+
     @property
     def batches(self) -> Batches:
         """The training batches of this rank."""

@@ -18,11 +18,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaWorld:
+    """One replica of several, each a world of its own. replica: which one. meet_at: HOST:PORT where they leave word."""
+
+    replica: int
+    meet_at: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineJob:
     """What an engine is made for.
 
     place: this process among the ranks; None is a single rank. store: where the ranks have met already. tell: shows
     people a line, of a rank that waits for another one. on_hang: takes an event of it, where this rank may write one.
+    world: which replica of the plan's these ranks are, where each is a world of its own.
     """
 
     folder: RunFolder
@@ -33,6 +42,7 @@ class EngineJob:
     tell: Callable[[str], None]
     store: Store | None = None
     on_hang: Callable[[Mapping[str, object]], None] = lambda event: None
+    world: ReplicaWorld | None = None
 
 
 def derive_seed(*parts: int) -> int:

@@ -16,7 +16,8 @@ class StepResult:
 
     loss: mean over the `count` that the task counts, before the update. grad_norm: before clipping. skipped: why the
     weights were left as they were, or None. wants_stop: some rank asked to stop. update_ratio: norm of the update over
-    the norm of the weights, where it was measured.
+    the norm of the weights, where it was measured. share: of the global batch that is counted here. goes_to: steps done
+    from which training goes on, where replicas that this one met were elsewhere. is_over: other replicas have ended.
     """
 
     loss: float
@@ -26,6 +27,9 @@ class StepResult:
     skipped: str | None = None
     wants_stop: bool = False
     update_ratio: float | None = None
+    share: float = 1.0
+    goes_to: int | None = None
+    is_over: bool = False
 
 
 class LateResult:

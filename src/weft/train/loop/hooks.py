@@ -59,6 +59,9 @@ class Hook:
     def on_action(self, step: int, wish: Wish) -> None:
         """Hear that the ranks do what the run was asked for, after `step` steps."""
 
+    def on_moved(self, before: int, step: int) -> None:
+        """Hear that training goes on from `step`, not from `before`: replicas that were met are there."""
+
     def on_checkpoint(self, saved: SaveEnd) -> None:
         """Hear that a checkpoint is complete, on disk or in memory; later steps than its own may be done already."""
 

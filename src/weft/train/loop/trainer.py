@@ -23,6 +23,8 @@ from weft.train.task import Task
 
 #: Why a run ended that a signal or a hook stopped.
 ASKED_TO_STOP = "asked to stop"
+#: Why a run ended whose other replicas, worlds of their own, had ended.
+OTHERS_ENDED = "the other replicas have ended"
 #: Wishes after which the next start goes on from an older checkpoint.
 GOES_BACK = ("roll_back", "skip_data")
 #: Of bad steps in a row so many are traced: the others go wrong for the same reason.
@@ -50,7 +52,8 @@ class Trainer:
     after the next step it is asked again. confirm: the weights after so many steps gave a finite loss. halted: where
     the same command resumes after a first bad step, in words. All are called on every rank. left_out: steps, counted
     from 1, that are passed over with their data. wishes: on the first rank, gives what the run is asked for; None: it
-    cannot be asked. parting: the wish that ended training, where one did.
+    cannot be asked. parting: the wish that ended training, where one did. moved: hears, after a meeting, that training
+    goes on from another step (before, after). is_unsaved: the weights that training begins with are in no checkpoint.
     """
 
     task: Task
@@ -63,6 +66,8 @@ class Trainer:
     hooks: Sequence[Hook] = ()
     left_out: Collection[int] = ()
     wishes: Callable[[], Sequence[Wish]] | None = None
+    moved: Callable[[int, int], None] = lambda before, step: None
+    is_unsaved: bool = False
     progress: Progress = field(default_factory=Progress)
     book: TimeBook = field(default_factory=TimeBook)
     garbage: GarbageTurns = field(init=False)
@@ -76,6 +81,7 @@ class Trainer:
     _unread: _Launched | None = None
     _copy_waits: bool = False
     _save_asked: bool = False
+    _has_moved: bool = False
 
     def __post_init__(self) -> None:
         self.garbage = GarbageTurns(self.config.train.collect_every)
@@ -91,18 +97,13 @@ class Trainer:
         guard = NonFiniteGuard(self.config.train.max_bad_steps)
         self._peak_flops = self.engine.peak_flops()
         self._flops = self.task.flops_per_count() if self._peak_flops else None
-        self._saved_step, self._sound_step = self.progress.step, None
+        self._saved_step, self._sound_step = -1 if self.is_unsaved else self.progress.step, None
         self.book.start()
         for hook in self.hooks:
             hook.on_start(self.progress.step)
             hook.on_phase("compiling" if self.engine.plan.compile else "first step")
-        reason = "finished"
         with self.garbage:
-            for first, end in stretches(self.progress.step, num_steps, self.left_out):
-                self.progress.step = first
-                if stop := self._train_stretch(end, guard):
-                    reason = stop
-                    break
+            reason = self._train_until(num_steps, guard) or "finished"
         if self.parting is not None and self.parting.action in GOES_BACK:
             self._wait_for_saves()  # what follows trains on from an older checkpoint: these weights are not wanted
         elif (why := self._save_last(guard)) and self._must_be_saved():
@@ -111,11 +112,22 @@ class Trainer:
         self._end(reason)
         return reason
 
+    def _train_until(self, num_steps: int, guard: NonFiniteGuard) -> str | None:
+        """All steps that are left, from wherever meetings lead; a reason to stop before, or None."""
+        while True:
+            self._has_moved, stop = False, None
+            for first, end in stretches(self.progress.step, num_steps, self.left_out):
+                self.progress.step = first
+                if (stop := self._train_stretch(end, guard)) or self._has_moved:
+                    break
+            if stop or not self._has_moved:
+                return stop
+
     def _train_stretch(self, end: int, guard: NonFiniteGuard) -> str | None:
         """All steps up to `end`; a reason to stop before, or None."""
         with self.engine.batches.iterate(self.progress.step, end) as steps:
             for batches in self._awaited(steps):
-                if stop := self._advance(batches, guard):
+                if (stop := self._advance(batches, guard)) or self._has_moved:
                     return stop
         stop = self._see_last(guard)
         self.progress.step = end
@@ -131,8 +143,10 @@ class Trainer:
         self.progress.step += 1
         self.garbage.after_step(self.progress.step)
         stop = self._see(before, guard) if before else None
-        if stop or self._save_asked or not isinstance(self._unread.result, LateResult) or self._is_something_due():
+        launched = self._unread.result
+        if stop or self._save_asked or not isinstance(launched, LateResult) or self._is_something_due():
             stop = self._see_last(guard) or stop
+        self._follow(launched)
         self._tell_ended(self.ended(False))
         stop = stop or self._evaluate_if_due()
         self._copy_waits = self._copy_waits or self._due(self.config.checkpoint.peer_every)
@@ -143,6 +157,15 @@ class Trainer:
             with self.engine.pulse.doing("copies its state"), self.book.spend("checkpoint"):
                 self._copy_waits = not self.copy(self.progress)
         return stop
+
+    def _follow(self, result: StepResult | LateResult) -> None:
+        """Go on from where a meeting after this step led, if it did; engines that meet others know their results."""
+        if isinstance(result, StepResult) and result.goes_to is not None:
+            before, self.progress.step = self.progress.step, result.goes_to
+            self._has_moved, self._saved_step = True, -1
+            self.moved(before, result.goes_to)
+            for hook in self.hooks:
+                hook.on_moved(before, result.goes_to)
 
     def _see_last(self, guard: NonFiniteGuard) -> str | None:
         """Wait for the last step, where nobody has seen it yet."""
@@ -162,7 +185,8 @@ class Trainer:
             raise self._halt(str(halt), guard) from None
         if not guard.num_bad:
             self.confirm(launched.number - 1)
-        return self._heed() if result.wants_stop else None
+        stop = self._heed() if result.wants_stop else None
+        return OTHERS_ENDED if result.is_over else stop
 
     def _trace(self, kind: TraceKind, number: int) -> None:
         """Find out where a step went wrong. All ranks come here: they judge by the same numbers."""
@@ -298,7 +322,7 @@ class Trainer:
         meter.count(times, result.count)
         self.engine.pulse.step_took(times.total_s)
         self.book.add_step(times, launched.data_s)
-        speed, samples = meter.count_per_s, self.config.train.global_batch
+        speed, samples = meter.count_per_s, self.config.train.global_batch * result.share
         busy_s, exposed = busy_seconds(times)
         return StepRecord(
             step=launched.number,

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from weft.data.batch import move_batch, parts_of, tensors_in, with_parts
 from weft.data.order import rows_of
 from weft.errors import ModelError
-from weft.mesh import Axis
 from weft.parallel.randomness import SampleNumbers
 from weft.spec import shares
 from weft.spec.plan import Plan
 
 #: What `mark` leaves at tensors of a batch.
 _MARK = "_weft_samples"
+
+
+class AmongReaders(Protocol):
+    """A rank among those that read different samples: number `rank` of `size`, as an axis or a mesh's reader says."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
 
 
 class Microbatches:
@@ -205,7 +214,7 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
     return [one for one, _ in batch.counted()]
 
 
-def samples_of(batch: Any, num_microbatches: int, data: Axis) -> list[SampleNumbers]:
+def samples_of(batch: Any, num_microbatches: int, data: AmongReaders) -> list[SampleNumbers]:
     """Return which samples of the global batch lie in each microbatch of what a step was given, before it was moved.
 
     A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to be equally large.
@@ -213,7 +222,7 @@ def samples_of(batch: Any, num_microbatches: int, data: Axis) -> list[SampleNumb
     Args:
         batch: as the step was given it.
         num_microbatches: into how many a plain batch is cut.
-        data: the ranks that read different samples.
+        data: this rank among those that read different samples.
     """
     if isinstance(batch, Microbatches):
         if batch.samples is not None:

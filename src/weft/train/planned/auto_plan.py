@@ -51,7 +51,10 @@ def settle_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[Ru
     profile = _profile(machines) if world_size == local_size else None
     if profile is not None:
         machines = here.cluster_of(profile, f"{world_size}xhere")
-    best = choose_plan(find_task(config).describe(), machines, auto_fields(config.plan), profile=profile)
+    model = find_task(config).describe()
+    if model.traced is not None or model.adapter is not None or model.frozen is not None:
+        profile = None  # the laws of a measured host know whole decoders alone: its data sheet counts what they do not
+    best = choose_plan(model, machines, auto_fields(config.plan), profile=profile)
     return config.model_copy(update={"plan": best.plan.format()}), best
 
 

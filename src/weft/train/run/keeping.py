@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from weft.checkpoint import (
@@ -44,9 +44,26 @@ _LARGEST_WEIGHT = 1e18
 
 
 class Keeper:
-    """Saves and resumes one run, on all ranks together: one save at a time, behind training where that is wished."""
+    """Saves and resumes one run, on all ranks together: one save at a time, behind training where that is wished.
 
-    def __init__(self, folder: RunFolder, config: RunConfig, engine: Engine, home: CopyHome | None = None):
+    Args:
+        folder: of the run.
+        config: of the run.
+        engine: what is saved.
+        home: what keeps copies in the memory of this host.
+        elsewhere: returns the checkpoint that the run goes on from in the place of its own newest one, whose step it
+            takes; None: from its own. All ranks call it.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        engine: Engine,
+        home: CopyHome | None = None,
+        elsewhere: Callable[[int | None], Location | None] = lambda own: None,
+    ):
+        self._elsewhere = elsewhere
         self._folder, self._config, self._engine = folder, config, engine
         self._background, self._talk = config.checkpoint.background, engine.talk()
         self._save: Save | None = None
@@ -70,10 +87,14 @@ class Keeper:
         path, notes = self._copied()
         if from_disk := path is None:
             step, more = self._find()
+            path = self._elsewhere(step)
+            if path is not None:
+                self._digests = None
+            elif step is not None:
+                path = self._folder.checkpoint(step)
             notes += more
-            if step is None:
+            if path is None:
                 return Progress(), notes
-            path = self._folder.checkpoint(step)
         with self._engine.pulse.doing("reads a checkpoint"):
             checkpoint = load_checkpoint(path, lazily=True)
             left_out = self._engine.load(checkpoint)
@@ -82,6 +103,13 @@ class Keeper:
         notes.append(f"resumed from step {step}{where} ({checkpoint.state['plan']})")
         notes += [*left_out, *rate_change(self._config, step, checkpoint.state.get("rate"))]
         return Progress(**checkpoint.state["progress"]), notes
+
+    def moved(self, before: int, step: int) -> None:
+        """Hear that training goes on from `step`: what was saved of later ones is set aside; all ranks."""
+        if step < before:
+            self._finish()
+            self._good_step = min(self._good_step, step)
+            self._engine.on_first(lambda: bool(set_aside(self._folder.checkpoints, lambda one: one.step > step)))
 
     def _copied(self) -> tuple[Location | None, list[str]]:
         """The copy in memory to resume from, or None, and what is to be told; all ranks."""

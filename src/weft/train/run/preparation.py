@@ -26,23 +26,31 @@ from weft.train.tasks import find_task
 _BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "train.norm_group", "optimizer.name", "adapter")
 
 
-def prepare_run(config: RunConfig, world_size: int, report: Report | None = None, *, locked: bool = False) -> RunFolder:
+def prepare_run(
+    config: RunConfig,
+    world_size: int,
+    report: Report | None = None,
+    *,
+    locked: bool = False,
+    replica: int | None = None,
+) -> RunFolder:
     """Check everything that can be checked before ranks start, make the data ready, and write the run folder.
 
     Called by one process, before any process group exists.
 
     Args:
         config: the whole run.
-        world_size: ranks that will train.
+        world_size: ranks that will train, of all replicas.
         report: called with (stage, done, total) while data is prepared.
         locked: whether the caller holds `run_lock`, as a command does for the whole of its run; else the folder is held
             while this function works.
+        replica: which one this is for, where each is a world of its own.
 
     Raises:
         WeftError: the one of what is wrong; nothing in an existing folder was changed then.
         LaunchError: where another command trains in the folder.
     """
-    folder = run_folder(config)
+    folder = run_folder(config, replica)
     with contextlib.nullcontext() if locked else run_lock(folder.path):
         return _prepare(folder, config, world_size, report)
 

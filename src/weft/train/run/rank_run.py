@@ -19,11 +19,12 @@ from weft.monitor import tail_events
 from weft.monitor.alerts import Wish
 from weft.monitor.screen import busy, make_display, tell
 from weft.monitor.times import TimeBook
-from weft.train.engine import Engine, EngineJob
+from weft.train.engine import Engine, EngineJob, ReplicaWorld
 from weft.train.folder import RunFolder
 from weft.train.injected import FaultHook, asked_fault
 from weft.train.loop import ASKED_TO_STOP, GOES_BACK, Hook, Progress, Trainer, steps_left_out
 from weft.train.planned import PlanWatch
+from weft.train.run.among_replicas import AmongReplicas
 from weft.train.run.folder_lock import run_lock
 from weft.train.run.keeping import Keeper
 from weft.train.run.recorder import RunRecorder
@@ -59,7 +60,7 @@ class Start:
     train.max_time (s of time.monotonic); None: now. alarm: where another rank than the first tells that it waits, when
     the first cannot. store: where the ranks have met already. command: the words that the user typed, for the lines
     that say what to type next. copies: what keeps copies of the state on this host and outlives its ranks. engine:
-    the class that computes, as package.module:Class.
+    the class that computes, as package.module:Class. world: which replica this is, where each is a world of its own.
     """
 
     locked: bool = False
@@ -69,6 +70,7 @@ class Start:
     command: tuple[str, ...] = ()
     copies: CopyHome | None = None
     engine: str = TORCH
+    world: ReplicaWorld | None = None
 
 
 def run_rank(
@@ -93,7 +95,9 @@ def run_rank(
             until_left.enter_context(run_lock(folder.path))
         config = folder.config()
         voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
-        job = EngineJob(folder, config, find_task(config), folder.plan(), place, voice.tell, start.store, voice.record)
+        job = EngineJob(
+            folder, config, find_task(config), folder.plan(), place, voice.tell, start.store, voice.record, start.world
+        )
         fault = asked_fault(place.rank if place else 0, job.plan)
         drilled = FaultHook(fault, job.task, folder) if fault else None
         engine = cast(Callable[[EngineJob], Engine], named_object(start.engine))(job)
@@ -126,7 +130,7 @@ class _RankRun:
     def __init__(self, job: EngineJob, engine: Engine, terminal: TextIO, voice: Voice, start: Start):
         self.folder, self.config, self.task, self.engine = job.folder, job.config, job.task, engine
         self.terminal, self.voice, self.command, self.home = terminal, voice, start.command, start.copies
-        self.place = job.place
+        self.place, self.is_one_of_several = job.place, job.world is not None
 
     def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
         """Resume or start, train to the end, show, sum up. Signals that ask to stop are heeded until the ranks part.
@@ -134,15 +138,15 @@ class _RankRun:
         began: when the command did (s of time.monotonic). hooks: further ones.
         """
         is_first = self.engine.rank == 0
-        keeper = Keeper(self.folder, self.config, self.engine, self.home)
+        others = AmongReplicas(self.folder, self.config, self.engine, is_alone=not self.is_one_of_several)
+        keeper = Keeper(self.folder, self.config, self.engine, self.home, others.elsewhere)
         with busy(self.terminal if is_first else None, "loading the checkpoint"):
             progress, notes = keeper.resume()
-        if progress.step >= self.config.train.steps:
-            if is_first:
-                tell(self.terminal, [*notes, *already_done(self.folder, self.task, progress.step, self.command)])
-            return RunResult(progress.step, "finished")
-        start_step = progress.step
-        recorder = limit = watch = None
+        if not others.rejoin(keeper, progress):
+            return RunResult(progress.step, ASKED_TO_STOP)
+        if progress.step >= self.config.train.steps and not others.is_unsaved:
+            return self._done_before(progress, notes)
+        start_step, recorder, limit, watch = progress.step, None, None, None
         if is_first:
             watch = WishWatch(self.folder.path, time.time() - (time.monotonic() - began), self.engine)
             limit, recorder = self._watch_resources(began), self._recorder(progress, notes)
@@ -161,12 +165,14 @@ class _RankRun:
             left_out=steps_left_out(self.folder),
             progress=progress,
             wishes=watch.take if watch else tuple,
+            moved=keeper.moved,
+            is_unsaved=others.is_unsaved,
         )
         until_left.enter_context(stop_on_signal(self.engine))
         try:
             if watch:
                 watch.start()
-            reason = trainer.fit()
+            reason = others.end(keeper, trainer, trainer.fit())
             if recorder:
                 until_left.callback(recorder.draw)
             parting = self._parting(keeper, trainer)
@@ -177,17 +183,21 @@ class _RankRun:
             raise
         finally:
             self.voice.display = self.voice.log = None
-            if watch:
-                watch.close()
-            if figures:
-                figures.collector.close()
-            if recorder:
-                recorder.close()
+            for one in (watch, figures.collector if figures else None, recorder):
+                if one:
+                    one.close()
         if is_first:
             if limit and reason == ASKED_TO_STOP:
                 reason = limit.reason or reason
             self._close(Ending(progress, reason, shown, times))
         return RunResult(progress.step, reason, parting)
+
+    def _done_before(self, progress: Progress, notes: Sequence[str]) -> RunResult:
+        """The result of a run whose last step an earlier command has done."""
+        self.engine.end()
+        if self.engine.rank == 0:
+            tell(self.terminal, [*notes, *already_done(self.folder, self.task, progress.step, self.command)])
+        return RunResult(progress.step, "finished")
 
     def _close(self, ending: Ending) -> None:
         tell(self.terminal, closing_lines(self.folder, self.task, ending, self.command))
@@ -209,7 +219,9 @@ class _RankRun:
         engine, found = self.engine, None
         if recorder:
             with engine.pulse.doing("asks the planner what to expect"):
-                found = PlanWatch.of(self.task, engine.plan, engine.device, book, recorder.on_figures, recorder.on_note)
+                found = PlanWatch.of(
+                    self.task, self.folder.plan(), engine.device, book, recorder.on_figures, recorder.on_note
+                )
         engine.pulse.planned_s = engine.on_first(lambda: found.step_s if found else 0.0)
         return found
 

@@ -99,6 +99,10 @@ class RunRecorder(Hook):
         self._log.write(event)
         self._display.note(f"step {event['step']}: {event['text']}.")
 
+    def on_moved(self, before: int, step: int) -> None:
+        if step < before:  # readers then forget what was logged beyond this step
+            self._log.write({"event": "resume", "step": step})
+
     def on_checkpoint(self, saved: SaveEnd) -> None:
         assert saved.path is not None
         times = {"stall_s": round(saved.stall_s, 4), "durable_s": round(saved.durable_s, 4)}

@@ -316,7 +316,8 @@ def _chosen(
     place: env.RankEnv | None,
 ) -> Plan:
     """The planner's plan for these ranks; the first of them says which."""
-    from weft.planner.search import CODE, read_model
+    from weft.planner.search import read_model
+    from weft.spec.written import MODEL_CODE
     from weft.train.planned import choose_plan, chosen_line, this_cluster
     from weft.train.task import trace
 
@@ -325,7 +326,7 @@ def _chosen(
         raise PlanError(f"plan=auto: the planner needs model, seq_len and global_batch. Write e.g. {call}.")
     sizes = (place.world_size, place.local_world_size) if place else (1, 1)
     machines = this_cluster(*sizes, device)
-    described = trace(model) if isinstance(model, str) and CODE.fullmatch(model) else model
+    described = trace(model) if isinstance(model, str) and MODEL_CODE.fullmatch(model) else model
     best = choose_plan(read_model(described), machines, auto_fields(plan), seq_len=seq_len, global_batch=global_batch)
     if place is None or place.rank == 0:
         print(chosen_line(best), flush=True)

@@ -7,13 +7,17 @@
     sync        `counts`: steps since the last meeting, meetings, replicas
 
 So `model` is a whole model that any plan reads. As many replicas go on exactly, others from the anchor.
+
+A replica that is a world of its own saves the same for itself alone, and says so in the state: `replica` has its
+`place`, `of` how many, how many `meetings` its anchor has been through, that one's `token`, and whether it
+`owes_meeting`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,7 +25,7 @@ from torch import nn
 from weft.checkpoint import Checkpoint, SavedPiece
 from weft.parallel import DataParallel, data_parallel
 from weft.parallel.local_tensors import StateSource, Stretch, read_whole
-from weft.parallel.zero import RareSync, rare_sync
+from weft.parallel.zero import ApartSync, RareSync, rare_sync
 
 _COUNTS, _OWN = "counts", "replicas"
 
@@ -42,7 +46,7 @@ def replica_stretches(
         engine: of the model.
         optimizer: adopted by a step.
     """
-    if sync.place == 0:
+    if sync.place == 0 or sync.is_apart:
         anchors = {one.name: one for one in sync.anchors()}
         yield from (("model", anchors.get(one.name, one)) for one in engine.stretches())
         yield from (("outer", one) for one in sync.momenta())
@@ -71,12 +75,27 @@ class SavedReplicas:
     checkpoint: Checkpoint
     opens: OpensGroup
 
+    def has_all_of(self, sync: RareSync) -> bool:
+        """Return whether it has what a replica had by itself.
+
+        Args:
+            sync: of the replica.
+        """
+        if self.by_one is not None:
+            return sync.is_apart and self.by_one["place"] == sync.place
+        return self.counts()[2] == sync.replicas
+
     def counts(self) -> tuple[int, int, int]:
         """Return steps since the last meeting, meetings, and replicas; of a checkpoint without any one replica."""
         if not self.checkpoint.entries("sync"):
             return 0, 0, 1
         since, meetings, replicas = read_whole(self.opens(self.checkpoint, "sync"), _COUNTS).tolist()
         return since, meetings, replicas
+
+    @property
+    def by_one(self) -> Mapping[str, Any] | None:
+        """What the replica that saved it for itself says of itself; None: all saved together."""
+        return self.checkpoint.state.get("replica")
 
 
 def resume_replicas(
@@ -105,14 +124,17 @@ def resume_replicas(
     # A checkpoint of replicas that met in every step: the meetings fall on multiples of H all the same.
     sync.since = since if replicas > 1 else checkpoint.step % sync.every
     sync.meetings = meetings
-    if replicas != sync.replicas:
+    if isinstance(sync, ApartSync):
+        sync.owes_meeting = saved.by_one is not None and bool(saved.by_one["owes_meeting"])
+        sync.began_with(checkpoint.step, sync.token_of_anchor() if saved.by_one is None else saved.by_one["token"])
+    if not saved.has_all_of(sync):
         return ([] if replicas == 1 else [_lost(since, replicas)]), states
     if since:
         weights = saved.opens(checkpoint, _OWN, f"{sync.place}/model/")
         for one in sync.held():
             one.fill(weights)
         engine.publish()
-    return [], states if sync.place == 0 else saved.opens(checkpoint, _OWN, f"{sync.place}/optimizer/")
+    return [], states if sync.place == 0 or saved.by_one else saved.opens(checkpoint, _OWN, f"{sync.place}/optimizer/")
 
 
 def _lost(since: int, replicas: int, more: str = "") -> str:

@@ -78,7 +78,7 @@ class TrainStep:
     ):
         self.model = model
         self.optimizer = optimizer
-        self.mesh, self._data = mesh.replica, mesh.data
+        self.mesh, self._data = mesh.replica, mesh.reader
         mesh = self.mesh
         self.precision = Precision.of(mesh.plan)
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)

@@ -15,20 +15,22 @@ __all__ = [
     "Share",
     "Task",
     "Which",
-    "cost_limits",
-    "costs_of",
+    "adapter_size",
     "describe_by_tracing",
+    "describe_folder",
+    "described",
     "sample_in_order",
+    "sample_place",
     "trace",
     "with_adapter",
 ]
 
 if TYPE_CHECKING:
-    from weft.train.task.by_cost import cost_limits, costs_of
-    from weft.train.task.description import describe_by_tracing, trace
+    from weft.train.task.description import describe_by_tracing, describe_folder, trace
     from weft.train.task.forwards import Forwards, Which
-    from weft.train.task.indexed import sample_in_order
-    from weft.train.task.run_adapter import with_adapter
+    from weft.train.task.indexed import sample_in_order, sample_place
+    from weft.train.task.run_adapter import adapter_size, with_adapter
+    from weft.train.task.sample_view import described
     from weft.train.task.share import Batches, MapDataset, Share
     from weft.train.task.task import Metric, Report, Task
 
@@ -43,10 +45,12 @@ __getattr__ = loads(
         "Share": ".share",
         "Task": ".task",
         "Which": ".forwards",
-        "cost_limits": ".by_cost",
-        "costs_of": ".by_cost",
+        "adapter_size": ".run_adapter",
         "describe_by_tracing": ".description",
+        "describe_folder": ".description",
+        "described": ".sample_view",
         "sample_in_order": ".indexed",
+        "sample_place": ".indexed",
         "trace": ".description",
         "with_adapter": ".run_adapter",
     },

@@ -5,17 +5,21 @@ weft.search(weft.trace("package.module:function"), "8xh100")
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from weft.errors import LayoutError, ModelError
+from weft.models.adapters import adapted, add_adapter
 from weft.parallel import Precision
 from weft.parallel.local_tensors import cast_inputs, formats
 from weft.parallel.tensor import check_layout
+from weft.planner.search import PlannedModel, UnknownFamily, read_model
 from weft.spec import Layout, TracedModel
 from weft.spec.plan import Plan
 from weft.spec.traced import Limit
@@ -43,6 +47,33 @@ def trace(source: str) -> TracedModel:
         raise ModelError(f"model={source}: {str(error).rstrip('.')}.") from error
 
 
+def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_face.model_of_config) -> PlannedModel:
+    """Return the model of a Hugging Face folder in the planner's words.
+
+    It is read from config.json where the planner knows the family, and traced elsewhere.
+
+    Args:
+        folder: with config.json, or that file.
+        build: makes the model that is traced, of a config of transformers, on the meta device.
+
+    Raises:
+        ModelError: where the model does not run without numbers.
+    """
+    try:
+        return read_model(str(folder))
+    except UnknownFamily:
+        pass
+    file = folder if folder.is_file() else folder / "config.json"
+    with torch.device("meta"):
+        model = build(hugging_face.load_model_config(folder))
+    name = file.parent.name or str(file.parent.resolve())
+    try:
+        traced = describe_by_tracing(model)
+    except ModelError as error:
+        raise ModelError(f"model={folder}: {str(error).rstrip('.')}.") from error
+    return replace(read_model(replace(traced, name=name)), folder=file.parent)
+
+
 def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
     """Trace a model, which is brought to the meta device and half precision, in place.
 
@@ -64,15 +95,27 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
         blocks=repeated_blocks(model), styles=styles, head=head, table=_input_table(model, styles) if head else None
     )
     _halve(model)
-    step = inputs.sequence_step(model)
+    longest = hugging_face.longest_text(model)
+    step = inputs.sequence_step(model, longest)
     with hugging_face.one_document():
         found = trace_model(model, outline, inputs.call, seq_step=step)
     limits = dict(_limits(model, found, cut, why_not))
     longest = (hugging_face.longest_sequence(model) or 2**20) if step else 1
     usual = inputs.seq_len if step and inputs.given else 0
+    usual = usual or (0 if step else 1)
     return replace(
-        found, limits=tuple(limits.items()), max_seq_len=longest, default_seq_len=usual or (0 if step else 1)
-    )
+        found, limits=tuple(limits.items()), max_seq_len=longest, default_seq_len=usual, linears=_linears(model)
+    )  # fmt: skip
+
+
+def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
+    """Inputs and outputs of the layers that may have an adapter, and how many there are of each; they have one then."""
+    try:
+        record = adapted(add_adapter(model, rank=1))
+    except ModelError:
+        return ()
+    weights = Counter(layers.weight_of(model.get_submodule(path)).shape for path in (record.layers if record else ()))
+    return tuple((shape[1], shape[0], count) for shape, count in weights.items())
 
 
 def _halve(model: nn.Module) -> None:

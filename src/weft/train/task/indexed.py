@@ -10,8 +10,7 @@ from weft.data.batch import map_tensors
 from weft.data.order import permutation
 from weft.errors import DataError
 from weft.spec import shares
-from weft.train.microbatch import Microbatches
-from weft.train.task.by_cost import Costs
+from weft.train.microbatch import Costs, Microbatches
 from weft.train.task.share import MapDataset, Share
 
 Collate = Callable[[list[Any]], Any]
@@ -81,14 +80,25 @@ class IndexedBatches:
 
     def locate(self, place: int) -> tuple[int, int]:
         """Return (epoch, index) of the sample at a place of the endless row."""
-        epoch, rest = divmod(place, len(self._samples))
-        return epoch, permutation(len(self._samples), "task", self._seed, epoch)(rest)
+        return sample_place(len(self._samples), self._seed, place)
 
     def sample(self, place: int) -> Any:
         """Return the sample at a place of the endless row."""
         epoch, index = self.locate(place)
         in_epoch = getattr(self._samples, "in_epoch", None)
         return self._samples[index] if in_epoch is None else in_epoch(epoch, index)
+
+
+def sample_place(num_samples: int, seed: int, place: int) -> tuple[int, int]:
+    """Return (epoch, index) of the sample at a place of the order of training.
+
+    Args:
+        num_samples: of one epoch.
+        seed: of the run.
+        place: in the order of training.
+    """
+    epoch, rest = divmod(place, num_samples)
+    return epoch, permutation(num_samples, "task", seed, epoch)(rest)
 
 
 def sample_in_order(samples: MapDataset | None, seed: int, place: int) -> tuple[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
-from weft.train.task.by_cost import cost_limits, costs_of, traced_costs
+from weft.train.microbatch import cost_limits, costs_of, traced_costs
 from weft.train.task.forwards import Forwards
 from weft.train.task.share import Batches, MapDataset, Share
 from weft.units import format_count

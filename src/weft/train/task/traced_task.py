@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from weft.errors import ModelError, WeftError
 from weft.planner.search import PlannedModel, read_model
 from weft.train.task.description import describe_by_tracing
+from weft.train.task.run_adapter import adapter_size
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +54,11 @@ def describe_by_samples(task: SampledTask) -> PlannedModel:
         traced = describe_by_tracing(shapes, example)
     except ModelError as error:
         raise ModelError(f"{field}: {str(error).rstrip('.')}.") from error
-    return replace(read_model(replace(traced, name=task.name())), config=task.config, sample_unit=task.sample_unit)
+    adapter = None
+    if task.config.adapter.rank:
+        adapter = adapter_size(_call(task, "build", task.shapes), task.config, traced.num_layers)
+    found = read_model(replace(traced, name=task.name()))
+    return replace(found, config=task.config, sample_unit=task.sample_unit, counted_adapter=adapter)
 
 
 def _call(task: SampledTask, method: str, call: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ from weft.errors import ConfigError, Problem
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
 from weft.train.folder import run_folder
-from weft.train.task import Report, with_adapter
+from weft.train.task import Report, adapter_size
 from weft.train.tasks.decoder_files import base_of, keep_base, keep_files
 from weft.train.tasks.decoder_task import DecoderTask
 from weft.units import format_count
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from weft.parallel.local_tensors import StateSource
     from weft.planner.search import PlannedModel
-    from weft.planner.space import AdapterSize
     from weft.spec.plan import Plan
     from weft.train.folder import RunFolder
 
@@ -152,23 +151,10 @@ class PretrainedTask(DecoderTask):
             found = read_model(str(self._base / "config.json"))
         except ModelError:
             found = read_model(replace(describe_by_tracing(self.build_for_trace()), name=self.name()))
-        beside = {"config": self.config, "sample_unit": self.sample_unit, "counted_adapter": self._adapter_size()}
+        # By the names that transformers gives the layers, which the planner does not know.
+        adapter = adapter_size(self.shapes(), self.config, found.shape.layers)
+        beside = {"config": self.config, "sample_unit": self.sample_unit, "counted_adapter": adapter}
         return replace(found, name=self.name(), **beside)
-
-    def _adapter_size(self) -> AdapterSize | None:
-        """The adapter's size by the names that transformers gives the layers, which the planner does not know."""
-        from weft.models.adapters import adapted
-        from weft.planner.space import AdapterSize
-        from weft.structure import hugging_face
-
-        record = adapted(model := with_adapter(self.shapes(), self.config))
-        if record is None:
-            return None
-        layers: Any = [model.get_submodule(path) for path in record.layers]
-        config: Any = hugging_face.load_model_config(self._base).get_text_config(decoder=True)
-        number = config.num_hidden_layers
-        width = sum(layer.lora_A.shape[1] + layer.lora_B.shape[0] for layer in layers)
-        return AdapterSize(rank=record.kind.rank, width=width / number, products=len(layers) / number)
 
     def build_for_trace(self) -> nn.Module:
         """Return the model as shapes, of its own: tracing changes it."""

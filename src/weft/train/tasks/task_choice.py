@@ -19,12 +19,14 @@ _OF_BATCHES = ("data.batching", "data.microbatch_cost")
 
 #: Of the tasks that have a name: the class, and the one for a pretrained folder.
 _CLASSES = {
+    "classify_audio": ("weft.train.tasks.tuned:AudioClassTask",) * 2,
     "classify_images": ("weft.train.tasks.tuned:ImageClassTask",) * 2,
     "classify_text": ("weft.train.tasks.tuned:TextClassTask",) * 2,
     "classify_tokens": ("weft.train.tasks.tuned:TokenClassTask",) * 2,
     "embed": ("weft.train.tasks.tuned:EmbedTask",) * 2,
     "masked_lm": ("weft.train.tasks.tuned:MaskedTask",) * 2,
     "seq2seq": ("weft.train.tasks.tuned:Seq2SeqTask",) * 2,
+    "transcribe": ("weft.train.tasks.tuned:TranscribeTask",) * 2,
     "distill": ("weft.train.tasks.distill:DistillTask", "weft.train.tasks.distill:PretrainedDistillTask"),
     "prefer": ("weft.train.tasks.preference:PreferTask", "weft.train.tasks.preference:PretrainedPreferTask"),
 }
@@ -51,7 +53,7 @@ def find_task(config: RunConfig) -> Task:
         _refuse_unread(task, config)
     _check_batching(task, config)
     if config.data.workers is not None and "data.workers" not in task.sections:
-        rule = f"data.workers={config.data.workers}: only tasks on pictures read it. Leave it out."
+        rule = f"data.workers={config.data.workers}: only tasks on pictures and sound read it. Leave it out."
         raise ConfigError([Problem("data.workers", rule)])
     task.config = config
     return task

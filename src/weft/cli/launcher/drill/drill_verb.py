@@ -52,6 +52,10 @@ def drill(
 
     path, overrides = split_words(words)
     config = load_config(path, overrides).config
+    if config.launch.replicas_apart:
+        raise ConfigError(
+            "launch.replicas_apart=true: a drill tries faults on the ranks of one world. Leave it out of the drill."
+        )
     num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, usable_cores())
     kinds = chosen(faults, num_ranks)
     if config.train.epochs is not None:

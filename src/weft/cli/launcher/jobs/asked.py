@@ -104,12 +104,18 @@ def shell_line(words: Sequence[str]) -> str:
 
 def check_asked(config: RunConfig, job: JobAsked) -> None:
     """ConfigError or PlanError where the config does not suit the machines."""
-    world_size = job.nodes * job.ranks
+    world_size, launch = job.nodes * job.ranks, config.launch
+    if launch.replicas_apart and launch.replica is None:
+        raise ConfigError(
+            "launch.replicas_apart=true: a job starts one world. Print a job for each replica, with "
+            "launch.replica=0, 1, ... and launch.meet_at=HOST:PORT."
+        )
     if not is_auto(config.plan):
         plan = Plan.parse(config.plan, world_size)
-        if plan.world_size != world_size:
+        needed = plan.world_size // (plan.dp_replicate if launch.replicas_apart else 1)
+        if needed != world_size:
             raise ConfigError(
-                f"plan={config.plan}: it needs {plan.world_size} ranks, and --nodes={job.nodes} with {job.ranks} "
+                f"plan={config.plan}: it needs {needed} ranks, and --nodes={job.nodes} with {job.ranks} "
                 f"ranks each gives {world_size}. Change --nodes or --gpus-per-node, or use a '*' in the plan."
             )
     if job.time_s is not None and job.time_s <= job.warn_s:

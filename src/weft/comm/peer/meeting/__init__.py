@@ -14,10 +14,11 @@ __all__ = [
     "MeetingRounds",
     "Party",
     "SocketLink",
+    "address_towards",
 ]
 
 if TYPE_CHECKING:
-    from weft.comm.peer.meeting.meeting_place import MeetingLine, MeetingPlace
+    from weft.comm.peer.meeting.meeting_place import MeetingLine, MeetingPlace, address_towards
     from weft.comm.peer.meeting.party import Call, Party
     from weft.comm.peer.meeting.rounds import MeetingRounds
     from weft.comm.peer.meeting.socket_link import MeetingDoor, SocketLink
@@ -32,5 +33,6 @@ __getattr__ = loads(
         "MeetingRounds": ".rounds",
         "Party": ".party",
         "SocketLink": ".socket_link",
+        "address_towards": ".meeting_place",
     },
 )

@@ -19,6 +19,7 @@ from weft.errors import LaunchError
 _MOST_BYTES = 1 << 20
 #: How long (s) one answer may take before the question is asked again.
 _ANSWER_S = 5.0
+_LOOK_S = 0.2
 
 
 class MeetingPlace:
@@ -39,13 +40,24 @@ class MeetingPlace:
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._listener = socket.create_server((host, port), family=family)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
             raise LaunchError(
-                f"launch.meet_at={host}:{port}: this machine cannot listen there ({error.strerror or error}). Use an "
-                "address of the machine of replica 0 and a free port."
+                f"launch.meet_at={host}:{port}: this machine cannot listen there ({why}). Use an address of the "
+                "machine of replica 0 and a free port."
             ) from error
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._answer, name="weft-meetings", daemon=True).start()
+
+    def is_over(self) -> bool:
+        """Return whether each replica has ended, or has not been heard for `timeout_s`."""
+        with self._lock:
+            return self._rounds.is_over(time.monotonic())
+
+    def wait_until_over(self) -> None:
+        """Answer until each replica has ended, or has not been heard for `timeout_s`."""
+        while not self.is_over():
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Stop answering."""
@@ -92,12 +104,35 @@ class MeetingLine:
             more: the rest of what is said.
         """
         host, _, port = self.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as call:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as call:
             call.sendall(json.dumps({"say": say, **self._own, **more}).encode() + b"\n")
             try:
                 return _read(call)
             except ValueError as error:
                 raise ConnectionResetError(str(error)) from error
+
+
+def address_towards(address: str) -> str:
+    """Return the address of this machine by which the machine of another address sees it; nothing is sent.
+
+    Args:
+        address: host:port.
+
+    Raises:
+        LaunchError: where this machine knows no way there.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            found: str = probe.getsockname()[0]
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"launch.meet_at={address}: this machine knows no way there ({getattr(error, 'strerror', None) or error}). "
+            "Use the name or address of the machine that starts replica 0, and a port from 1 to 65535."
+        ) from error
+    return found
 
 
 def _read(call: socket.socket) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class Party:
     """Joins a replica's ranks to those of other replicas. All ranks of the replica call its methods together.
 
     figures: where this replica stands, which the others are told: number and token of its anchor, step, loss.
-    others: step and loss of each replica, as last heard. says: takes lines for people.
+    others: step and loss of each replica, as last heard. says: takes lines for people. wants_out: whether this replica
+    is asked to stop, so that it waits for no meeting; the first rank is asked.
 
     Args:
         mesh: of this replica.
@@ -69,8 +70,9 @@ class Party:
         says: Callable[[str], None] = lambda line: None,
     ):
         self.replica, self.timeout_s, self.says = replica, timeout_s, says
-        self.figures: dict[str, Any] = {"number": 0, "token": 0, "step": 0, "loss": 0.0}
+        self.figures: dict[str, Any] = {"number": 0, "token": 0, "step": 0, "loss": 0.0, "begins": False}
         self.others: dict[str, list[float]] = {}
+        self.wants_out: Callable[[], bool] = lambda: False
         self._mesh, self._on_first, self._gather = mesh, on_first, gather
         self._line = MeetingLine(address, replica, secrets.randbits(62))
         self._door = MeetingDoor(host)
@@ -84,6 +86,16 @@ class Party:
         self._over.set()
         self._door.close()
 
+    def begin(self) -> None:
+        """Wait until each replica stands before its first step or was further once, for `timeout_s` at most.
+
+        One that starts a little later than the others then finds what they found, and is late at no meeting.
+        """
+        self.figures["begins"] = True
+        end = time.monotonic() + self.timeout_s
+        while not self._on_first(lambda: self._all_begin_in_a_while(end)):
+            pass
+
     def is_behind(self) -> bool:
         """Return whether another replica has a newer anchor."""
         return bool(self._on_first(self._say_where))
@@ -91,7 +103,8 @@ class Party:
     def meet(self, layout: str) -> Call | dict[str, Any]:
         """Wait for a meeting: as long as it takes where another replica's anchor is newer.
 
-        Returns what the place says where there is none: "alone" where it could not be reached, "over".
+        Returns what the place says where there is none: "alone" where it could not be reached, "over", "leave" where
+        this replica is asked to stop.
 
         Args:
             layout: what this replica holds, in words: the others must hold the same.
@@ -163,10 +176,24 @@ class Party:
         finally:
             link.close()
 
+    def _all_begin_in_a_while(self, end: float) -> bool:
+        """On the first rank: whether there is nothing to wait for any more, after some seconds at most."""
+        look_until = min(end, time.monotonic() + _SLICE_S)
+        while time.monotonic() < look_until and not self.wants_out():
+            with contextlib.suppress(OSError):
+                if self._line.ask("beat", **self.figures)["begin"]:
+                    return True
+            time.sleep(_ASK_S)
+        return self.wants_out() or time.monotonic() >= end
+
     def _ask_for_a_while(self, say: str, more: dict[str, Any], lost_at: list[float]) -> dict[str, Any]:
         """On the first rank: ask until there is an answer other than "wait", for some seconds."""
         end = time.monotonic() + _SLICE_S
         while True:
+            if say == "arrive" and self.wants_out():
+                with contextlib.suppress(OSError):
+                    self._line.ask("leave", **self.figures)
+                return {"do": "leave", "why": "this replica is asked to stop"}
             try:
                 told = self._line.ask(say, **self.figures, **more)
                 lost_at.clear()

@@ -23,7 +23,10 @@ _KEPT = 8
 
 @dataclass(slots=True)
 class _Replica:
-    """What is known of one replica. heard, arrived: when (s); None: never, not now. given_up: nobody waits for it."""
+    """What is known of one replica. heard, arrived: when (s); None: never, not now. given_up: nobody waits for it.
+
+    has_begun: it stood before its first step, with its weights, or was further, since this place is there.
+    """
 
     anchor: tuple[int, int] = (-1, 0)
     step: int = 0
@@ -34,6 +37,7 @@ class _Replica:
     doors: list[str] = field(default_factory=list[str])
     layout: str = ""
     given_up: bool = False
+    has_begun: bool = False
     ended: str | None = None
 
 
@@ -64,7 +68,7 @@ class MeetingRounds:
         """Take one replica's word, and return what it is told.
 
         Args:
-            said: `say` is "beat", "arrive", "done" or "end"; the rest says who it is and where it stands.
+            said: `say` is "beat", "arrive", "leave", "done" or "end"; the rest says who it is and where it stands.
             now: seconds of a clock that only rises.
         """
         number = int(said["replica"])
@@ -75,6 +79,7 @@ class MeetingRounds:
                 self._close("abort")
         one.anchor = (said["number"], said["token"])
         one.step, one.loss, one.heard, one.given_up = said["step"], said["loss"], now, False
+        one.has_begun = one.has_begun or said.get("begins", True)
         self._settle(now)
         match said["say"]:
             case "arrive":
@@ -83,10 +88,13 @@ class MeetingRounds:
                 return self._done(number, said, now)
             case "end":
                 one.ended, one.arrived = said["where"], None
+            case "leave":
+                self._leave(number)
             case _:  # "beat": that it lives is known by now
                 pass
         others = {key: [each.step, each.loss] for key, each in self._replicas.items() if each.heard is not None}
-        return {"do": "go on", "behind": self._is_behind(number, now), "replicas": others}
+        all_begin = all(each.has_begun or each.ended is not None for each in self._replicas.values())
+        return {"do": "go on", "behind": self._is_behind(number, now), "begin": all_begin, "replicas": others}
 
     def _lives(self, one: _Replica, now: float) -> bool:
         return one.ended is None and one.heard is not None and now - one.heard <= self._timeout_s
@@ -94,6 +102,21 @@ class MeetingRounds:
     def _is_behind(self, number: int, now: float) -> bool:
         own = self._replicas[number].anchor
         return any(one.anchor > own and self._lives(one, now) for one in self._replicas.values())
+
+    def is_over(self, now: float) -> bool:
+        """Return whether nobody needs the place any more: each replica has ended, or has not been heard for long.
+
+        Args:
+            now: seconds of the same clock.
+        """
+        return not any(self._lives(one, now) for one in self._replicas.values())
+
+    def _leave(self, number: int) -> None:
+        """One that is asked to stop waits no longer; a meeting of which it is a member comes to nothing."""
+        self._replicas[number].arrived = None
+        under_way = self._round
+        if under_way is not None and number in under_way.told["members"] and number not in under_way.said:
+            self._close("abort")
 
     def _arrive(self, number: int, said: dict[str, Any], now: float) -> dict[str, Any]:
         one, under_way = self._replicas[number], self._round
@@ -109,7 +132,8 @@ class MeetingRounds:
         over = [(key, each) for key, each in self._replicas.items() if each.ended is not None]
         newest = max(over, key=lambda pair: pair[1].anchor, default=None)
         if newest is not None and newest[1].anchor > one.anchor and not self._is_behind(number, now):
-            return {"do": "over", "replica": newest[0], "where": newest[1].ended, "step": newest[1].step}
+            told, token = newest[1], newest[1].anchor[1]
+            return {"do": "over", "replica": newest[0], "where": told.ended, "step": told.step, "token": token}
         if under_way is None:
             self._begin(now)
         if self._round is not None and number in self._round.told["members"]:

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 #: Colours that differ in lightness too, for those who see them otherwise and for print.
 PALETTE = (
     "#2a6fbb", "#e09f3e", "#4c9a6a", "#d1495b", "#7a5195", "#58b5c9", "#9c755f", "#b8b84a", "#7f7f7f", "#f28ea8",
-    "#2f4b7c", "#a05d2c", "#86bcb6", "#c0c0c0", "#d37295",
+    "#2f4b7c", "#a05d2c", "#86bcb6", "#c0c0c0", "#d37295", "#3b7d4f",
 )  # fmt: skip
 INK, FAINT = "#222222", "#bbbbbb"
 

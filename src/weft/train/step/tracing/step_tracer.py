@@ -93,7 +93,7 @@ class StepTracer:
             kind: what was wrong with its numbers, equal on all ranks.
             step: which one.
         """
-        numbers = samples_of(Microbatches(step.batches), len(step.batches), self._mesh.data)
+        numbers = samples_of(Microbatches(step.batches), len(step.batches), self._mesh.reader)
         given = self._task.before_step(step.batches)
         data, index = self._choose(step, given, numbers)
         losses, last, can_tell = self._narrow(given, numbers, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,14 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weft.parallel.local_tensors import StateSource
+    from weft.planner.search import PlannedModel
     from weft.spec.plan import Plan
     from weft.train.folder import RunFolder
 
 _KEY = "task.options"
+_NO_PP = Limit(
+    (1,), "a teacher's logits are compared with the student's, and a pipeline has them on its last stage alone"
+)
 
 
 class DistillTask(DecoderTask):
@@ -56,13 +61,12 @@ class DistillTask(DecoderTask):
 
     def facts(self, world_size: int) -> Facts:
         train = self.config.train
-        reason = "a teacher's logits are compared with the student's, and a pipeline has them on its last stage alone"
         return Facts(
             model=None if self.config.model.path else self.spec,
             world_size=world_size,
             global_batch=train.global_batch,
             seq_len=train.seq_len,
-            limits={"pp": Limit((1,), reason)},
+            limits={"pp": _NO_PP},
         )
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
@@ -155,6 +159,15 @@ class DistillTask(DecoderTask):
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
         return {"cross_entropy": sums["cross_entropy"] / sums["count"] if sums["count"] else None}
+
+    def describe(self) -> PlannedModel:
+        """Describe the student, and the teacher's forward in each step."""
+        from weft.planner.space import FrozenWork
+        from weft.train.task import describe_folder
+
+        teacher = describe_folder(self._teacher, lambda _: self._teacher_shapes()).shape
+        frozen = FrozenWork(shape=teacher, other=1, whole_logits=True)
+        return replace(super().describe(), frozen=frozen, task_limits={"pp": _NO_PP})
 
     def data_lines(self) -> Sequence[str]:
         said = ", ".join(f"{name} {value:g}" for name, value in self._settings.items())

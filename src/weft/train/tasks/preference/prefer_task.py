@@ -7,6 +7,7 @@ and kto's mean over the global batch. So losses are the same under every plan an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from weft.parallel.local_tensors import StateSource
+    from weft.planner.search import PlannedModel
     from weft.spec.plan import Plan
     from weft.train.folder import RunFolder
     from weft.train.tasks.preference.answer_samples import PairSamples, VerdictSamples
@@ -314,6 +316,21 @@ class PreferTask(DecoderTask):
         return None
 
     # --- planner and people ---
+
+    def describe(self) -> PlannedModel:
+        """Describe the model, of which a pair takes two rows, and what the reference computes in each step."""
+        from weft.planner.space import FrozenWork
+
+        found, reference, is_kto = super().describe(), self.reference, self._objective == "kto"
+        # For kto the mean over the batch takes the model itself, and the reference, over as many mixed rows.
+        each = 2 if is_kto else 1
+        own = (each if reference == "adapter_off" else 0) + (1 if is_kto else 0)
+        frozen = None
+        if reference == "frozen_copy":
+            frozen = FrozenWork(own=own, shape=found.shape, other=each)
+        elif own:
+            frozen = FrozenWork(own=own)
+        return replace(found, sample_unit=self.sample_unit, texts=1 if is_kto else 2, frozen=frozen)
 
     def data_lines(self) -> Sequence[str]:
         lines, wanted = list(super().data_lines()), self.config.train.global_batch

@@ -6,7 +6,7 @@ The loss is InfoNCE with the other pairs of the global batch as negatives (van d
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from weft.planner.search import PlannedModel
     from weft.train.step import WholeBatchLoss
 
 Pooling = Literal["mean", "cls", "last"]
@@ -112,6 +113,12 @@ class EmbedTask(FolderTask):
     def samples(self, split: str) -> Sequence[Any] | None:
         found = super().samples(split)
         return None if found is None else _Pairs(found)
+
+    # --- planner ---
+
+    def describe(self) -> PlannedModel:
+        """Describe the model, of which a pair takes two or three texts."""
+        return replace(super().describe(), texts=3 if self.negative else 2)
 
     # --- model and step ---
 

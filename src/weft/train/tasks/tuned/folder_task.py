@@ -19,7 +19,8 @@ from weft.errors import ConfigError, DataError, Problem
 from weft.spec.rules import Facts
 from weft.spec.traced import Limit
 from weft.train.folder import RunFolder, free_name, run_folder
-from weft.train.task import Report, Task, cost_limits, costs_of
+from weft.train.microbatch import cost_limits, costs_of
+from weft.train.task import Report, Task
 from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, keep_base
 from weft.train.tasks.tuned.padding import FilledUp, padded, padded_length
 from weft.train.tasks.tuned.table_data import Rows, SplitTables, TableReader, TableRecord
@@ -157,6 +158,12 @@ class FolderTask(Task):
 
     def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
         """Copy what lies beside the weights, with the task's own fields in config.json."""
+        self.keep_base(folder)
+        tables = self.tables
+        return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self._notes)).to_json()}
+
+    def keep_base(self, folder: RunFolder) -> None:
+        """Copy what lies beside the weights, with the task's own fields in config.json."""
         folder.path.mkdir(parents=True, exist_ok=True)
         keep_base(folder, self._path)
         file = base_of(folder) / "config.json"
@@ -168,8 +175,6 @@ class FolderTask(Task):
             **self._changed(hugging_face.load_model_config(self._path)),  # what the folder says, not the changed model
         }
         file.write_text(json.dumps({**fields, **changes}, indent=1) + "\n", "utf-8")
-        tables = self.tables
-        return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self._notes)).to_json()}
 
     def open(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -353,14 +358,19 @@ class FolderTask(Task):
     def describe(self) -> PlannedModel:
         """Describe the model from a trace of it, on ids alone: a mask would be asked for its values."""
         from weft.planner.search import read_model
-        from weft.train.task import describe_by_tracing
+        from weft.train.task import adapter_size, describe_by_tracing
 
         traced = describe_by_tracing(self.shapes())
         if traced.reads_sequence:  # a text of the task, and not the longest that the model reads
-            traced = replace(traced, default_seq_len=self.config.train.seq_len)
+            traced = replace(traced, default_seq_len=self.text_len())
         limits = {**dict(traced.limits), **self.limits()}
         found = read_model(replace(traced, name=self.name(), limits=tuple(limits.items())))
-        return replace(found, config=self.config, sample_unit=self.sample_unit)
+        adapter = adapter_size(self.shapes(), self.config, traced.num_layers)
+        return replace(found, config=self.config, sample_unit=self.sample_unit, counted_adapter=adapter)
+
+    def text_len(self) -> int:
+        """Return the tokens of a text, for the planner."""
+        return self.config.train.seq_len
 
     # --- what people see ---
 

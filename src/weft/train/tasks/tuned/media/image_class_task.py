@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,33 +14,27 @@ from torch.nn import functional as F
 
 from weft.data.media import (
     ClassFolder,
-    DecodedAhead,
     Look,
+    MediaRecords,
     Pictures,
     RecordColumns,
-    RecordPictures,
     find_pictures,
     find_records,
-    parse_source,
     record_files,
-    usual_workers,
-    with_classes,
 )
 from weft.data.prepared import cache_folder
-from weft.env import rank_env
-from weft.errors import CheckpointError, DataError, ModelError
+from weft.errors import DataError, ModelError
 from weft.models.vision import build_image_model
-from weft.train.folder import RunFolder, free_name
-from weft.train.task import Metric, Report, Task
-from weft.units import format_count
+from weft.monitor.screen import SheetEntry
+from weft.train.task import Metric
+from weft.train.tasks.tuned.media.media_task import MediaTask
 
 #: Mean and deviation of each channel over ImageNet, which published weights were trained with (0 to 255).
 _MEAN, _STD = np.array(((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)), np.float32)[..., None, None]
-_FILE = "pictures.json"
 
 
-@dataclass
-class ImageClassTask(Task):
+@dataclass(eq=False)
+class ImageClassTask(MediaTask):
     """Trains a network to name the class of a picture.
 
     data: a folder with a folder of pictures for each class; or records: a file, a folder or a glob of .tar shards,
@@ -65,18 +59,15 @@ class ImageClassTask(Task):
     label: str = ""
 
     unit = sample_unit = "pictures"
-    sections = ("data.cache_dir", "data.workers")
+    media_file = "pictures.json"
     metrics = (
         Metric("accuracy", "", "Share of the pictures whose class the model names."),
         Metric("top5", "", "Share of the pictures whose class is among the five that the model finds likeliest."),
     )
     sum_names = ("right", "among_five")
 
-    _found: dict[str, ClassFolder | RecordPictures] = field(default_factory=dict, init=False, repr=False)
-
     def __post_init__(self) -> None:
-        if not 0.0 < self.holdout < 1.0:
-            raise DataError(f"holdout={self.holdout}: it is a share of the pictures. Use a number between 0 and 1.")
+        self.check_share()
         if self.side < 8:
             raise DataError(f"side={self.side}: pictures need at least 8 pixels to a side. Use 8 or more.")
         if not 0.0 <= self.colour < 1.0:
@@ -86,51 +77,17 @@ class ImageClassTask(Task):
 
     # --- the pictures ---
 
-    def prepare(self, folder: RunFolder, report: Report | None) -> None:
-        kept = folder.path / _FILE
-        if not kept.exists():
-            self._find(report)
-            return
-        self._found = _read(kept)
-        train = self._found["train"]
-        if Path(self.data).absolute() != Path(train.root).absolute():
-            raise CheckpointError(
-                f"task.options.data={self.data}: this run trains on {train.root}. Use it, or another run.name."
-            )
-        if any(isinstance(source, RecordPictures) for source in self._found.values()):
-            self._refuse_other(folder, report)
+    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> ClassFolder | MediaRecords:
+        """Find the pictures of a path: records where it names files of them, else folders of classes.
 
-    def _refuse_other(self, folder: RunFolder, report: Report | None) -> None:
-        """Look at records again, where the cache does not know them, and refuse others than the run began with."""
-        begun = self._found
-        self._find(report)
-        for split, source in begun.items():
-            now = self._found[split]
-            if isinstance(source, RecordPictures) and replace(source, root="", folder="", files=()) != replace(
-                cast(RecordPictures, now), root="", folder="", files=()
-            ):
-                raise DataError(
-                    f"task.options.data={source.root}: the records are not those that the run in {str(folder.path)!r} "
-                    f"was started with. Use {free_name(folder)} for a new run, or bring the old data back to resume."
-                )
+        Args:
+            option: that names the path.
+            path: as the user typed it.
+            told: of (done, all).
 
-    def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
-        lines = [self._found[split].format() for split in ("train", "eval")]
-        return {_FILE: "\n".join(lines) + "\n"}
-
-    def open(self, folder: RunFolder) -> None:
-        self._found = _read(folder.path / _FILE)
-
-    def _find(self, report: Report | None = None) -> None:
-        whole = self._source("data", self.data, report)
-        if self.eval:
-            self._found = {"train": whole, "eval": self._held(whole, report)}
-            return
-        self._found = dict(zip(("train", "eval"), whole.split(self.holdout), strict=True))
-
-    def _source(self, option: str, path: str, report: Report | None) -> ClassFolder | RecordPictures:
-        """Pictures of a path: records where it names files of them, else folders of classes."""
-        told = None if report is None else _told(report, path)
+        Raises:
+            DataError: for what is wrong with the data.
+        """
         files = record_files(path)
         if files:
             cache = cache_folder(self.config.data)
@@ -143,33 +100,17 @@ class ImageClassTask(Task):
             )
         return find_pictures(Path(path), told)
 
-    def _held(self, whole: ClassFolder | RecordPictures, report: Report | None) -> ClassFolder | RecordPictures:
-        held = self._source("eval", self.eval, report)
-        if isinstance(held, RecordPictures):
-            return with_classes(held, whole.classes, "task.options.eval")
-        if held.classes != whole.classes:
-            odd = sorted({*held.classes} ^ {*whole.classes})
-            raise DataError(
-                f"task.options.eval={self.eval}: class {odd[0]!r} is in one of the two folders only. Give both the "
-                "same classes."
-            )
-        return held
-
-    def _pictures(self, split: str) -> ClassFolder | RecordPictures:
-        if not self._found:
-            self._find()
-        return self._found[split]
-
-    def samples(self, split: str) -> DecodedAhead:
+    def made(self, source: ClassFolder | MediaRecords, split: str) -> Pictures:
         look = Look(self.side)
         if split == "train":
             look = Look(self.side, self.augment, self.augment, self.colour, self.noise)
-        return DecodedAhead(Pictures(self._pictures(split), look, self.config.seed), self._workers())
+        return Pictures(source, look, self.config.seed)
 
-    def _workers(self) -> int:
-        place = rank_env()
-        asked = self.config.data.workers
-        return usual_workers(place.local_world_size if place is not None else 1) if asked is None else asked
+    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+        source, (epoch, index) = self.media(split), self.shown(place, split)
+        said = [(f"class {source.classes[source.label(index)]!r}", 1.0)]
+        pixels = self.made(source, split).decoded(epoch, index)
+        return SheetEntry(self.sheet_title(place, split), picture=pixels, text=said)
 
     def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
         # With numpy: in the thread that builds batches, torch would start threads that take cores from the step.
@@ -181,7 +122,7 @@ class ImageClassTask(Task):
     # --- the model ---
 
     def build(self) -> nn.Module:
-        model = build_image_model(self.model, len(self._pictures("train").classes), self.side)
+        model = build_image_model(self.model, len(self.media("train").classes), self.side)
         if self.weights and next(model.parameters()).device.type != "meta":
             _load(model, Path(self.weights))
         return model
@@ -200,30 +141,6 @@ class ImageClassTask(Task):
 
     def name(self) -> str:
         return self.model
-
-    def sample_lines(self, place: int) -> Sequence[str]:
-        """Say which picture it is, and of which class, beside what is made of it."""
-        where, *made = super().sample_lines(place)
-        pictures = self._pictures("train")
-        index = int(where.split()[3])
-        return [where, f"{pictures.file(index)}, class {pictures.classes[pictures.label(index)]!r}", *made]
-
-    def data_lines(self) -> Sequence[str]:
-        train, held = self._pictures("train"), self._pictures("eval")
-        lines = [
-            f"{train.root}: {format_count(len(train))} pictures of {len(train.classes)} classes; "
-            f"{format_count(len(held))} for evaluation"
-        ]
-        return [*lines, *(f"left out: {reason}" for reason in train.unreadable[:3])]
-
-
-def _told(report: Report, what: str) -> Any:
-    return lambda done, total: report(f"looking at {what}", done, total)
-
-
-def _read(path: Path) -> dict[str, ClassFolder | RecordPictures]:
-    lines = path.read_text().splitlines()
-    return dict(zip(("train", "eval"), map(parse_source, lines), strict=True))
 
 
 def _load(model: nn.Module, path: Path) -> None:

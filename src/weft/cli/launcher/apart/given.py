@@ -1,0 +1,55 @@
+"""What the launcher of one replica is given by the command that started it: two lines over its standard input.
+
+By value, as ranks get their settings: no other command can change it, and secrets stay out of command lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+
+from weft.cli.launcher.rank import die_with
+from weft.spec import RunConfig
+from weft.train.engine import ReplicaWorld
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """config: of the run. replica: which one. meet_at: where all leave word. command: what the user typed.
+
+    parent: the process that gives it. prepared: descriptor that is told once the run is checked; None: nobody waits.
+    """
+
+    config: RunConfig
+    replica: int
+    meet_at: str
+    command: list[str]
+    parent: int
+    prepared: int | None = None
+
+    @property
+    def world(self) -> ReplicaWorld:
+        """The replica as its ranks know it."""
+        return ReplicaWorld(self.replica, self.meet_at)
+
+    def lines(self) -> bytes:
+        """Return what is written."""
+        own = [self.replica, self.meet_at, self.command, self.parent, self.prepared]
+        config = self.config.model_dump(mode="json", by_alias=True)
+        return json.dumps(own).encode() + b"\n" + json.dumps(config).encode() + b"\n"
+
+    def tell_prepared(self) -> None:
+        """Tell who waits that the run is checked and its data is ready. To be called once."""
+        if self.prepared is not None:
+            os.write(self.prepared, b"1")
+            os.close(self.prepared)
+
+
+def given_replica() -> Given:
+    """Return what this process was given. From here on it does not outlive the one that gave it."""
+    replica, meet_at, command, parent, prepared = json.loads(sys.stdin.buffer.readline())
+    die_with(parent)
+    config = RunConfig.model_validate_json(sys.stdin.buffer.readline(), strict=False)
+    return Given(config, replica, meet_at, command, parent, prepared)

@@ -1,0 +1,217 @@
+"""Replicas of one machine, each a world of its own: a launcher for each, and where all of them leave word.
+
+Each launcher starts its ranks again after a fault, as for a run of its own. This process passes signals on, starts a
+launcher again that was killed, and holds the meeting place, which outlives all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO
+
+from weft import env
+from weft.cli.launcher.apart.given import Given
+from weft.cli.launcher.launch import Stopped
+from weft.cli.launcher.world import threads_variables
+from weft.comm.peer.meeting import MeetingPlace
+from weft.spec import RunConfig
+from weft.spec.plan import Plan
+from weft.train import run_folder
+from weft.train.run import heeded_signals
+from weft.units import parse_seconds
+
+_LOOK_S = 0.05
+
+
+@dataclass
+class _Replica:
+    """The launcher of one replica. begins_at: when it is started again (s of time.monotonic). code: how it ended."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    begins_at: float = 0.0
+    code: int | None = None
+
+
+class Replicas:
+    """The replicas of a run on this machine.
+
+    Args:
+        config: of the run, with its whole plan.
+        gpus: how many this machine gives to ranks; 0: ranks run on its cores.
+        cores: usable ones.
+        command: what the user typed.
+        say: shows the user a line.
+    """
+
+    def __init__(self, config: RunConfig, gpus: int, cores: int, command: Sequence[str], say: Callable[[str], None]):
+        self._config, self._command, self._say = config, list(command), say
+        plan = Plan.parse(config.plan)
+        self._ranks = plan.world_size // plan.dp_replicate
+        self._gpus = _visible(gpus)
+        self._threads = threads_variables(plan.world_size, cores)
+        self._replicas = [_Replica(number) for number in range(plan.dp_replicate)]
+        self._first_signal: int | None = None
+        self._meet_at = ""
+
+    def run(self) -> int:
+        """Start all, and return the exit code once the last has ended.
+
+        Raises:
+            Stopped: where a signal came and not all could save.
+        """
+        timeout_s = parse_seconds(self._config.launch.meeting_timeout)
+        with ExitStack() as until_over:
+            place = MeetingPlace(env.LOOPBACK, 0, len(self._replicas), timeout_s)
+            until_over.callback(place.close)
+            self._meet_at = place.address
+            until_over.callback(self._kill)
+            until_over.enter_context(self._signals())
+            first, *others = self._replicas
+            if not self._start_first(first):
+                assert first.process is not None
+                code = first.process.wait()  # it has told why
+                return code if code >= 0 else 128 - code
+            for one in others:
+                if self._first_signal is None:
+                    self._start(one)
+            while any(one.code is None for one in self._replicas):
+                for one in self._replicas:
+                    self._look_at(one)
+                time.sleep(_LOOK_S)
+        return self._ended()
+
+    def _start_first(self, one: _Replica) -> bool:
+        """Start the first replica, which checks the run and makes its data ready; whether it found all well."""
+        reads, writes = os.pipe()
+        with os.fdopen(reads, "rb") as told:
+            try:
+                self._start(one, writes)
+            finally:
+                os.close(writes)
+            return bool(told.read(1))
+
+    def _start(self, one: _Replica, writes: int | None = None) -> None:
+        """Start the launcher of a replica. Only the first one has the terminal; of the others it hears errors."""
+        variables = dict(self._threads)
+        if self._gpus:
+            own = self._gpus[one.number * self._ranks : (one.number + 1) * self._ranks]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        log: IO[bytes] | None = None
+        if one.number:
+            logs = run_folder(self._config, one.number).logs
+            logs.mkdir(parents=True, exist_ok=True)
+            log = open(logs / "launcher.log", "ab")  # noqa: SIM115 - closed below, once the child has it
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "weft.cli.train"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=None if log is None else subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C reaches it through this process alone
+                env=env.child_env(**variables),
+                pass_fds=() if writes is None else (writes,),
+            )
+        finally:
+            if log is not None:
+                log.close()
+        one.process = process
+        given = Given(self._config, one.number, self._meet_at, self._command, os.getpid(), writes)
+        assert process.stdin is not None
+        with suppress(OSError):  # it is gone, and its exit code says so
+            process.stdin.write(given.lines())
+            process.stdin.close()
+        if process.stderr is not None:
+            threading.Thread(target=_pass_on, args=(process.stderr, one.number), daemon=True).start()
+
+    def _look_at(self, one: _Replica) -> None:
+        """Note how a replica's launcher ended, or start it again where it was killed."""
+        if one.code is not None:
+            return
+        if one.process is None:
+            if self._first_signal is not None:
+                one.code = 128 + self._first_signal
+            elif time.monotonic() >= one.begins_at:
+                self._start(one)
+            return
+        code = one.process.poll()
+        if code is None:
+            return
+        one.process = None
+        launch = self._config.launch
+        if code < 0 and self._first_signal is None and one.restarts < launch.restarts:
+            one.restarts += 1
+            one.begins_at = time.monotonic() + parse_seconds(launch.restart_pause)
+            again = f"it is started again in {launch.restart_pause}"
+            self._say(f"the launcher of replica {one.number} was killed ({signal.Signals(-code).name}); {again}")
+            return
+        one.code = code if code >= 0 else 128 - code
+        others = [other.number for other in self._replicas if other.code is None]
+        if code and others and self._first_signal is None:
+            self._say(f"replica {one.number} has failed (exit code {one.code}); {_listed(others)} without it")
+
+    def _ended(self) -> int:
+        """The exit code of the run."""
+        failed = [one for one in self._replicas if one.code]
+        if not failed:
+            return 0
+        names = ", ".join(str(one.number) for one in failed)
+        if self._first_signal is not None:
+            name = signal.Signals(self._first_signal).name
+            raise Stopped(self._first_signal, f"stopped by {name}; replica {names} could not end in order.")
+        if len(failed) < len(self._replicas):
+            remedy = "Run the same command: it takes over their model"
+            self._say(f"replica {names} failed, and the others have ended. {remedy}")
+        return failed[0].code or 1
+
+    @contextmanager
+    def _signals(self) -> Generator[None]:
+        """Within the block, signals that ask to stop go on to the launchers."""
+        old = {signum: signal.signal(signum, self._pass_signal) for signum in heeded_signals()}
+        try:
+            yield
+        finally:
+            for signum, handler in old.items():
+                signal.signal(signum, handler)
+
+    def _pass_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._first_signal = self._first_signal or signum
+        self._send(signum)
+
+    def _kill(self) -> None:
+        """Leave no launcher behind, whatever happened; its ranks end with it."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: int) -> None:
+        for one in self._replicas:
+            if one.process is not None and one.process.poll() is None:
+                one.process.send_signal(signum)
+
+
+def _visible(gpus: int) -> list[str]:
+    """Names of the GPUs that ranks here may use."""
+    given = [one.strip() for one in env.get("CUDA_VISIBLE_DEVICES").split(",") if one.strip()]
+    return (given or [str(number) for number in range(gpus)])[:gpus]
+
+
+def _listed(others: Sequence[int]) -> str:
+    one = len(others) == 1
+    return f"replica{'' if one else 's'} {', '.join(map(str, others))} {'goes' if one else 'go'} on"
+
+
+def _pass_on(stream: IO[bytes], number: int) -> None:
+    """Show what a replica's launcher says, each line with its number."""
+    for line in stream:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            print(f"replica {number}: {text}", file=sys.stderr, flush=True)

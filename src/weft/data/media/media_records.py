@@ -1,0 +1,323 @@
+"""Media of records by index: a table of places, sizes and labels, made from headers once, kept in the cache."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.media.class_folder import MOST_BAD
+from weft.data.media.encoded import Encoded
+from weft.data.media.file_forms import RECORD_SUFFIXES, FoundRecord, RecordColumns, media_at, records_in
+from weft.data.media.media_kinds import KINDS, PICTURE, MediaKind, class_files
+from weft.data.media.pixels import picture_size
+from weft.data.media.sound import sound_size
+from weft.data.order import permutation
+from weft.data.prepared import RowTable, RowWriter, ready_table
+from weft.errors import DataError
+from weft.units import format_count
+
+_VERSION = 2
+#: Reasons that are kept of what cannot be read.
+_MOST_REASONS = 1000
+_TOLD_EVERY = 512
+
+Told = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class MediaRecords:
+    """Pictures or recordings of records, in the order of their files.
+
+    root: what the user named. folder: of the table. digest: of its content. classes: in order; none where texts are
+    learnt. labels: the number of its class for each label in the table. files: of records. held_out: share of all that
+    is one part; is_held: whether this is that part.
+    """
+
+    root: str
+    folder: str
+    digest: str
+    classes: tuple[str, ...]
+    labels: tuple[int, ...]
+    files: tuple[str, ...]
+    columns: RecordColumns
+    unreadable: tuple[str, ...] = ()
+    held_out: float = 0.0
+    is_held: bool = False
+    _table: list[RowTable] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def table(self) -> RowTable:
+        """The places, mapped when they are first asked for."""
+        if not self._table:
+            self._table.append(RowTable(Path(self.folder)))
+        return self._table[0]
+
+    @cached_property
+    def _chosen(self) -> NDArray[np.int64] | None:
+        """Places of this part in the table; None: all."""
+        if not self.held_out:
+            return None
+        total = len(self.table)
+        order = permutation(total, f"held out {self.columns.kind.many}")
+        held = order.take(np.arange(max(1, round(self.held_out * total))))
+        is_held = np.zeros(total, bool)
+        is_held[held] = True
+        return np.flatnonzero(is_held == self.is_held)
+
+    def _row(self, index: int) -> dict[str, np.ndarray]:
+        return self.table[index if self._chosen is None else int(self._chosen[index])]
+
+    def __len__(self) -> int:
+        return len(self.table) if self._chosen is None else len(self._chosen)
+
+    def split(self, share: float) -> tuple[MediaRecords, MediaRecords]:
+        """Return what is left to train on, and a share that is held out, the same one every time."""
+        rest, held = (replace(self, held_out=share, is_held=is_held) for is_held in (False, True))
+        return rest, replace(held, unreadable=())
+
+    def format(self) -> str:
+        """Return it as text that `parse` reads."""
+        names = ("root", "folder", "digest", "classes", "labels", "files", "unreadable", "held_out", "is_held")
+        asked = self.columns
+        columns = {"media": asked.media, "label": asked.label, "kind": asked.kind.one, "is_text": asked.is_text}
+        return json.dumps({"records": 1, **{name: getattr(self, name) for name in names}, "columns": columns})
+
+    @classmethod
+    def parse(cls, text: str) -> MediaRecords:
+        """Read what `format` wrote.
+
+        Raises:
+            DataError: for another text.
+        """
+        try:
+            found = json.loads(text)
+            values: dict[str, Any] = {name: found[name] for name in ("root", "folder", "digest", "held_out", "is_held")}
+            values |= {name: tuple(found[name]) for name in ("classes", "labels", "files", "unreadable")}
+            asked = dict(found["columns"])
+            return cls(**values, columns=RecordColumns(**{**asked, "kind": KINDS[asked["kind"]]}))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"the run's list of media: it is damaged ({error}). Delete it to have the files found again."
+            ) from error
+
+    def label(self, index: int) -> int:
+        """Return the number of a sample's class."""
+        return self.labels[int(self._row(index)["place"][-1])]
+
+    def text(self, index: int) -> str:
+        """Return the text of a sample, where texts are learnt."""
+        return self._row(index)["text"].tobytes().decode()
+
+    def tokens(self, index: int) -> NDArray[np.int32]:
+        """Return the tokens of a sample's text."""
+        return self._row(index)["tokens"]
+
+    def size(self, index: int) -> tuple[int, ...]:
+        """Return a picture's width and height, or a recording's frames, frames a second and channels."""
+        return tuple(map(int, self._row(index)["place"][4:-1]))
+
+    def encoded(self, index: int) -> Encoded:
+        """Return where a picture or a recording lies."""
+        row = self._row(index)
+        kind, file, offset, length = map(int, row["place"][:4])
+        name = row["name"].tobytes().decode()
+        return media_at(Path(self.files[file]), name, kind, offset, length, self.columns)
+
+    def file(self, index: int) -> str:
+        """Say where a sample is found."""
+        row = self._row(index)
+        return f"{self.files[int(row['place'][1])]}, {row['name'].tobytes().decode()}"
+
+
+def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
+    """Return the files of records that a path names: one, those of a folder, or those of a glob; sorted.
+
+    Args:
+        path: as the user typed it.
+        kind: of the media in them.
+
+    Raises:
+        DataError: for an archive that is compressed as a whole.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        found = [place / name for name in os.listdir(place)]
+    elif place.is_file():
+        found = [place]
+    else:
+        found = [Path(name) for name in glob.glob(str(place), recursive=True)]
+    packed = [file for file in found if file.name.endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2"))]
+    if packed:
+        raise DataError(
+            f"data={path}: {packed[0].name} is compressed as a whole, so that no {kind.one} in it can be read alone. "
+            f"Unpack it to a .tar; {kind.many} hardly shrink."
+        )
+    return sorted(file for file in found if file.suffix in RECORD_SUFFIXES and file.is_file())
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is asked of each record beside its header. key: JSON values that decide the answers.
+
+    refuse: says from its size (`MediaRecords.size`) why a record is left out; "": it is not.
+    tokens: of its text; or, as a text, why it is left out. None: classes are learnt.
+    """
+
+    key: tuple[Any, ...] = ()
+    refuse: Callable[[tuple[int, ...]], str] | None = None
+    tokens: Callable[[str], Sequence[int] | str] | None = None
+
+
+def find_records(
+    path: str,
+    files: Sequence[Path],
+    columns: RecordColumns,
+    cache: Path,
+    told: Told | None,
+    survey: Survey | None = None,
+) -> MediaRecords:
+    """Find the media of records, and leave out what cannot be used.
+
+    Args:
+        path: what the user named.
+        files: of records; or one folder of classes.
+        columns: where media and labels are.
+        cache: folder that keeps the table.
+        told: of (bytes or files read, all of them).
+        survey: what else is asked of each record.
+
+    Raises:
+        DataError: where a file is damaged, there is one class alone, or more than 1 % of the records cannot be used.
+    """
+    survey = survey or Survey()
+    stats = [_file_stat(file, columns.kind) for file in files]
+    asked = [columns.kind.one, columns.is_text, columns.media, columns.label]
+    key: list[Any] = ["media", _VERSION, stats, asked, list(survey.key)]
+    writer = _Writer(path, files, columns, told, survey)
+    table = ready_table(cache, key, writer.write, None)
+    if (now := [_stat(file) for file, _ in table.notes["missing"]]) != [was for _, was in table.notes["missing"]]:
+        table = ready_table(cache, [*key, now], writer.write, None)
+    seen: list[int | str] = table.notes["labels"]
+    classes = () if columns.is_text else _in_order(seen)
+    if len(classes) < 2 and not columns.is_text:
+        raise DataError(f"data={path}: its records have {len(classes)} class. Give records of 2 or more.")
+    numbers = {name: number for number, name in enumerate(classes)}
+    return MediaRecords(
+        path, str(table.folder), table.digest, classes, tuple(numbers[str(label)] for label in seen),
+        tuple(str(file.absolute()) for file in files), columns, tuple(table.notes["reasons"]), _table=[table],
+    )  # fmt: skip
+
+
+def _file_stat(file: Path, kind: MediaKind) -> tuple[Any, ...]:
+    """What shows that a file, or one below a folder of classes, has changed."""
+    if file.is_file():
+        return str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns
+    hasher = hashlib.blake2b(digest_size=16)
+    for name, _ in class_files(file, kind):
+        hasher.update(json.dumps([name, *_stat(str(file / name))]).encode())
+    return str(file.absolute()), hasher.hexdigest()
+
+
+def with_classes(records: MediaRecords, classes: Sequence[str], option: str) -> MediaRecords:
+    """Return the samples numbered by the classes of others.
+
+    Args:
+        records: to number.
+        classes: by name.
+        option: that named the records.
+
+    Raises:
+        DataError: where a sample is of none of them.
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    for name in records.classes:
+        if name not in numbers:
+            raise DataError(f"{option}={records.root}: class {name!r} is not among those of the training data.")
+    labels = tuple(numbers[records.classes[label]] for label in records.labels)
+    return replace(records, classes=tuple(classes), labels=labels)
+
+
+def _in_order(labels: Sequence[int | str]) -> tuple[str, ...]:
+    """Classes by number where all labels are numbers, else by name."""
+    if all(isinstance(label, int) for label in labels):
+        return tuple(str(label) for label in sorted(labels, key=int))
+    return tuple(sorted({str(label) for label in labels}))
+
+
+class _Writer:
+    """Looks at every record once, and writes a row for each that can be used."""
+
+    def __init__(self, path: str, files: Sequence[Path], columns: RecordColumns, told: Told | None, survey: Survey):
+        self._path, self._files, self._columns, self._told, self._survey = path, files, columns, told, survey
+        self._size = picture_size if columns.kind is PICTURE else sound_size
+        self._labels: dict[int | str, int] = {}
+
+    def write(self, writer: RowWriter) -> dict[str, Any]:
+        """Write the rows, and return what the reader needs beside them."""
+        reasons: list[str] = []
+        missing: list[tuple[str, list[int]]] = []
+        num_bad = done = count = 0
+        words = self._columns.kind
+        sizes = [len(class_files(file, words)) if file.is_dir() else file.stat().st_size for file in self._files]
+        for number, file in enumerate(self._files):
+            for record in records_in(file, self._columns):
+                count += 1
+                row, reason = self._row(number, record)
+                if row is not None:
+                    writer.add(row)
+                else:
+                    num_bad += 1
+                    reasons += [reason] if len(reasons) < _MOST_REASONS else []
+                    if record.path and len(missing) < _MOST_REASONS:
+                        missing.append((record.path, _stat(record.path)))
+                if self._told is not None and not count % _TOLD_EVERY:
+                    self._told(done + max(0, record.offset), sum(sizes))
+            done += sizes[number]
+        if not count:
+            raise DataError(f"data={self._path}: its files hold no records. Give files with {words.many} in them.")
+        if num_bad > MOST_BAD * count:
+            raise DataError(
+                f"data={self._path}: {num_bad} of {format_count(count)} {words.many} cannot be used, more than "
+                f"{MOST_BAD:.0%}. The first: {'; '.join(reasons[:3])}"
+            )
+        return {"labels": list(self._labels), "reasons": reasons, "num_bad": num_bad, "missing": missing}
+
+    def _row(self, file: int, record: FoundRecord) -> tuple[dict[str, Any] | None, str]:
+        """The row of a record, or why it has none."""
+        if record.encoded is None or record.reason:
+            return None, f"{record.name}: {record.reason}"
+        try:
+            size = self._size(record.encoded)
+        except DataError as error:
+            return None, str(error)
+        more: dict[str, Any] = {}
+        reason, label = self._survey.refuse(size) if self._survey.refuse is not None else "", 0
+        if not reason and self._survey.tokens is not None:
+            tokens = self._survey.tokens(str(record.label))
+            reason = tokens if isinstance(tokens, str) else ""
+            more = {"text": np.frombuffer(str(record.label).encode(), np.uint8), "tokens": np.array(tokens, np.int32)} \
+                if not reason else {}  # fmt: skip
+        elif not reason:
+            label = self._labels.setdefault(record.label, len(self._labels))
+        if reason:
+            return None, f"{record.encoded.name}: {reason}"
+        place = np.array([record.kind, file, record.offset, record.length, *size, label], np.int64)
+        return {"place": place, "name": np.frombuffer(record.name.encode(), np.uint8), **more}, ""
+
+
+def _stat(path: str) -> list[int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return [-1, -1]
+    return [found.st_size, found.st_mtime_ns]

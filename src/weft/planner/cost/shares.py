@@ -1,0 +1,108 @@
+"""Parameters of one rank: those that it holds, those that it trains, and as how many they travel and are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.cost.layer_cost import padded_vocab
+from weft.planner.cost.traced_cost import end_params, layer_params
+from weft.planner.space import Columns, Job, TracedShape
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Parameters of one rank: of its layers outside of experts, of its experts, and at the ends (embedding, head)."""
+
+    dense: Array
+    experts: Array
+    ends: Array
+
+
+def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares:
+    """Return the parameters of a rank.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        layers: that the rank holds, one entry per plan.
+        embedding: whether it holds the embedding.
+        head: whether it holds the head.
+    """
+    shape = job.shape
+    t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
+    moe = shape.moe_share
+    dense = (1 - moe) * shape.dense_layer_params
+    if shape.moe_layers:
+        dense = dense + moe * shape.moe_shared_params
+    split = e if job.stack.fold_experts else e * t
+    experts = layers * moe * shape.num_experts * shape.expert_params / split
+    if isinstance(shape, TracedShape):
+        dense = layer_params(shape, t) * t
+    table = padded_vocab(job, t) * shape.hidden
+    alone = np.where(columns.pp > 1, 1.0, 0.0)  # a tied head on another stage has a copy of its own
+    ends = np.zeros(len(columns))
+    if embedding:
+        ends = ends + table + shape.learned_positions * shape.hidden
+    if head:
+        ends = ends + table * (1.0 if not shape.tied else (alone if embedding is False else 0.0))
+    ends = ends / t
+    if isinstance(shape, TracedShape):
+        ends = ends + embedding * end_params(shape.traced.before, t) + head * end_params(shape.traced.after, t)
+    else:
+        ends = ends + (shape.hidden * (2 if shape.biases else 1) if head else 0)  # the last norm, whole on every rank
+    return Shares(dense=layers * dense / t, experts=experts, ends=ends)
+
+
+def trained_shares(job: Job, columns: Columns, shares: Shares, layers: Array) -> Shares:
+    """Return which of a rank's parameters are trained: all, or an adapter's, of which one of two matrices is cut."""
+    if job.adapter is None:
+        return shares
+    cut = 0.5 + 0.5 / columns.tp.astype(np.float64)
+    none = np.zeros(len(columns))
+    return Shares(dense=layers * job.adapter.params * cut, experts=none, ends=none)
+
+
+def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, width: Array | float) -> Shares:
+    """Return a rank's parameters as so many of `width` bytes that take the same room: a packed base takes less.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        shares: of all parameters.
+        layers: that the rank holds.
+        width: bytes of a parameter in the format of a pass.
+    """
+    adapter = job.adapter
+    if adapter is None or not adapter.packed:
+        return shares
+    each = layers / columns.tp.astype(np.float64)
+    packed = np.minimum(shares.dense, each * adapter.packed)
+    return replace(shares, dense=shares.dense - packed + packed * (adapter.packed_bytes / adapter.packed) / width)
+
+
+def second_job(job: Job) -> Job | None:
+    """Return the job of the second model, which is not trained, on the same sequences; None: there is none."""
+    if job.frozen is None or job.frozen.shape is None:
+        return None
+    return replace(job, shape=job.frozen.shape, adapter=None, frozen=None)
+
+
+def second_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head: bool) -> Shares | None:
+    """Return the parameters of the second model on a rank; None where there is none.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        layers: of the trained model that the rank holds.
+        embedding: whether it holds the embedding.
+        head: whether it holds the head.
+    """
+    second = second_job(job)
+    if second is None:
+        return None
+    return rank_shares(second, columns, layers * (second.shape.layers / job.shape.layers), embedding, head)

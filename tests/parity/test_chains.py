@@ -1,0 +1,61 @@
+"""A pipeline of an encoder and a decoder, or of a text behind a tower, computes what one process computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.chain_cases import CASES, ChainCase
+from weft.testing.parity import train_cases, train_plain
+
+FOUR = [
+    "pp=4 microbatches=4",  # cuts both chains, and the joint lies inside of a stage
+    "pp=4 microbatches=4 split=1+2+1+4",  # a stage begins at the joint
+    "pp=4 microbatches=4 schedule=zb_h1 split=1+1+3+3",  # a stage in the middle of the encoder alone
+    "pp=2 dp_shard=2 zero=2 microbatches=4",
+    "pp=2 dp_shard=2 zero=3 reshard=after_step microbatches=2",
+    "pp=2 tp=2 microbatches=2",
+    "pp=2 dp_replicate=2 microbatches=2 recompute=full",
+]
+TWO = [
+    "pp=2 microbatches=4",
+    "pp=2 microbatches=4 split=3+5 accumulation=2",
+    "pp=2 microbatches=4 split=1+7 recompute=selective",
+    "pp=2 microbatches=4 schedule=interleaved virtual_stages=2",
+    "pp=2 microbatches=4 schedule=interleaved virtual_stages=4",
+    "pp=2 microbatches=4 schedule=zb_v virtual_stages=2",
+    "pp=2 microbatches=4 schedule=zb_interleaved virtual_stages=2",
+    "pp=2 microbatches=4 schedule=gpipe",
+]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return {name: train_plain(case) for name, case in CASES.items()}
+
+
+def check(ranks, plan: str, cases: dict[str, ChainCase], plain) -> None:
+    for results in ranks.run(train_cases, f"{plan} precision=fp64", cases):
+        found = {name: result.largest_difference(plain[name]) for name, result in results.items()}
+        assert max(found.values()) < 1e-10, found
+
+
+def test_two_stages_cut_in_a_decoder(ranks2):
+    cases = {name: CASES[name] for name in ("t5", "llava-frozen", "bart-reads-encoder")}
+    check(ranks2, "pp=2 microbatches=2 split=4+4", cases, {name: train_plain(case) for name, case in cases.items()})
+
+
+def test_two_stages_cut_in_an_encoder(ranks2):
+    cases = {name: CASES[name] for name in ("whisper", "t5-frozen")}
+    check(ranks2, "pp=2 microbatches=2 split=2+6", cases, {name: train_plain(case) for name, case in cases.items()})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", TWO)
+def test_every_schedule(plan, ranks2, plain):
+    check(ranks2, plan, CASES, plain)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", FOUR)
+def test_four_ranks(plan, ranks4, plain):
+    check(ranks4, plan, CASES, plain)

@@ -1,0 +1,177 @@
+"""Replicas that are worlds of their own, as runs: one that dies, stops or comes late joins the others again."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+
+import pytest
+import torch
+
+from tests.train.apart_runs import ApartRun, evaluations, saved, steps_of
+from weft.checkpoint import load_checkpoint, newest_checkpoint
+from weft.monitor import read_events
+from weft.train.run import among_replicas, rank_run, recorder
+
+ALL = ("model", "outer", "optimizer")
+
+
+@pytest.fixture
+def run(tmp_path, text):
+    made: list[ApartRun] = []
+
+    def make(name: str, *settings: str, **more) -> ApartRun:
+        made.append(ApartRun(tmp_path, text, name, *settings, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def assert_same(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_a_replica_that_is_late_is_left_out_and_joins_where_the_others_are(run, monkeypatch):
+    for room in (rank_run, among_replicas):
+        monkeypatch.setattr(room, "stop_on_signal", contextlib.nullcontext)  # both run in threads of this process
+    monkeypatch.setattr(recorder, "plot_loss", lambda *words, **more: None)
+    both = run("late")
+    both.hold(0, 8)
+    both.hold(1, 5)
+    both.start(0, 1, kind=threading.Thread)
+    both.wait_at(0, 8)
+    assert steps_of(both.folders[1]) == [1, 2, 3, 4, 5], (
+        "it lives and says so, and is not waited for longer than a second"
+    )
+    both.release(1, 5)
+    both.wait_arrived(1)
+    both.release(0, 8)
+    both.end()
+    first, second = both.folders
+    assert steps_of(first) == list(range(1, 13))
+    assert steps_of(second) == [1, 2, 3, 4, 5, 6, 10, 11, 12]
+    assert_same(saved(first), saved(second))
+    assert evaluations(first)[12] == evaluations(second)[12]
+    warnings = [event["text"] for event in read_events(first.events) if event["event"] == "warning"]
+    assert warnings == [
+        "step 6: meetings go on without replica 1",
+        "step 12: all replicas take part in meetings again",
+    ]
+
+
+@pytest.mark.full
+def test_a_replica_that_is_killed_joins_again_and_all_end_with_one_model(run):
+    both = run("killed")
+    both.hold(0, 8)
+    both.hold(1, 5)
+    both.start(0, 1)
+    both.wait_at(1, 5)
+    both.signal(1, signal.SIGKILL)
+    both.wait_at(0, 8)  # it went on: the meeting after step 6 was its own alone
+    both.release(1, 5)
+    both.start(1, at_once=False)
+    both.wait_arrived(1)
+    both.release(0, 8)
+    assert both.end() == [0, 0]
+    first, second = both.folders
+    assert steps_of(first) == list(range(1, 13))
+    assert steps_of(second) == [1, 2, 3, 4, 5, 10, 11, 12], "from step 3 it waited for the meeting after step 9"
+    assert_same(saved(first), saved(second))
+    assert evaluations(first)[12] == evaluations(second)[12]
+    assert evaluations(first).keys() == {4, 8, 12}
+
+
+@pytest.mark.full
+def test_a_run_that_was_stopped_while_one_replica_waited_goes_on_with_the_same_bits(run):
+    plain = run("plain", timeout_s=20)
+    plain.start(0, 1)
+    assert plain.end() == [0, 0]
+    stopped = run("stopped", timeout_s=20)
+    stopped.hold(1, 4)
+    stopped.start(0, 1)
+    stopped.wait_at(1, 4)
+    stopped.wait_arrived(0)
+    stopped.signal(0, signal.SIGTERM)
+    stopped.signal(1, signal.SIGTERM)
+    assert stopped.end() == [0, 0]
+    newest = [newest_checkpoint(folder.checkpoints) for folder in stopped.folders]
+    assert [one.step for one in newest] == [6, 5], "between meetings, each where it stood"
+    assert load_checkpoint(newest[0].path).state["replica"]["owes_meeting"]
+    stopped.release(1, 4)
+    stopped.start(0, 1, at_once=False)
+    assert stopped.end() == [0, 0]
+    for ours, theirs in zip(stopped.folders, plain.folders, strict=True):
+        assert steps_of(ours) == list(range(1, 13))
+        assert_same(saved(ours, ALL), saved(theirs, ALL))
+
+
+@pytest.mark.full
+def test_a_replica_that_stands_still_is_left_out_and_joins_where_the_others_are(run):
+    both = run("still")
+    both.hold(0, 8)
+    both.hold(1, 5)
+    both.start(0, 1)
+    both.wait_at(1, 5)
+    both.signal(1, signal.SIGSTOP)
+    both.wait_at(0, 8)
+    both.release(1, 5)
+    both.signal(1, signal.SIGCONT)
+    both.wait_arrived(1)
+    both.release(0, 8)
+    assert both.end() == [0, 0]
+    first, second = both.folders
+    assert steps_of(second) == [1, 2, 3, 4, 5, 6, 10, 11, 12]
+    assert_same(saved(first), saved(second))
+    assert evaluations(first)[12] == evaluations(second)[12]
+
+
+@pytest.mark.full
+def test_who_comes_after_the_end_takes_the_model_over(run):
+    both = run("over")
+    both.hold(1, 5)
+    both.start(0, 1)
+    both.wait_at(1, 5)
+    both.signal(1, signal.SIGSTOP)
+    both.processes[0].join(60)
+    both.release(1, 5)
+    both.signal(1, signal.SIGCONT)
+    assert both.end() == [0, 0]
+    first, second = both.folders
+    assert_same(saved(first), saved(second))
+    assert newest_checkpoint(second.checkpoints).step == 12
+    both.start(0, 1, at_once=False)
+    assert both.end() == [0, 0]
+    assert steps_of(first) == list(range(1, 13)), "all is done, and nothing is done again"
+
+
+@pytest.mark.full
+def test_another_number_of_replicas_goes_on_from_the_anchor(run, tmp_path):
+    two = run("more", "train.steps=6", "schedule.kind=constant", "train.global_batch=12", timeout_s=20)
+    two.start(0, 1)
+    assert two.end() == [0, 0]
+    before = saved(two.folders[0])
+    two.close()
+    three = run(
+        "more", "train.steps=7", "schedule.kind=constant", "train.global_batch=12", replicas=3, timeout_s=20
+    )  # fmt: skip
+    three.hold(2, 6)
+    three.start(0, 1, 2, at_once=False)
+    three.wait_at(2, 6)
+    assert not list((three.folders[2].path / "checkpoints").glob("step_*")), "it has read another one's"
+    three.release(2, 6)
+    assert three.end() == [0, 0, 0]
+    ends = [saved(folder) for folder in three.folders]
+    assert_same(ends[0], ends[1])
+    assert_same(ends[0], ends[2])
+    assert steps_of(three.folders[2]) == [7]
+    assert any(not torch.equal(one, ends[0][name]) for name, one in before.items())
+    three.close()
+    one = run("more", "train.steps=8", "schedule.kind=constant", "train.global_batch=12", replicas=2, timeout_s=20)
+    one.start(0, 1, at_once=False)
+    assert one.end() == [0, 0]
+    assert_same(saved(one.folders[0]), saved(one.folders[1]))

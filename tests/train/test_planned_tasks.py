@@ -1,0 +1,63 @@
+"""What the planner hears of tasks: texts of a sample, references, teachers, adapters of traced models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.train.tuned_folders import save_model
+from weft.spec import RunConfig
+from weft.train.tasks import find_task
+
+TINY = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128, "max_seq_len": 64}
+
+
+def described(task: str, model: dict, **more):
+    options = {"task": {"name": task, "options": more.pop("options", {})}, "model": model, "plan": "auto", **more}
+    return find_task(RunConfig.model_validate(options)).describe()
+
+
+@pytest.mark.parametrize(
+    "options, rank, texts, own, other",
+    [
+        ({"objective": "dpo", "reference": "cached"}, 0, 2, 0, 0),
+        ({"objective": "simpo"}, 0, 2, 0, 0),
+        ({"objective": "dpo", "reference": "frozen_copy"}, 0, 2, 0, 1),
+        ({"objective": "dpo"}, 4, 2, 1, 0),
+        ({"objective": "kto", "reference": "cached"}, 0, 1, 1, 0),
+        ({"objective": "kto"}, 4, 1, 3, 0),
+        ({"objective": "kto", "reference": "frozen_copy"}, 0, 1, 1, 2),
+    ],
+)
+def test_preferences_take_two_rows_and_what_their_reference_computes(options, rank, texts, own, other):
+    found = described("prefer", {"name": "tiny", **TINY}, options=options, adapter={"rank": rank})
+    work = found.frozen
+    assert (found.texts, work.own if work else 0, work.other if work else 0) == (texts, own, other)
+    assert (work is not None and work.shape is not None) == bool(other)
+    assert found.sample_unit == "preferences"
+
+
+def test_a_teacher_is_counted_and_forbids_a_pipeline(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **sizes}))
+    found = described("distill", {"name": "tiny", **TINY}, options={"teacher": str(tmp_path)})
+    assert found.frozen.shape.layers == 3
+    assert found.frozen.other == 1
+    assert found.frozen.whole_logits
+    assert found.limits["pp"].values == (1,)
+
+
+def test_a_traced_model_counts_its_adapter(tmp_path):
+    pytest.importorskip("transformers")
+    save_model(tmp_path / "bert", "bert")
+    base = {"model": {"path": str(tmp_path / "bert")}}
+    plain = described("masked_lm", **base)
+    found = described("masked_lm", **base, adapter={"rank": 2, "base": "nf4"})
+    assert plain.adapter is None
+    assert found.traced is not None
+    assert found.adapter.params * found.shape.layers == pytest.approx(
+        2 * sum((inputs + outputs) * count for inputs, outputs, count in found.traced.linears)
+    )
+    assert found.adapter.packed_bytes > 0
+    assert described("embed", **base, options={"negative": "other"}).texts == 3
