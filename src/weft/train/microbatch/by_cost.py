@@ -36,8 +36,8 @@ class Costs:
     lengths: of each sample of the training data, by its index, in tokens or what else a batch is filled up to; with a
     second dimension, of several things that are filled up each.
     cost_of: cost of samples of such lengths, in tokens: FLOPs, divided by those of one token alone; float64, of the
-    same shape, and never less for a longer one. most: cost of a microbatch. most_tokens: tokens of one, filled up; None:
-    any number. room: microbatches of a rank, up to which a step may be cut into more of them than it must.
+    same shape, and never less for a longer one. most: cost of a microbatch. most_tokens: tokens of one, filled up;
+    None: any number. room: microbatches of a rank, up to which a step may be cut into more of them than it must.
     """
 
     lengths: Sequence[int] | np.ndarray
