@@ -102,7 +102,7 @@ class Microbatches:
         """
         count = samples_in(batch)
         own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank)
-        runs = [part or _stand_in(own) for part in own]
+        runs = [part or own[0][:1] or range(1) for part in own]
         return cls(_Splitting(runs, count, f"plan={plan.format()}").split(batch, "batch"), own, total=count)
 
     @property
