@@ -18,6 +18,7 @@ from weft.comm.watch import StoreBoard, Watch, hang_event
 from weft.data.batch import move_batch
 from weft.engines.held_memory import memory_by_class
 from weft.engines.other_worlds import OtherWorlds, plan_within
+from weft.errors import ModelError
 from weft.memory import HostCopies, offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
 from weft.models.adapters import adapted
@@ -227,9 +228,10 @@ class TorchEngine:
 
     def _asked(self, batches: Sequence[Any], number: int) -> tuple[Microbatches, list[int], int]:
         """What a step is computed from: its microbatches, and all that its chance comes from. number: from 0."""
-        return (
-            Microbatches(self._task.before_step(batches)), self._seeds(number), derive_seed(self._config.seed, number)
-        )  # fmt: skip
+        by_cost = self._config.data.batching == "cost"
+        whole = Microbatches(self._task.before_step(batches), any_number=by_cost)
+        seeds = self._seeds_by_sample(number, whole) if by_cost else self._seeds(number)
+        return whole, seeds, derive_seed(self._config.seed, number)
 
     @property
     def evaluates(self) -> bool:
@@ -381,3 +383,17 @@ class TorchEngine:
         # Ranks of cp have different tokens of the same samples: what drops some of them must not drop alike.
         part = (self.mesh["cp"].rank,) if self.plan.cp > 1 else ()
         return [derive_seed(seed, number, first + micro * axis.size * per_micro, *part) for micro in range(num_micro)]
+
+    def _seeds_by_sample(self, number: int, whole: Microbatches) -> list[int]:
+        """The same for microbatches that cost decides: by the first sample that each of them has."""
+        if whole.samples is None:
+            raise ModelError(
+                "data.batching=cost: before_step returned batches of new tensors, so nobody knows whose samples they "
+                "hold. Return changed ones with the old tensors among them, or leave data.batching out."
+            )
+        first, seed = number * self._config.train.global_batch, self._config.seed
+        part = (self.mesh["cp"].rank,) if self.plan.cp > 1 else ()
+        return [
+            derive_seed(seed, number, first + min(one.numbers, default=-1 - self.mesh.data.rank), *part)
+            for one in whole.samples
+        ]

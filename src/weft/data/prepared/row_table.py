@@ -112,6 +112,10 @@ class RowTable(Sequence[dict[str, np.ndarray]]):
         """Return the sum of all values of a column of whole numbers."""
         return int(self._values[name].sum(dtype=np.int64)) if name in self._values else 0
 
+    def lengths(self, name: str) -> np.ndarray:
+        """Return how many values each row has in a column, int64 (rows,)."""
+        return np.diff(self._starts[name])
+
     def __len__(self) -> int:
         return self._num_rows
 

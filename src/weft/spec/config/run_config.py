@@ -177,6 +177,12 @@ class DataSection(Section):
     """Maximum share of documents with a mask whose answers train.seq_len cuts."""
     cache_dir: str = ""
     """Folder for tokenised data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
+    batching: Literal["fixed", "cost"] = "fixed"
+    """fixed: ranks and microbatches have equally many samples; cost: equal work, so that short samples are not filled
+    up to long ones. Both give the same numbers."""
+    microbatch_cost: PositiveFloat | Literal["auto"] = "auto"
+    """Of batching=cost: what a microbatch may cost, in tokens: its FLOPs, filled up to its longest sample, divided by
+    those of one token alone. auto: as much as the plan's microbatches of train.seq_len tokens."""
     workers: Count | None = None
     """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default
     one for each core that the machine's ranks leave, at most 8."""

@@ -8,18 +8,23 @@ from weft.lazy import loads
 
 __all__ = [
     "LABELS",
+    "Costs",
     "Microbatches",
     "call_model",
+    "cost_limits",
+    "costs_of",
     "cut_rows",
     "from_loader",
     "microbatch_size",
     "microbatches_of",
     "samples_in",
     "samples_of",
+    "traced_costs",
     "values_in",
 ]
 
 if TYPE_CHECKING:
+    from weft.train.microbatch.by_cost import Costs, cost_limits, costs_of, traced_costs
     from weft.train.microbatch.forward import LABELS, call_model
     from weft.train.microbatch.microbatches import (
         Microbatches,
@@ -35,15 +40,19 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
+        "Costs": ".by_cost",
         "LABELS": ".forward",
         "Microbatches": ".microbatches",
         "call_model": ".forward",
+        "cost_limits": ".by_cost",
+        "costs_of": ".by_cost",
         "cut_rows": ".microbatches",
         "from_loader": ".microbatches",
         "microbatch_size": ".microbatches",
         "microbatches_of": ".microbatches",
         "samples_in": ".microbatches",
         "samples_of": ".microbatches",
+        "traced_costs": ".by_cost",
         "values_in": ".microbatches",
     },
 )

@@ -41,6 +41,7 @@ class Microbatches:
             of numbers: the microbatch runs, so that ranks stay together, and counts for nothing.
         rows: how many rows each sample has in tensors whose rows are no samples; None where there are no such tensors.
         total: how many samples the global batch has.
+        any_number: the ranks agreed on how many there are, whatever the plan says.
 
     Raises:
         ModelError: where there are not as many of each.
@@ -52,8 +53,10 @@ class Microbatches:
         samples: Iterable[Sequence[int]] | None = None,
         rows: Iterable[Sequence[Sequence[int]]] | None = None,
         total: int | None = None,
+        *,
+        any_number: bool = False,
     ):
-        self._batches = tuple(batches)
+        self._batches, self.any_number = tuple(batches), any_number
         self._samples = _all_marked(self._batches)
         if samples is not None:
             numbers = [one if isinstance(one, range) else tuple(map(int, one)) for one in samples]
@@ -69,7 +72,7 @@ class Microbatches:
     def of_samples(
         cls,
         sample_at: Callable[[int], Any],
-        own: Sequence[range],
+        own: Sequence[Sequence[int]],
         collate: Callable[[list[Any]], Any],
         total: int | None = None,
     ) -> Microbatches:
@@ -77,7 +80,8 @@ class Microbatches:
 
         Args:
             sample_at: gives a sample by its number in the global batch.
-            own: numbers of each microbatch's samples, as `weft.spec.shares.microbatch_samples` gives them.
+            own: numbers of each microbatch's samples, as `weft.spec.shares.microbatch_samples` gives them; where one
+                is empty, those after it are.
             collate: makes a batch of a list of samples.
             total: how many samples the global batch has.
         """
@@ -98,7 +102,7 @@ class Microbatches:
         """
         count = samples_in(batch)
         own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank)
-        runs = [part or _stand_in(own) for part in own]
+        runs = [part or own[0][:1] or range(1) for part in own]
         return cls(_Splitting(runs, count, f"plan={plan.format()}").split(batch, "batch"), own, total=count)
 
     @property
@@ -112,7 +116,7 @@ class Microbatches:
 
     def map(self, change: Callable[[Any], Any]) -> Microbatches:
         """Return the same samples, in changed batches."""
-        changed = Microbatches(map(change, self._batches))
+        changed = Microbatches(map(change, self._batches), any_number=self.any_number)
         changed._samples = self._samples
         return changed
 
@@ -147,7 +151,7 @@ class Microbatches:
         return self._batches[index]
 
 
-def _stand_in(own: Sequence[range]) -> range:
+def _stand_in(own: Sequence[Sequence[int]]) -> Sequence[int]:
     """The sample that a rank runs where it has none: its first, or the first of the batch."""
     return own[0][:1] or range(1)
 
@@ -202,7 +206,7 @@ def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
     expected = plan.microbatches_per_step
     if not isinstance(batch, Microbatches):
         return split_batch(batch, expected, plan)
-    if len(batch) != expected:
+    if len(batch) != expected and not (batch.any_number and plan.pp == 1):
         field = "microbatches" if plan.pp > 1 else "accumulation"
         raise ModelError(
             f"{field}={expected}: a step takes that many microbatches, and got {len(batch)}. Give {expected}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from weft.data import Prefetch
@@ -10,7 +10,7 @@ from weft.data.batch import map_tensors
 from weft.data.order import permutation
 from weft.errors import DataError
 from weft.spec import shares
-from weft.train.microbatch import Microbatches
+from weft.train.microbatch import Costs, Microbatches
 from weft.train.task.share import MapDataset, Share
 
 Collate = Callable[[list[Any]], Any]
@@ -20,13 +20,16 @@ class IndexedBatches:
     """The microbatches of one rank.
 
     Step s takes the places s * global_batch + [0, global_batch) of an endless row of epochs, each a permutation of all
-    samples; `microbatch_samples` shares them out. Samples are read in a thread, two steps ahead.
+    samples; `microbatch_samples` shares them out, or with `costs` what they cost. Samples are read in a thread, two
+    steps ahead.
     """
 
-    def __init__(self, samples: MapDataset, share: Share, collate: Collate, *, seed: int):
+    def __init__(self, samples: MapDataset, share: Share, collate: Collate, *, seed: int, costs: Costs | None = None):
         if not len(samples):
             raise DataError("task: it has no training samples. Let samples('train') return some.")
         self._samples, self._share, self._collate, self._seed = samples, share, collate, seed
+        self._costs = costs
+        self._divided: dict[int, Sequence[Sequence[int]]] = {}
 
     @property
     def samples_per_epoch(self) -> int:
@@ -37,14 +40,32 @@ class IndexedBatches:
 
     def batches_ahead(self, step: int) -> list[Any]:
         """Return the same, read at once and with the next step's in view where the samples can."""
-        size, own = self._share.global_batch, _own_numbers(self._share)
+        if not hasattr(self._samples, "many"):
+            return self._cut(step, None)
+        size = self._share.global_batch
+        own, coming = ([number for part in self._own(one) for number in part] for one in (step, step + 1))
         place = {number: self.locate(step * size + number) for number in own}
-        soon = [self.locate((step + 1) * size + number) for number in own]
+        soon = [self.locate((step + 1) * size + number) for number in coming]
         return self._cut(step, _reader(self._samples, place, soon))
 
     def _cut(self, step: int, read: Callable[[int], Any] | None) -> list[Any]:
         first = step * self._share.global_batch
-        return _own_microbatches(read or (lambda number: self.sample(first + number)), self._share, self._collate)
+        read = read or (lambda number: self.sample(first + number))
+        return _microbatches(read, self._own(step), self._share, self._collate)
+
+    def _own(self, step: int) -> Sequence[Sequence[int]]:
+        """Numbers in the global batch of each microbatch's samples."""
+        share = self._share
+        if self._costs is None:
+            return _own_parts(share)
+        found = self._divided.get(step)
+        if found is None:
+            first = step * share.global_batch
+            indices = [self.locate(first + number)[1] for number in range(share.global_batch)]
+            found = self._costs.divide(indices, share.size)[share.rank]
+            # Who reads ahead asks for a step twice.
+            self._divided = {**{one: own for one, own in self._divided.items() if one == step - 1}, step: found}
+        return found
 
     def iterate(self, start_step: int, end_step: int) -> Prefetch:
         return _Ahead(self, start_step, end_step)
@@ -100,7 +121,8 @@ class _EvalBatches:
         self._samples, self._share, self._collate, self._num_batches = samples, share, collate, num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        size, own = self._share.global_batch, _own_numbers(self._share)
+        size, parts = self._share.global_batch, _own_parts(self._share)
+        own = [number for part in parts for number in part]
         try:
             for start in range(0, self._num_batches * size, size):
                 place = {number: (0, start + number) for number in own}
@@ -109,7 +131,7 @@ class _EvalBatches:
                 read = _reader(self._samples, place, soon) or (
                     lambda number, first=start: self._samples[first + number]
                 )
-                yield from _own_microbatches(read, self._share, self._collate)
+                yield from _microbatches(read, parts, self._share, self._collate)
         finally:
             _close(self._samples)
 
@@ -154,10 +176,9 @@ def _close(samples: MapDataset) -> None:
         close()
 
 
-def _own_numbers(share: Share) -> list[int]:
-    """Numbers in the global batch of the samples that a rank has."""
-    own = shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
-    return [number for part in own for number in part]
+def _own_parts(share: Share) -> list[range]:
+    """Numbers in the global batch of the samples of each microbatch, all of them equally large."""
+    return shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
 
 
 def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Callable[[int], Any] | None:
@@ -172,9 +193,10 @@ def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Call
     return found.__getitem__
 
 
-def _own_microbatches(sample_at: Callable[[int], Any], share: Share, collate: Collate) -> list[Any]:
+def _microbatches(
+    sample_at: Callable[[int], Any], own: Sequence[Sequence[int]], share: Share, collate: Collate
+) -> list[Any]:
     """The rank's microbatches of a global batch, marked with the samples that they hold."""
-    own = shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
     cut = Microbatches.of_samples(sample_at, own, collate, share.global_batch)
     return (cut.map(_pinned) if share.pin else cut).marked()
 

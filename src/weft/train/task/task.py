@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
+from weft.train.microbatch import cost_limits, costs_of, traced_costs
 from weft.train.task.forwards import Forwards
 from weft.train.task.share import Batches, MapDataset, Share
 from weft.units import format_count
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import nn
 
@@ -112,7 +114,24 @@ class Task:
         """Return the training batches of one rank."""
         from weft.train.task.indexed import IndexedBatches
 
-        return IndexedBatches(self.samples("train") or (), share, self.collate, seed=self.config.seed)
+        costs = costs_of(self, share.rows, share.microbatches)
+        return IndexedBatches(self.samples("train") or (), share, self.collate, seed=self.config.seed, costs=costs)
+
+    def lengths(self) -> Sequence[int] | np.ndarray | None:
+        """Return how long each training sample is, by its index; None: the task has no batches by cost.
+
+        It is what `collate` fills samples up to, such as tokens. Asked after `prepare` or `open`.
+        """
+        return None
+
+    def length_costs(self, lengths: np.ndarray) -> np.ndarray:
+        """Return what samples of some lengths cost, in tokens: their FLOPs, divided by those of one token alone.
+
+        By default from the trace of the model; where nothing in it is a sequence, their lengths.
+
+        lengths: whole numbers; the result has their shape.
+        """
+        return traced_costs(self.describe().traced, lengths)
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
         """Return the evaluation set of one rank, equally many batches on each; None where there is none.
@@ -203,7 +222,8 @@ class Task:
 
     def facts(self, world_size: int) -> Facts:
         """Return what the rules of plans may know."""
-        return Facts(world_size=world_size, global_batch=self.config.train.global_batch)
+        limits = cost_limits(self.config)
+        return Facts(world_size=world_size, global_batch=self.config.train.global_batch, limits=limits)
 
     def changes(self, before: RunConfig) -> Sequence[tuple[str, Any, Any]]:
         """Return (setting, old, new) of what makes another run than the one begun with `before`, beside `identity`."""

@@ -14,6 +14,8 @@ from weft.train.task import Task
 
 #: Sections and settings that mean something to the decoder on text, and to tasks that say so.
 _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
+#: Settings that `_check_batching` judges.
+_OF_BATCHES = ("data.batching", "data.microbatch_cost")
 
 #: Of the tasks that have a name: the class, and the one for a pretrained folder.
 _CLASSES = {
@@ -49,11 +51,31 @@ def find_task(config: RunConfig) -> Task:
         kind = _found(config.task.name, tuned if config.model.path else plain)
         task = _made(kind, config.task.name, config.task.options)
         _refuse_unread(task, config)
+    _check_batching(task, config)
     if config.data.workers is not None and "data.workers" not in task.sections:
         rule = f"data.workers={config.data.workers}: only tasks on pictures and sound read it. Leave it out."
         raise ConfigError([Problem("data.workers", rule)])
     task.config = config
     return task
+
+
+def _check_batching(task: Task, config: RunConfig) -> None:
+    """ConfigError for batches by cost that the task or another setting has no use for."""
+    cost, asked = config.data.microbatch_cost, config.data.batching == "cost"
+    key, rule = "batching=cost", ""
+    if asked and type(task).lengths is Task.lengths:
+        rule = f"{_named(config)} does not say how long its samples are, or compares them. Leave it out"
+        rule += "" if config.task.name is None else ", or write lengths in the task"
+    elif asked and config.train.norm_group:
+        rule = f"train.norm_group={config.train.norm_group} takes samples in their order. Leave one of the two out"
+    elif cost != "auto" and not asked:
+        key, rule = f"microbatch_cost={cost:g}", "only data.batching=cost reads it. Set that too, or leave it out"
+    if rule:
+        raise ConfigError([Problem(f"data.{key.split('=')[0]}", f"data.{key}: {rule}.")])
+
+
+def _named(config: RunConfig) -> str:
+    return "the text decoder" if config.task.name is None else f"task.name={config.task.name}"
 
 
 def _found(name: str, where: str) -> type[Task]:
@@ -122,7 +144,7 @@ def _refuse_unread(task: Task, config: RunConfig) -> None:
         for section in _OF_THE_DECODER
         if section not in task.sections
         for key in changed_keys(section, value_at(before, section), value_at(now, section))
-        if not any(f"{key}.".startswith(f"{read}.") for read in task.sections)
+        if not any(f"{key}.".startswith(f"{read}.") for read in (*task.sections, *_OF_BATCHES))
     ]
     if problems:
         raise ConfigError(problems)

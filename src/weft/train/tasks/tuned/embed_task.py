@@ -13,7 +13,7 @@ import numpy as np
 
 from weft.errors import ConfigError, Problem
 from weft.spec.traced import Limit
-from weft.train.task import Metric
+from weft.train.task import Metric, Task
 from weft.train.tasks.tuned.folder_task import FolderTask
 from weft.train.tasks.tuned.table_data import Rows, TableRecord
 
@@ -59,6 +59,9 @@ class EmbedTask(FolderTask):
         Metric("recall_at_1", "", "share of the queries whose own text is the nearest of the evaluation set"),
         Metric("recall_at_10", "", "share of the queries whose own text is among the nearest ten"),
     )
+
+    #: None are said: the loss compares all texts of a batch, in their order.
+    lengths = Task.lengths
 
     def __post_init__(self) -> None:
         if self.pooling not in get_args(Pooling):

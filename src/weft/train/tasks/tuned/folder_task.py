@@ -19,6 +19,7 @@ from weft.errors import ConfigError, DataError, Problem
 from weft.spec.rules import Facts
 from weft.spec.traced import Limit
 from weft.train.folder import RunFolder, free_name, run_folder
+from weft.train.microbatch import cost_limits, costs_of
 from weft.train.task import Report, Task
 from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, keep_base
 from weft.train.tasks.tuned.padding import FilledUp, padded, padded_length
@@ -44,7 +45,8 @@ class FolderTask(Task):
     """Trains a model of a Hugging Face folder, with a head of some kind, on the rows of tables."""
 
     sections = ("model.path", "data.train", "data.eval", "data.holdout", "data.max_record_bytes",
-                "data.max_bad_fraction", "data.cache_dir", "train.seq_len")  # fmt: skip
+                "data.max_bad_fraction", "data.cache_dir", "data.batching", "data.microbatch_cost",
+                "train.seq_len")  # fmt: skip
     identity = ("model", "data.holdout", "train.seq_len")
 
     #: What transformers' AutoModelFor is followed by, and what that is called.
@@ -53,6 +55,8 @@ class FolderTask(Task):
     #: Options that do not change the rows.
     free_options: ClassVar[tuple[str, ...]] = ("pad_multiple",)
     pad_multiple: int = 8
+    #: What of a row is filled up.
+    padded_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
 
     _folder: RunFolder | None = None
     _tables: SplitTables | None = None
@@ -89,7 +93,7 @@ class FolderTask(Task):
 
     def limits(self) -> dict[str, Limit]:
         """Return which fields of a plan this task narrows, beside its model."""
-        return {"cp": _NO_CP}
+        return {"cp": _NO_CP, **cost_limits(self.config)}
 
     def prepare(self, folder: RunFolder, report: Report | None) -> None:
         """Check the weights' names and shapes, and make rows of the data.
@@ -104,6 +108,7 @@ class FolderTask(Task):
         if (folder.path / _ROWS).is_file():
             self._refuse_other(folder, tables)
         self._take(tables)
+        costs_of(self, 1, 1)  # a text that no microbatch can hold
         if self._needs_folder or not base_of(folder).is_dir():
             self._notes = self._weight_notes()
 
@@ -242,6 +247,28 @@ class FolderTask(Task):
 
     def samples_per_epoch(self) -> int:
         return len(self.tables.train)
+
+    def lengths(self) -> Sequence[int] | np.ndarray | None:
+        """Return what each text is filled up to where it stands alone, int64 (rows, columns that are filled up)."""
+        most, table = self.config.train.seq_len, self.tables.train
+        columns = [table.lengths(name) for name in self.padded_columns]
+        multiple = self.pad_multiple
+        return np.stack([np.maximum(one, np.minimum(-(-one // multiple) * multiple, most)) for one in columns], axis=1)
+
+    def length_costs(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the FLOPs of texts, divided by those of one token: of all weights but tables, and of attention."""
+        from torch import nn
+
+        from weft.structure import hugging_face
+
+        config: Any = hugging_face.load_model_config(self._base)
+        model = self.shapes()
+        tables = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+        weights = sum(param.numel() for param in model.parameters() if id(param) not in tables)
+        # A token takes 2 FLOPs for each weight, and for each token that it looks at 4 for each feature of each layer.
+        per_pair = 2 * config.num_hidden_layers * config.hidden_size
+        asked = np.asarray(lengths, np.float64)
+        return asked * (weights + per_pair * asked) / (weights + per_pair)
 
     def sample_lines(self, place: int) -> Sequence[str]:
         """Show the text that the model reads, beside what else a row holds."""

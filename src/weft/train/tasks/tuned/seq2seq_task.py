@@ -40,6 +40,7 @@ class Seq2SeqTask(FolderTask):
 
     unit, sample_unit = "tokens", "pairs"
     head, head_words = "Seq2SeqLM", "model for sequence to sequence"
+    padded_columns = ("input_ids", "labels")
     sum_names = ("right",)
     metrics = (
         Metric("perplexity", "", "e to the mean loss over target tokens"),

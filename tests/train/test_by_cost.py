@@ -1,0 +1,181 @@
+"""Batches by cost: how samples are divided, and that losses and weights are those of fixed batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.test_tuned_parity import optimizer_of
+from tests.train.tuned_folders import CASES, save_model, settings, write_tables
+from weft.errors import ConfigError, DataError, PlanError
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.parallel.zero import load_base
+from weft.spec.files.config_file import load_config
+from weft.spec.plan import Plan
+from weft.testing.verify.float64 import Float64Throughout
+from weft.train import Microbatches, RunFolder, TrainStep, prepare_run
+from weft.train.microbatch import Costs
+from weft.train.state import capture_model
+from weft.train.task import Share
+from weft.train.tasks.task_choice import find_task
+
+BATCH = 12
+#: Not all of them in the gate; all with `full`.
+PLANS = [f"dp_shard={ranks} zero={zero} accumulation={passes}" for ranks, zero, passes in
+         [(4, 3, 1), (4, 0, 3), (2, 3, 4), (2, 1, 2), (3, 3, 2), (3, 2, 4), (1, 0, 2), (1, 0, 4)]]  # fmt: skip
+
+
+def lengths_like_text(number: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.clip(np.exp(rng.normal(3.6, 0.8, number)).astype(int), 4, 256)
+
+
+def cost_of(lengths: np.ndarray) -> np.ndarray:
+    return lengths * (1 + lengths / 500)
+
+
+def cost_of_run(lengths: np.ndarray, run: tuple[int, ...]) -> float:
+    return float(cost_of(lengths[list(run)].max(0).sum())) * len(run) if run else 0.0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
+@pytest.mark.parametrize("columns", [1, 2])
+def test_each_sample_lies_in_one_microbatch_that_is_not_too_costly(num_ranks, columns):
+    lengths = np.stack([lengths_like_text(900)] * columns, axis=1)
+    costs, rng = Costs(lengths, cost_of, 3000.0, most_tokens=1500, room=6), np.random.default_rng(1)
+    for number in (1, 2, 7, 64):
+        indices = rng.permutation(900)[:number]
+        ranks = costs.divide(indices, num_ranks)
+        assert sorted(one for rank in ranks for run in rank for one in run) == list(range(number))
+        assert len(ranks) == num_ranks
+        assert len({len(rank) for rank in ranks}) == 1
+        for rank in ranks:
+            empty = [not run for run in rank]
+            assert empty == sorted(empty), "an empty microbatch stands before one with samples"
+            for run in filter(None, rank):
+                own = lengths[indices]
+                assert cost_of_run(own, run) <= 3000 * 1.001
+                assert own[list(run)].max(0).sum() * len(run) <= 1500
+
+
+def test_ranks_are_level_and_little_is_filled_up():
+    lengths, rng = lengths_like_text(4000), np.random.default_rng(2)
+    costs = Costs(lengths, cost_of, 4 * float(cost_of(np.array(256))), most_tokens=4 * 256, room=16)
+    for _ in range(5):
+        indices = rng.permutation(4000)[:64]
+        own = lengths[indices]
+        ranks = [sum(cost_of_run(own, run) for run in rank) for rank in costs.divide(indices, 4)]
+        assert np.mean(ranks) / max(ranks) > 0.9
+        useful = cost_of(own).sum()
+        assert useful / sum(ranks) > 0.8
+        padded = sum(cost_of(own[first : first + 16].max()) * 16 for first in range(0, 64, 16))
+        assert padded / sum(ranks) > 2, "fixed batches of 16 are hardly worse"
+
+
+def test_a_sample_larger_than_a_microbatch_is_told_of():
+    with pytest.raises(DataError, match=r"data.microbatch_cost=300: sample \d+ .* Use data.microbatch_cost=\d+"):
+        Costs(lengths_like_text(900), cost_of, 300.0).check()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    found = tmp_path_factory.mktemp("by_cost")
+    (found / "eval").mkdir()
+    write_tables(found, 50)
+    write_tables(found / "eval", 12)
+    return found
+
+
+def prepared(root: Path, case: str, *more: str) -> RunFolder:
+    family = CASES[case][1]
+    if not (root / family).exists():
+        save_model(root / family, family, dropout=0.1)
+    words = [*settings(case, root), f"train.global_batch={BATCH}", *more]
+    return prepare_run(load_config(None, words).config, world_size=1)
+
+
+def trained(
+    plan_text: str, folder: Path, steps: int
+) -> tuple[list[tuple[float, float, int]], dict[str, torch.Tensor], list[int]]:
+    """Losses, norms and counts of all steps, weights after them, and the number of microbatches of each step."""
+    torch.set_num_threads(1)
+    plan = Plan.parse(f"{plan_text} precision=fp64")
+    with Float64Throughout():
+        mesh = build_mesh(plan)
+        config = RunFolder(folder).config()
+        task = find_task(config)
+        task.open(RunFolder(folder))
+        by_cost = config.data.batching == "cost"
+        model = task.initial_model(plan)
+        weights = task.initial_weights(model)
+        parallelize(model, mesh, filled_later=True)
+        load_base(model, weights)
+        step = TrainStep(model, optimizer_of(model), task.loss, mesh, forward=task.forward, max_grad_norm=1.0)
+        batches = task.batches(Share(BATCH, plan.microbatches_per_step, mesh.data.rank, mesh.data.size))
+        found, numbers = [], []
+        for index in range(steps):
+            own = batches.batches(index)
+            numbers.append(len(own))
+            done = step(Microbatches(own, any_number=by_cost))
+            found.append((done.loss, done.grad_norm, done.num_tokens))
+        return found, {name: tensor.clone() for name, tensor in capture_model(model).items()}, numbers
+
+
+def assert_alike(got, wanted) -> None:
+    for one, other in zip(got[0], wanted[0], strict=True):
+        assert one == pytest.approx(other, rel=1e-10, abs=1e-12)
+    for name, tensor in got[1].items():
+        torch.testing.assert_close(tensor, wanted[1][name], rtol=1e-10, atol=1e-10, msg=name)
+
+
+def check(root: Path, case: str, plans, pools, steps: int = 20, costs: tuple[str, ...] = ("auto", "160")) -> None:
+    fixed = prepared(root, case, "run.name=fixed-" + case).path
+    wanted = trained("accumulation=1", fixed, steps)
+    for cost in costs:
+        name = f"cost-{cost}-{case}"
+        by_cost = prepared(root, case, "data.batching=cost", f"data.microbatch_cost={cost}", f"run.name={name}").path
+        for plan in plans:
+            ranks = int(plan.split()[0].partition("=")[2])
+            results = pools[ranks].run(trained, plan, by_cost, steps) if ranks > 1 else [trained(plan, by_cost, steps)]
+            for result in results:
+                assert_alike(result, wanted)
+                assert result[2] == results[0][2]
+            if cost == "160":
+                assert len(set(results[0][2])) > 1 or ranks > 1, "steps have all as many microbatches"
+
+
+def test_losses_and_weights_are_those_of_fixed_batches(root, ranks2):
+    check(root, "classify", ["dp_shard=2 zero=3 accumulation=3"], {2: ranks2}, steps=4, costs=("160",))
+
+
+@pytest.mark.full
+def test_every_plan_and_task_gives_the_same_numbers(root, ranks2, ranks4):
+    from weft.testing import RankPool
+
+    with RankPool(3) as ranks3:
+        for case in ("classify", "tokens", "masked", "t5", "classify-decoder"):
+            check(root, case, PLANS, {2: ranks2, 3: ranks3, 4: ranks4})
+
+
+@pytest.mark.parametrize(
+    ("case", "more", "sentence"),
+    [
+        ("embed", "data.batching=cost", "task.name=embed does not say how long"),
+        ("classify", "data.microbatch_cost=300", "only data.batching=cost reads it"),
+    ],
+)
+def test_what_cannot_be_is_refused(case, more, sentence, root):
+    with pytest.raises(ConfigError, match=sentence):
+        prepared(root, case, more, "run.name=refused")
+
+
+def test_a_pipeline_and_a_small_bound_are_refused(root):
+    words = [*settings("classify", root), "data.batching=cost", "plan=pp=2 microbatches=2", "run.name=refused"]
+    with pytest.raises(PlanError, match=r"pp=2.*data.batching=cost"):
+        prepare_run(load_config(None, words).config, world_size=2)
+    with pytest.raises(DataError, match=r"data\.microbatch_cost=4: sample"):
+        prepared(root, "classify", "data.batching=cost", "data.microbatch_cost=4", "run.name=refused")
