@@ -47,7 +47,11 @@ class Costs:
     room: int = 1
 
     def check(self) -> None:
-        """Raise DataError where a sample alone costs more than a microbatch may."""
+        """Refuse a sample that alone costs more than a microbatch may.
+
+        Raises:
+            DataError: for such a sample, with its number.
+        """
         lengths = _columns(self.lengths).sum(1)
         found = self.cost_of(lengths) if lengths.size else np.zeros(0)
         if found.size and found.max() > self.most * _NEARLY:
