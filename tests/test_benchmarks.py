@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 from tests.house.test_doors import modules
 from weft import env
 
-BENCHMARKS = sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py"))
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 Definition = ast.FunctionDef | ast.ClassDef
 
 
@@ -93,3 +95,10 @@ def test_a_benchmark_tells_how_it_is_used(path: Path, tmp_path: Path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert path.name in done.stdout
+
+
+def test_every_deliberate_fault_still_fits_the_sources():
+    """Whoever changes a line that benchmarks/mutations.py breaks hears of it at once."""
+    faults = tomllib.loads((ROOT / "benchmarks" / "faults.toml").read_text())["fault"]
+    counts = {fault["name"]: (ROOT / fault["file"]).read_text().count(fault["before"]) for fault in faults}
+    assert not {name: count for name, count in counts.items() if count != 1}
