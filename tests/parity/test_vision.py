@@ -43,7 +43,6 @@ def test_a_script_cuts_its_loader_by_samples(ranks2):
 
 @pytest.mark.parametrize("plan, text", [
     ("cp=2", "takes pixel_values beside its tokens, and Weft cannot tell which part of it belongs"),
-    ("pp=2 microbatches=2", "a pipeline cuts one chain of blocks, and it has 2 lists of blocks"),
     (
         "tp=2 sp=on",
         "sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and LlavaForConditionalGeneration has "
