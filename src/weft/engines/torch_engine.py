@@ -388,8 +388,8 @@ class TorchEngine:
         """The same for microbatches that cost decides: by the first sample that each of them has."""
         if whole.samples is None:
             raise ModelError(
-                "data.batching=cost: before_step returned batches of new tensors, so nobody knows whose samples they "
-                "hold. Return changed ones with the old tensors among them, or leave data.batching out."
+                "data.batching=cost: before_step returned batches of new tensors, so Weft cannot tell whose samples "
+                "they hold. Return changed ones with the old tensors among them, or leave data.batching out."
             )
         first, seed = number * self._config.train.global_batch, self._config.seed
         part = (self.mesh["cp"].rank,) if self.plan.cp > 1 else ()

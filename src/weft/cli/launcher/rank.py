@@ -143,7 +143,7 @@ def die_with(launcher: int | None) -> None:
     """See to it that this process does not outlive the one that started it, however that one ends.
 
     Args:
-        launcher: its process id; None: where the system cannot tell, nobody looks.
+        launcher: its process id; None: the system cannot tell it, and ranks do not look for it.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -72,7 +72,7 @@ def in_slot(ring: NDArray[np.uint8], slot: int, shape: tuple[int, ...], dtype: n
 
 
 def described(samples: Decodable) -> bytes:
-    """Return what a worker is told first."""
+    """Return the first message to a worker: what it decodes."""
     text = json.dumps(samples.told()).encode()
     return len(text).to_bytes(8, "little") + text
 

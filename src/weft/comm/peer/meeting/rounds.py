@@ -23,7 +23,7 @@ _KEPT = 8
 
 @dataclass(slots=True)
 class _Replica:
-    """What is known of one replica. heard, arrived: when (s); None: never, not now. given_up: nobody waits for it.
+    """What is known of one replica. heard, arrived: when (s); None: never, not now. given_up: the rest does not wait.
 
     has_begun: it stood before its first step, with its weights, or was further, since this place is there.
     """
@@ -104,7 +104,7 @@ class MeetingRounds:
         return any(one.anchor > own and self._lives(one, now) for one in self._replicas.values())
 
     def is_over(self, now: float) -> bool:
-        """Return whether nobody needs the place any more: each replica has ended, or has not been heard for long.
+        """Return whether the place may close: each replica has ended, or has not been heard for long.
 
         Args:
             now: seconds of the same clock.
