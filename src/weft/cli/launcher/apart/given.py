@@ -19,7 +19,7 @@ from weft.train.engine import ReplicaWorld
 class Given:
     """config: of the run. replica: which one. meet_at: where all leave word. command: what the user typed.
 
-    parent: the process that gives it. prepared: descriptor that is told once the run is checked, if a process waits for it.
+    parent: the process that gives it. prepared: descriptor that hears once the run is checked; None: it is not asked.
     """
 
     config: RunConfig
