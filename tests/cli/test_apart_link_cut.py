@@ -65,8 +65,11 @@ def last_step(folder) -> int:
 def test_a_link_that_is_cut_for_20_s_stops_nobody_and_the_replicas_meet_again(link, tmp_path, text):
     train = OnHosts(tmp_path, text)
     address = f"{HOSTS['weftcut0']}:29600"
+    key = tmp_path / "key"
+    key.write_text("the key of these replicas")
     settings = [
-        PLAN, "launch.replicas_apart=true", f"launch.meet_at={address}", "launch.meeting_timeout=2s",
+        PLAN, "launch.replicas_apart=true", f"launch.meet_at={address}", f"launch.meeting_key=file:{key}",
+        "launch.meeting_timeout=2s",
         "train.steps=100000", "checkpoint.every=0", "eval.every=0", "log.every=100", "schedule.kind=constant",
     ]  # fmt: skip
     try:

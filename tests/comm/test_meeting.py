@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+import socket
 import threading
 
 import pytest
@@ -17,7 +19,7 @@ from weft.comm.peer.meeting import (
     address_towards,
 )
 from weft.comm.wire import Coders, find_wire
-from weft.errors import CommError, LaunchError
+from weft.errors import CommError, ConfigError, LaunchError
 from weft.mesh import Axis
 
 
@@ -253,17 +255,30 @@ def test_a_member_that_goes_or_stands_still_is_an_error_in_time():
 
 
 def test_the_place_answers_and_a_port_that_is_taken_is_one_sentence():
-    place = MeetingPlace("127.0.0.1", 0, 2, 5.0)
-    line = MeetingLine(place.address, 0, 1)
+    place = MeetingPlace("127.0.0.1", 0, 2, 5.0, "the key")
+    line = MeetingLine(place.address, 0, 1, "the key")
     answer = line.ask("beat", number=0, token=1, step=3, loss=2.5)
     assert answer == {"do": "go on", "behind": False, "begin": False, "replicas": {"0": [3, 2.5]}}
     with pytest.raises(ConnectionResetError):
         line.ask("beat")  # half of what is to be said
+    stranger = MeetingLine(place.address, 0, 2, "another key")
+    with pytest.raises(
+        ConfigError, match=r"^launch.meeting_key: the place where replicas meet, 127.0.0.1:\d+, has anot"
+    ):
+        stranger.ask("beat", number=9, token=1, step=3, loss=2.5)
+    host, _, port = place.address.rpartition(":")
+    text = b'{"say": "beat"}'
+    said_before = hmac.new(b"the key", b"the number of another call asks " + text, "sha256").hexdigest().encode()
+    with socket.create_connection((host, int(port))) as call:
+        call.recv(64)
+        call.sendall(said_before + b" " + text + b"\n")
+        assert call.recv(64) == b"wrong key\n"
+    assert line.ask("beat", number=0, token=1, step=3, loss=2.5) == answer  # and what they said was not heard
     assert address_towards(place.address) == "127.0.0.1"
     with pytest.raises(LaunchError, match=r"^launch.meet_at=nowhere.invalid:1: this machine knows no way there"):
         address_towards("nowhere.invalid:1")
     with pytest.raises(LaunchError, match=r"^launch.meet_at=127.0.0.1:\d+: this machine cannot listen there"):
-        MeetingPlace("127.0.0.1", int(place.address.rpartition(":")[2]), 2, 5.0)
+        MeetingPlace("127.0.0.1", int(place.address.rpartition(":")[2]), 2, 5.0, "")
     place.close()
     with pytest.raises(ConnectionRefusedError):
         line.ask("beat", number=0, token=1, step=3, loss=2.5)

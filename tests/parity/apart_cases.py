@@ -8,4 +8,5 @@ from tests.parity.cases import LLAMA
 from weft.testing import DecoderCase
 
 STEPS, EVERY, TIMEOUT_S, PAUSE_S = 8, 2, 1.5, 0.5
+KEY = "the key of these replicas"
 CASE = dataclasses.replace(DecoderCase(LLAMA, num_steps=STEPS, max_grad_norm=0.5), num_steps=STEPS)

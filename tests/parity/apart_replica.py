@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.parity.apart_cases import CASE, PAUSE_S, STEPS, TIMEOUT_S
+from tests.parity.apart_cases import CASE, KEY, PAUSE_S, STEPS, TIMEOUT_S
 from weft.comm.peer.meeting import Party
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
@@ -35,7 +35,9 @@ def main(address: str, replica: int, text: str, folder: Path, fault: str) -> Non
     mesh = build_mesh(plan.replace(dp_replicate=1, sync="step", compress="none"))
     model = parallelize(CASE.model(), mesh)
     lines: list[str] = []
-    party = Party(mesh, replica, address, "127.0.0.1", TIMEOUT_S, lambda act: act(), lambda own: [own], lines.append)
+    party = Party(
+        mesh, replica, address, "127.0.0.1", TIMEOUT_S, KEY, lambda act: act(), lambda own: [own], lines.append
+    )
     sync = meet_apart(model, data_parallel(model), mesh, plan, party)
     meet = party.meet
 

@@ -74,7 +74,11 @@ CASES = [
      ["launch.min_ranks=1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
      "launch.min_ranks=1: under launch.replicas_apart=true a replica has all ranks of its plan or is lost, and the "
      "others go on without it. Leave launch.min_ranks out."),
-    ("replica-is-apart", ["launch.replica=1", "plan=dp_replicate=2 sync=diloco:5", "launch.meet_at=a:1"],
+    ("meeting-has-a-key",
+     ["launch.replica=0", "launch.meet_at=a:1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
+     "launch.meet_at=a:1: other machines reach this address, so replicas must prove who they are. Put the same secret "
+     "into WEFT_MEETING_KEY on all machines, and add launch.meeting_key=env:WEFT_MEETING_KEY."),
+    ("replica-is-apart", ["launch.replica=1", "plan=dp_replicate=2 sync=diloco:5", "launch.meet_at=127.0.0.1:1"],
      "launch.replica=1: launch.replica and launch.meet_at are for replicas that are worlds of their own. Add "
      "launch.replicas_apart=true, or leave them out."),
     ("replica-has-a-place",
@@ -82,14 +86,15 @@ CASES = [
      "launch.replica=1: it must know where replicas meet. Add launch.meet_at=HOST:PORT, with the address of the "
      "machine that starts replica 0."),
     ("replica-has-a-place",
-     ["launch.meet_at=a:1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
-     "launch.replica=none: launch.meet_at=a:1 is given, and not which replica this machine starts. Add "
+     ["launch.meet_at=127.0.0.1:1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
+     "launch.replica=none: launch.meet_at=127.0.0.1:1 is given, and not which replica this machine starts. Add "
      "launch.replica=0 on the machine of that address, launch.replica=1 on the next."),
     ("replica-is-in-the-plan",
-     ["launch.replica=2", "launch.meet_at=a:1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
+     ["launch.replica=2", "launch.meet_at=127.0.0.1:1", "launch.replicas_apart=true",
+      "plan=dp_replicate=2 sync=diloco:5"],
      "launch.replica=2: the plan 'dp_replicate=2 sync=diloco:5' has replicas 0 to 1. Use one of these."),
     ("replica-plan-is-whole",
-     ["launch.replica=1", "launch.meet_at=a:1", "launch.replicas_apart=true",
+     ["launch.replica=1", "launch.meet_at=127.0.0.1:1", "launch.replicas_apart=true",
       "plan=dp_replicate=2 dp_shard=* zero=1 sync=diloco:5"],
      "launch.replica=1: the plan 'dp_replicate=2 dp_shard=* zero=1 sync=diloco:5' leaves an axis open, and this "
      "machine sees one replica alone. Write the number of ranks in the place of '*'."),

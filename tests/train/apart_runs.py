@@ -22,7 +22,7 @@ from weft.train import RunFolder, Start, prepare_run, run_rank
 from weft.train.engine import ReplicaWorld
 from weft.train.run import recorder
 
-LIMIT_S = 60.0
+LIMIT_S, KEY = 60.0, "the key of these replicas"
 
 # Forked from a server that has imported torch once: a second saved for each process.
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -51,7 +51,7 @@ def alone(path: str, replica: int, address: str) -> None:
 
 def train_replica(path: str, replica: int, address: str) -> None:
     """One replica of one rank, to its end."""
-    world = ReplicaWorld(replica, address)
+    world = ReplicaWorld(replica, address, KEY)
     run_rank(Path(path), None, io.StringIO(), Start(engine="tests.train.apart_runs:HeldEngine", world=world))
 
 
@@ -65,7 +65,7 @@ class ApartRun:
         words = [*SMALL, *places, plan, *times, "sample.prompt=", *settings]
         config = load_config(None, words).config
         self.folders = [prepare_run(config, replicas, replica=number) for number in range(replicas)]
-        self.place = MeetingPlace("127.0.0.1", 0, replicas, timeout_s)
+        self.place = MeetingPlace("127.0.0.1", 0, replicas, timeout_s, KEY)
         self.processes: dict[int, Any] = {}
 
     def start(self, *replicas: int, at_once: bool = True, kind: Any = FORKSERVER.Process) -> None:

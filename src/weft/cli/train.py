@@ -29,9 +29,10 @@ from weft.cli.launcher import (
     usable_cores,
     visible_gpus,
 )
-from weft.errors import LaunchError, WeftError
+from weft.errors import ConfigError, LaunchError, WeftError
 from weft.monitor.screen import busy
 from weft.spec.plan import Plan
+from weft.units import counted
 
 if TYPE_CHECKING:
     from weft.comm import FirstWord
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
 
 #: How long (s) the other ranks keep silent about an error that rank 0 is likely to tell.
 _FIRST_WORD_S = 3.0
+
+#: Characters of a meeting key, at least.
+_KEY_LENGTH = 16
 
 
 def train(
@@ -83,7 +87,7 @@ def train_here(config: RunConfig) -> None:
     elif (world := _world_of(config)) is not None:
         from weft.cli.launcher.apart import meeting_place
 
-        with meeting_place(config, say):
+        with meeting_place(config, world, say):
             train_world(config, typed_command(), world)
     elif code := _train_replicas(config):
         raise typer.Exit(code)
@@ -91,12 +95,19 @@ def train_here(config: RunConfig) -> None:
 
 def _world_of(config: RunConfig) -> ReplicaWorld | None:
     """The replica that this machine starts, where it starts one alone."""
+    from weft.monitor.sinks import secret_of
     from weft.train.engine import ReplicaWorld
 
     launch = config.launch
     if launch.replica is None or launch.meet_at is None:
         return None
-    return ReplicaWorld(launch.replica, launch.meet_at)
+    key = secret_of(launch.meeting_key, "launch.meeting_key")
+    if key is not None and len(key) < _KEY_LENGTH:
+        raise ConfigError(
+            f"launch.meeting_key={launch.meeting_key}: this secret has {counted(len(key), 'character')}. Use "
+            f"{_KEY_LENGTH} or more, such as those of: openssl rand -hex 32."
+        )
+    return ReplicaWorld(launch.replica, launch.meet_at, key or "")
 
 
 def _train_replicas(config: RunConfig) -> int:
@@ -220,7 +231,7 @@ def _prepared_by_the_first(
         if world is not None:
             from weft.cli.launcher.apart import meeting_place
 
-            held.enter_context(meeting_place(config, say))
+            held.enter_context(meeting_place(config, world, say))
         held.enter_context(process_beside(folder.path, folder.config(), say))
         said = {"path": str(folder.path), "texts": folder.texts}
     except BaseException as error:

@@ -53,7 +53,7 @@ class OtherWorlds:
         self._job, self.world = job, world
         timeout_s = parse_seconds(job.config.launch.meeting_timeout)
         self.party = Party(
-            mesh, world.replica, world.meet_at, address_towards(world.meet_at), timeout_s, on_first, gather,
+            mesh, world.replica, world.meet_at, address_towards(world.meet_at), timeout_s, world.key, on_first, gather,
             self._say if mesh.rank == 0 else lambda line: None,
         )  # fmt: skip
         self.party.wants_out = stops

@@ -26,6 +26,7 @@ from weft.spec.config.setting_types import (
     OptionValue,
     PositiveFloat,
     PositiveInt,
+    SecretRef,
     ShareOrSize,
     StoreOrFolder,
     TaskName,
@@ -336,6 +337,9 @@ class LaunchSection(Section):
     meet_at: HostPort | None = Field(default=None, examples=["10.0.0.1:29600"])
     """HOST:PORT where replicas on several machines leave word: of the machine that starts replica 0, which listens
     there."""
+    meeting_key: SecretRef | None = Field(default=None, examples=["env:WEFT_MEETING_KEY"])
+    """Where the secret is that replicas on several machines prove to each other, of 16 characters or more, the same for
+    all: env:NAME or file:PATH. Needed where meet_at is not an address of this machine alone (127.0.0.1)."""
 
 
 class RunConfig(Section):

@@ -7,6 +7,8 @@ from weft.spec.config import RunConfig
 from weft.spec.plan import Plan, is_auto
 from weft.spec.rules.config_rule import ConfigRule
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
 
 def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
     """The plan and its open axis; None where the planner is to choose it, or it cannot be read."""
@@ -87,6 +89,20 @@ APART_RULES: tuple[ConfigRule, ...] = (
             if config.launch.replica is None
             else f"{config.launch.replica}: it must know where replicas meet. Add launch.meet_at=HOST:PORT, with the "
             "address of the machine that starts replica 0."
+        ),
+    ),
+    ConfigRule(
+        name="meeting-has-a-key",
+        keys=("launch.meet_at", "launch.meeting_key"),
+        reason="Whoever reaches the place could take part in a meeting, and change the model.",
+        predicate=lambda config: (
+            config.launch.meet_at is not None
+            and config.launch.meeting_key is None
+            and config.launch.meet_at.rpartition(":")[0] not in _LOOPBACK
+        ),
+        message=lambda config: (
+            f"{config.launch.meet_at}: other machines reach this address, so replicas must prove who they are. Put the "
+            "same secret into WEFT_MEETING_KEY on all machines, and add launch.meeting_key=env:WEFT_MEETING_KEY."
         ),
     ),
     ConfigRule(

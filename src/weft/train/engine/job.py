@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weft.env import RankEnv
@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWorld:
-    """One replica of several, each a world of its own. replica: which one. meet_at: HOST:PORT where they leave word."""
+    """One replica of several, each a world of its own.
+
+    replica: which one. meet_at: HOST:PORT where they leave word. key: that the place there must have.
+    """
 
     replica: int
     meet_at: str
+    key: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

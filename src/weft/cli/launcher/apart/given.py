@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from weft.cli.launcher.rank import die_with
 from weft.spec import RunConfig
@@ -17,26 +17,20 @@ from weft.train.engine import ReplicaWorld
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """config: of the run. replica: which one. meet_at: where all leave word. command: what the user typed.
+    """config: of the run. world: which replica, and where all leave word. command: what the user typed.
 
     parent: the process that gives it. prepared: descriptor that hears once the run is checked; None: it is not asked.
     """
 
     config: RunConfig
-    replica: int
-    meet_at: str
+    world: ReplicaWorld
     command: list[str]
     parent: int
     prepared: int | None = None
 
-    @property
-    def world(self) -> ReplicaWorld:
-        """The replica as its ranks know it."""
-        return ReplicaWorld(self.replica, self.meet_at)
-
     def lines(self) -> bytes:
         """Return what is written."""
-        own = [self.replica, self.meet_at, self.command, self.parent, self.prepared]
+        own = [asdict(self.world), self.command, self.parent, self.prepared]
         config = self.config.model_dump(mode="json", by_alias=True)
         return json.dumps(own).encode() + b"\n" + json.dumps(config).encode() + b"\n"
 
@@ -49,7 +43,7 @@ class Given:
 
 def given_replica() -> Given:
     """Return what this process was given. From here on it does not outlive the one that gave it."""
-    replica, meet_at, command, parent, prepared = json.loads(sys.stdin.buffer.readline())
+    world, command, parent, prepared = json.loads(sys.stdin.buffer.readline())
     die_with(parent)
     config = RunConfig.model_validate_json(sys.stdin.buffer.readline(), strict=False)
-    return Given(config, replica, meet_at, command, parent, prepared)
+    return Given(config, ReplicaWorld(**world), command, parent, prepared)

@@ -7,6 +7,7 @@ launcher again that was killed, and holds the meeting place, which outlives all 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from weft.comm.peer.meeting import MeetingPlace
 from weft.spec import RunConfig
 from weft.spec.plan import Plan
 from weft.train import run_folder
+from weft.train.engine import ReplicaWorld
 from weft.train.run import heeded_signals
 from weft.units import parse_seconds
 
@@ -62,7 +64,7 @@ class Replicas:
         self._threads = threads_variables(plan.world_size, cores)
         self._replicas = [_Replica(number) for number in range(plan.dp_replicate)]
         self._first_signal: int | None = None
-        self._meet_at = ""
+        self._meet_at, self._key = "", secrets.token_hex(32)
 
     def run(self) -> int:
         """Start all, and return the exit code once the last has ended.
@@ -72,7 +74,7 @@ class Replicas:
         """
         timeout_s = parse_seconds(self._config.launch.meeting_timeout)
         with ExitStack() as until_over:
-            place = MeetingPlace(env.LOOPBACK, 0, len(self._replicas), timeout_s)
+            place = MeetingPlace(env.LOOPBACK, 0, len(self._replicas), timeout_s, self._key)
             until_over.callback(place.close)
             self._meet_at = place.address
             until_over.callback(self._kill)
@@ -126,7 +128,8 @@ class Replicas:
             if log is not None:
                 log.close()
         one.process = process
-        given = Given(self._config, one.number, self._meet_at, self._command, os.getpid(), writes)
+        world = ReplicaWorld(one.number, self._meet_at, self._key)
+        given = Given(self._config, world, self._command, os.getpid(), writes)
         assert process.stdin is not None
         with suppress(OSError):  # it is gone, and its exit code says so
             process.stdin.write(given.lines())

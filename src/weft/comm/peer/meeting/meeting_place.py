@@ -1,22 +1,26 @@
 """Where replicas leave word, and how: one small question and answer at a time, each over a connection of its own.
 
-A connection that a cut link holds up takes nothing with it: the next question opens another. Answers are JSON; like
-torch's stores, the place is for a network whose machines trust each other.
+A connection that a cut link holds up takes nothing with it: the next question opens another. Each side proves that it
+has the run's key: the place opens with a number used once, and each message is JSON after an HMAC-SHA256 of that
+number, the side that speaks, and the text. Nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
+import secrets
 import socket
 import threading
 import time
 from typing import Any
 
 from weft.comm.peer.meeting.rounds import MeetingRounds
-from weft.errors import LaunchError
+from weft.errors import ConfigError, LaunchError
 
 _MOST_BYTES = 1 << 20
+_WRONG_KEY = b"wrong key\n"
 #: How long (s) one answer may take before the question is asked again.
 _ANSWER_S = 5.0
 _LOOK_S = 0.2
@@ -30,12 +34,14 @@ class MeetingPlace:
         port: 0 takes a free one.
         replicas: how many there are.
         timeout_s: how long a meeting waits.
+        key: that whoever asks must have.
 
     Raises:
         LaunchError: where the address cannot be had.
     """
 
-    def __init__(self, host: str, port: int, replicas: int, timeout_s: float):
+    def __init__(self, host: str, port: int, replicas: int, timeout_s: float, key: str):
+        self._key = key.encode()
         self._rounds, self._lock = MeetingRounds(replicas, timeout_s), threading.Lock()
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -77,10 +83,15 @@ class MeetingPlace:
         # What is no question is not answered: others may knock at a port.
         with call, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             call.settimeout(_ANSWER_S)
-            said = _read(call)
+            once = secrets.token_hex(16).encode()
+            call.sendall(once + b"\n")
+            text = _proven(_line(call), self._key, once, b"asks")
+            if text is None:
+                call.sendall(_WRONG_KEY)
+                return
             with self._lock:
-                answer = self._rounds.hear(said, time.monotonic())
-            call.sendall(json.dumps(answer).encode() + b"\n")
+                answer = self._rounds.hear(json.loads(text), time.monotonic())
+            call.sendall(_with_proof(json.dumps(answer).encode(), self._key, once, b"answers"))
 
 
 class MeetingLine:
@@ -90,10 +101,11 @@ class MeetingLine:
         address: host:port.
         replica: which one this is.
         session: of this process: another one of the same replica is another session.
+        key: that the place must have.
     """
 
-    def __init__(self, address: str, replica: int, session: int):
-        self.address = address
+    def __init__(self, address: str, replica: int, session: int, key: str):
+        self.address, self._key = address, key.encode()
         self._own = {"replica": replica, "session": session}
 
     def ask(self, say: str, **more: Any) -> dict[str, Any]:
@@ -102,14 +114,23 @@ class MeetingLine:
         Args:
             say: as `MeetingRounds.hear` takes it.
             more: the rest of what is said.
+
+        Raises:
+            ConfigError: where the place has another key.
         """
         host, _, port = self.address.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as call:
-            call.sendall(json.dumps({"say": say, **self._own, **more}).encode() + b"\n")
-            try:
-                return _read(call)
-            except ValueError as error:
-                raise ConnectionResetError(str(error)) from error
+            once = _line(call)
+            call.sendall(_with_proof(json.dumps({"say": say, **self._own, **more}).encode(), self._key, once, b"asks"))
+            answer = _line(call)
+            text = _proven(answer, self._key, once, b"answers")
+            if text is None:
+                raise ConfigError(
+                    f"launch.meeting_key: the place where replicas meet, {self.address}, has another key. Start all "
+                    "replicas with the same one."
+                )
+            found: dict[str, Any] = json.loads(text)
+            return found
 
 
 def address_towards(address: str) -> str:
@@ -135,12 +156,25 @@ def address_towards(address: str) -> str:
     return found
 
 
-def _read(call: socket.socket) -> dict[str, Any]:
+def _line(call: socket.socket) -> bytes:
     text = b""
     while not text.endswith(b"\n"):
         part = call.recv(65536)
         if not part or len(text) > _MOST_BYTES:
             raise ConnectionResetError("half a message")
         text += part
-    found: dict[str, Any] = json.loads(text)
-    return found
+    return text[:-1]
+
+
+def _with_proof(text: bytes, key: bytes, once: bytes, who: bytes) -> bytes:
+    return _proof(text, key, once, who) + b" " + text + b"\n"
+
+
+def _proven(line: bytes, key: bytes, once: bytes, who: bytes) -> bytes | None:
+    """What a line says; None where who wrote it does not have the key."""
+    proof, _, text = line.partition(b" ")
+    return text if hmac.compare_digest(proof, _proof(text, key, once, who)) else None
+
+
+def _proof(text: bytes, key: bytes, once: bytes, who: bytes) -> bytes:
+    return hmac.new(key, b" ".join((once, who, text)), "sha256").hexdigest().encode()

@@ -14,7 +14,7 @@ from typing import Any
 from weft.comm.links import StagedLink
 from weft.comm.peer.meeting.meeting_place import MeetingLine
 from weft.comm.peer.meeting.socket_link import MeetingDoor, SocketLink
-from weft.errors import CommError
+from weft.errors import CommError, ConfigError
 from weft.mesh import Axis, Mesh
 
 #: Seconds between questions, and for how long the ranks of a replica leave asking to the first one at a time.
@@ -53,6 +53,7 @@ class Party:
         address: of the meeting place.
         host: under which ranks of other replicas reach this machine.
         timeout_s: how long nothing may move.
+        key: that the meeting place must have.
         on_first: returns what the first rank of the replica finds, on all of them.
         gather: returns the bytes of each rank of the replica, on all of them.
         says: takes lines for people.
@@ -65,6 +66,7 @@ class Party:
         address: str,
         host: str,
         timeout_s: float,
+        key: str,
         on_first: Callable[[Callable[[], Any]], Any],
         gather: Callable[[bytes], list[bytes]],
         says: Callable[[str], None] = lambda line: None,
@@ -74,7 +76,7 @@ class Party:
         self.others: dict[str, list[float]] = {}
         self.wants_out: Callable[[], bool] = lambda: False
         self._mesh, self._on_first, self._gather = mesh, on_first, gather
-        self._line = MeetingLine(address, replica, secrets.randbits(62))
+        self._line = MeetingLine(address, replica, secrets.randbits(62), key)
         self._door = MeetingDoor(host)
         self._doors = [one.decode() for one in gather(self._door.address.encode())]
         self._behind, self._over = False, threading.Event()
@@ -111,6 +113,7 @@ class Party:
 
         Raises:
             CommError: where another replica holds something else.
+            ConfigError: where the meeting place has another key.
         """
         lost_at: list[float] = []
         more = {"doors": self._doors, "layout": layout}
@@ -208,7 +211,8 @@ class Party:
 
     def _beat(self) -> None:
         while not self._over.wait(min(_BEAT_S, self.timeout_s / 4)):
-            self._say_where()
+            with contextlib.suppress(ConfigError):  # told where this replica asks for a meeting
+                self._say_where()
 
     def _say_where(self) -> bool:
         """Tell where this replica stands; whether another one's anchor is newer, as far as is known."""
