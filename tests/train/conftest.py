@@ -11,6 +11,7 @@ import pytest
 from weft.checkpoint.targets import CopyHome
 from weft.spec.files.config_file import load_config
 from weft.train import Start, prepare_run, run_rank
+from weft.train.run import recorder
 
 SMALL = [
     "tokenizer.kind=bytes",
@@ -31,6 +32,32 @@ SMALL = [
     "sample.max_tokens=8",
     "launch.device=cpu",
 ]
+
+
+class NoArtist:
+    """Draws nothing."""
+
+    def __init__(self, *words: object):
+        pass
+
+    def draw_soon(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def plots() -> None:
+    """What a test asks for that looks at loss.png."""
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of this process draw no picture, which would take half of the time of so short a run."""
+    if "plots" not in request.fixturenames:
+        monkeypatch.setattr(recorder, "plot_loss", lambda *words, **more: None)
+        monkeypatch.setattr(recorder, "Artist", NoArtist)
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tens
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_a_run_leaves_a_folder_that_says_everything(start):
+def test_a_run_leaves_a_folder_that_says_everything(plots, start):
     folder, result, shown = start()
     assert (result.step, result.reason) == (12, "finished")
     names = {path.name for path in folder.path.iterdir()}
