@@ -60,6 +60,8 @@ MODES = {
     "weft_int8_zero3": "route=auto dp_replicate={hosts} dp_shard={local} zero=3 compress=int8",
     "weft_diloco6": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:6",
     "weft_diloco6_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:6 compress=int8",
+    "weft_never": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:999999",
+    "weft_diloco50_10_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:50/10 compress=int8",
     "weft_diloco50_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:50 compress=int8",
 }
 
@@ -163,7 +165,10 @@ def typical(mode: str, turns: Sequence[float]) -> float:
     plan = MODES[mode].partition("sync=")[2]
     if not plan:
         return statistics.median(turns)
-    every = Plan.parse(f"dp_replicate=2 sync={plan}").sync_every
+    rarely = Plan.parse(f"dp_replicate=2 sync={plan}")
+    every = rarely.sync_every
+    if rarely.sync_fragments or every > len(turns) + WARM_UP:  # in about each step a part, or nothing at all
+        return statistics.fmean(turns)
     meets = [found for turn, found in enumerate(turns) if (turn + WARM_UP + 1) % every == 0]
     rest = [found for turn, found in enumerate(turns) if (turn + WARM_UP + 1) % every]
     if not meets:
