@@ -33,12 +33,12 @@ from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.tasks import model_forward, token_cross_entropy
 
-RANKS, BATCH, LENGTH, SEED = 2, 16, 128, 0
+RANKS, BATCH, LENGTH, SEED = 2, 8, 64, 0
 MODEL = DecoderSpec(
-    vocab_size=256, dim=128, num_layers=3, num_heads=4, num_kv_heads=4, ffn_dim=352, max_seq_len=LENGTH, tied=True
+    vocab_size=256, dim=96, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=256, max_seq_len=LENGTH, tied=True
 )
 #: Steps that warm up, and that powersgd leaves exact.
-WARM_UP, EXACT_STEPS = 20, 50
+WARM_UP, EXACT_STEPS = 10, 20
 PLANS = {
     "exact": "dp_replicate=2",
     "int8": "dp_replicate=2 compress=int8",

@@ -15,6 +15,13 @@ def _keeps_few(plan: Plan) -> bool:
     return plan.compress != "none" and wire_spec(plan.compress).kept > 0
 
 
+def _beside(plan: Plan) -> str:
+    """What lets ranks owe parts that others owe too, or that no parameter is: an axis, or many replicas of int4."""
+    sizes = {"tp": plan.tp, "pp": plan.pp, "ep": plan.ep}
+    many = "" if plan.dp_replicate <= 2 or wire_spec(plan.compress).rank else "more than 2 replicas"
+    return next((name for name, size in sizes.items() if size > 1), many)
+
+
 def _has_data(plan: Plan, facts: Facts) -> bool:
     return asks(plan, facts, "dp_replicate") or asks(plan, facts, "dp_shard")
 
@@ -71,15 +78,18 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="compress-debts-zero",
         field="compress",
-        reason="Under zero=3 a wire that owes what it rounds off to the next step is not built.",
+        reason="Under zero=3 a wire that owes what it rounds off is not built with tp, pp and ep; int4 for 2 replicas.",
         predicate=lambda plan, facts: (
             plan.compress != "none"
             and wire_spec(plan.compress).outer_only
             and plan.zero == 3
             and plan.sync == "step"
+            and bool(_beside(plan))
             and asks(plan, facts, "dp_replicate")
         ),
-        finding=lambda plan, facts: "what it rounds off is owed to the next step, which zero=3 does not keep yet",
+        finding=lambda plan, facts: (
+            f"what it rounds off is owed to the next step, which zero=3 with {_beside(plan)} does not keep"
+        ),
         remedy=lambda plan, facts: "Use zero=2, or compress=int8, which owes nothing",
         fix=lambda plan, facts: plan.replace(compress="int8"),
     ),
