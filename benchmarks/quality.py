@@ -5,7 +5,7 @@ counts is its loss on these in the end, in percent of the exact run's: seeds are
 travels. The model is small and the training
 short: small differences say that nothing is broken, not what a large model does.
 
-    python benchmarks/quality.py [--steps 300] [--only "exact;int8"] [--json found.json]
+    python benchmarks/quality.py [--steps 300] [--seed 0] [--only "exact;int8"] [--json found.json]
 
 Two ranks of one thread each; what takes the time is computing, and seconds are not measured.
 """
@@ -33,7 +33,7 @@ from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.train.tasks import model_forward, token_cross_entropy
 
-RANKS, BATCH, LENGTH, SEED = 2, 8, 64, 0
+RANKS, BATCH, LENGTH = 2, 8, 64
 MODEL = DecoderSpec(
     vocab_size=256, dim=96, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=256, max_seq_len=LENGTH, tied=True
 )
@@ -65,9 +65,9 @@ def text() -> tuple[torch.Tensor, torch.Tensor]:
     return trained, held_out
 
 
-def batch_of(data: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+def batch_of(data: torch.Tensor, seed: int, number: int) -> dict[str, torch.Tensor]:
     """The global batch of a step: places are drawn by its number alone."""
-    generator = torch.Generator().manual_seed(SEED * 1_000_003 + number)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     starts = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=generator)
     rows = torch.stack([data[start : start + LENGTH + 1] for start in starts.tolist()]).long()
     positions = torch.arange(LENGTH).repeat(BATCH, 1)
@@ -79,11 +79,11 @@ def part_of(batch: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor
     return {name: one.tensor_split(RANKS)[rank] for name, one in batch.items()}
 
 
-def train(plan_text: str, steps: int, rank: int) -> tuple[float, float]:
+def train(plan_text: str, steps: int, seed: int, rank: int) -> tuple[float, float]:
     """The loss on what is held out, and bytes that this rank sent in a step."""
     plan, ledger = Plan.parse(plan_text), Ledger()
-    run = weft.Run(plan, build_mesh(plan, record=ledger.record), ledger, seed=SEED)
-    model = run.parallelize(build_decoder(MODEL, seed=SEED))
+    run = weft.Run(plan, build_mesh(plan, record=ledger.record), ledger, seed=seed)
+    model = run.parallelize(build_decoder(MODEL, seed=seed))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
     step = run.train_step(model, optimizer, token_cross_entropy, forward=model_forward, max_grad_norm=1.0)
     data_parallel(model).coders.exact_steps = EXACT_STEPS
@@ -91,9 +91,9 @@ def train(plan_text: str, steps: int, rank: int) -> tuple[float, float]:
     for number in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min((number + 1) / WARM_UP, 1.0)
-        step(part_of(batch_of(trained, number), rank))
+        step(part_of(batch_of(trained, seed, number), rank))
     sent = sum(found.sent_bytes for _, _, found in ledger.rows()) / steps
-    batches = [part_of(batch_of(held_out, 10**6 + number), rank) for number in range(20)]
+    batches = [part_of(batch_of(held_out, 0, 10**6 + number), rank) for number in range(20)]
     return run.evaluate(model, batches, token_cross_entropy, forward=model_forward).loss, sent
 
 
@@ -104,7 +104,7 @@ def work(rank: int, port: int, options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     found: dict[str, tuple[float, float]] = {}
     for name in options.only.split(";"):
-        found[name] = train(PLANS[name], options.steps, rank)
+        found[name] = train(PLANS[name], options.steps, options.seed, rank)
         if rank == 0:
             loss, sent = found[name]
             print(f"{name}: held-out loss {loss:.5f}, {sent / 1e3:.1f} kB sent by a rank in a step", flush=True)
@@ -126,6 +126,7 @@ def work(rank: int, port: int, options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0, help="of first weights and batches")
     parser.add_argument("--only", default=";".join(PLANS), help="names of the table, with ; between them")
     parser.add_argument("--json", default="", help="file to write the figures to")
     options = parser.parse_args()
