@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 import weft
 from weft.cli.console import table
@@ -133,7 +133,7 @@ def main() -> None:
     with socket.socket() as own:
         own.bind(("127.0.0.1", 0))
         port = own.getsockname()[1]
-    mp.spawn(work, (port, options), nprocs=RANKS)
+    spawn(work, (port, options), nprocs=RANKS)
 
 
 if __name__ == "__main__":
