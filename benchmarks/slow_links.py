@@ -3,7 +3,8 @@
 Hosts are network and process namespaces. Each has one interface, limited to a rate by a token bucket, and a bridge
 joins them; ranks of one host reach each other over its own loopback interface or shared memory. What leaves a host is
 read from its interface, so bytes are exact however busy the machine is. Seconds are those of the slowest rank.
-Figures are medians, and of plans with sync= means over whole rounds: give --turns as a multiple of their steps.
+Figures are medians. Those of plans with sync= weigh steps that meet as often as they come: give as many --turns as lie
+between meetings, or more. What `alone` sends is what the benchmark itself sends to time a step.
 
     sudo python benchmarks/slow_links.py [--rates 100mbit,1gbit] [--hosts 2] [--ranks 2] [--turns 7] [--only ddp,weft]
 
@@ -40,6 +41,8 @@ from weft.spec.plan import Plan
 from weft.train.step import TrainStep
 
 NET, WIDTH, LAYERS, ROWS = "10.78.0", 1024, 10, 16
+#: Turns that are not counted: the first gradients, and PowerSGD's exact steps.
+WARM_UP = 3
 LIMIT_S = 1800
 #: What is timed: a word, and what it stands for: a hook of torch's DDP, or a plan with the route that its mesh takes.
 MODES = {
@@ -57,6 +60,8 @@ MODES = {
     "weft_int8_zero3": "route=auto dp_replicate={hosts} dp_shard={local} zero=3 compress=int8",
     "weft_diloco6": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:6",
     "weft_diloco6_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:6 compress=int8",
+    "weft_never": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:999999",
+    "weft_diloco50_10_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:50/10 compress=int8",
     "weft_diloco50_int8": "route=auto dp_replicate={hosts} dp_shard={local} zero=1 sync=diloco:50 compress=int8",
 }
 
@@ -132,7 +137,7 @@ def run_rank(modes: list[str], turns: int, out: Path) -> None:
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     sent: dict[str, list[int]] = {mode: [] for mode in modes}
-    for turn in range(-3, turns):  # three to warm up: the first gradients, and PowerSGD's exact steps
+    for turn in range(-WARM_UP, turns):
         for mode, step in steps.items():
             dist.barrier()
             time.sleep(0.05)
@@ -156,12 +161,19 @@ def run_rank(modes: list[str], turns: int, out: Path) -> None:
 
 
 def typical(mode: str, turns: Sequence[float]) -> float:
-    """The median; of replicas that meet rarely the mean over as many whole rounds as there are."""
+    """The median; of replicas that meet rarely medians of steps that meet and that do not, as often as each comes."""
     plan = MODES[mode].partition("sync=")[2]
     if not plan:
         return statistics.median(turns)
-    every = Plan.parse(f"dp_replicate=2 sync={plan}").sync_every
-    return statistics.fmean(turns[: len(turns) // every * every])
+    rarely = Plan.parse(f"dp_replicate=2 sync={plan}")
+    every = rarely.sync_every
+    if rarely.sync_fragments or every > len(turns) + WARM_UP:  # in about each step a part, or nothing at all
+        return statistics.fmean(turns)
+    meets = [found for turn, found in enumerate(turns) if (turn + WARM_UP + 1) % every == 0]
+    rest = [found for turn, found in enumerate(turns) if (turn + WARM_UP + 1) % every]
+    if not meets:
+        raise SystemExit(f"slow_links: no step of {mode} met within --turns {len(turns)}. Use --turns {every}.")
+    return statistics.median([*rest, *([] if rest else meets)]) * (1 - 1 / every) + statistics.median(meets) / every
 
 
 def ip(*words: str) -> None:

@@ -14,8 +14,7 @@ from tests.parity.apart_cases import CASE, KEY, PAUSE_S, STEPS, TIMEOUT_S
 from weft.comm.peer.meeting import Party
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero import meet_apart
-from weft.parallel.zero.apart_sync import ApartSync
+from weft.parallel.zero import ApartSync, meet_apart
 from weft.spec import shares
 from weft.spec.plan import Plan
 from weft.train import Microbatches, TrainStep

@@ -24,7 +24,14 @@ CASE = DecoderCase(LLAMA, num_steps=4)
 INT4 = " compress=int4"
 LOW = " compress=powersgd:1"
 STAGES = ("dp_replicate=2", "dp_shard=2", "dp_shard=2 zero=1")
-FOUR = ("dp_replicate=2 dp_shard=2 zero=2", "dp_replicate=4", "dp_replicate=2 tp=2 zero=1", "dp_shard=4 zero=1")
+FOUR = (
+    "dp_replicate=2 dp_shard=2 zero=3",
+    "dp_replicate=2 dp_shard=2 zero=3 reshard=after_step accumulation=2",
+    "dp_replicate=2 dp_shard=2 zero=2",
+    "dp_replicate=4",
+    "dp_replicate=2 tp=2 zero=1",
+    "dp_shard=4 zero=1",
+)
 
 
 @pytest.fixture
@@ -157,6 +164,13 @@ GIVEN = "what compress rounded off before and still owes goes with the gradients
         ("dp_shard=4 zero=1", "dp_shard=2 compress=none", GIVEN),
         ("dp_replicate=2 dp_shard=2 zero=1", "dp_shard=2 zero=3 compress=int8", GIVEN),
         ("dp_replicate=2" + LOW, "dp_replicate=2" + LOW, ""),
+        ("dp_replicate=2 dp_shard=2 zero=3", "dp_replicate=2", ""),
+        (
+            "dp_replicate=4",
+            "dp_replicate=2 dp_shard=2 zero=3",
+            "what 4 replicas owe of rounded gradients is shared by 2 now",
+        ),
+        ("dp_replicate=2 dp_shard=2 zero=3" + LOW, "dp_replicate=2 dp_shard=2 zero=2" + INT4, ""),
         (
             "dp_replicate=4" + LOW,
             "dp_replicate=2 dp_shard=2 zero=2" + LOW,
@@ -247,6 +261,13 @@ def test_a_resumed_run_has_the_same_bits(codec, ranks2, small, tmp_path):
     for index, plan in enumerate(("dp_replicate=2", "dp_shard=2 zero=1")):
         for equal in ranks2.run(stop_and_go_on, plan + codec, str(tmp_path / str(index))):
             assert all(equal), plan
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("codec", [INT4, LOW])
+def test_so_does_one_under_zero_3(codec, ranks4, small, tmp_path):
+    for equal in ranks4.run(stop_and_go_on, "dp_replicate=2 dp_shard=2 zero=3" + codec, str(tmp_path)):
+        assert all(equal)
 
 
 def count_exact(plan_text: str) -> list[float]:

@@ -11,7 +11,7 @@ from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.parallel import data_parallel, parallelize
 from weft.spec.plan import Plan
-from weft.testing import DecoderCase, ParityResult, train_case
+from weft.testing import DecoderCase, ParityResult, RankPool, train_case
 from weft.testing.parity import local_microbatches
 from weft.train import TrainStep
 from weft.train.step import mean_loss
@@ -43,6 +43,16 @@ def test_so_do_experts_and_replicas(ranks4):
     alone = train_case("precision=fp64", EXPERTS)
     for found, *_ in ranks4.run(train_all, (f"{NEAR} ep=2",), EXPERTS):
         assert found.largest_difference(alone) < 1e-10
+
+
+@pytest.mark.full
+def test_so_do_replicas_of_shards():
+    alone, experts = train_case("precision=fp64", CASE), train_case("precision=fp64", EXPERTS)
+    with RankPool(8) as pool:
+        for (found,) in pool.run(train_all, (f"dp_replicate=2 {NEAR}",), CASE):
+            assert found.largest_difference(alone) < 1e-10
+        for (found,) in pool.run(train_all, (f"dp_replicate=2 {NEAR} ep=2",), EXPERTS):
+            assert found.largest_difference(experts) < 1e-10
 
 
 def train(plan_text: str, folder: str = "") -> tuple[ParityResult, dict[str, int], list[float]]:

@@ -17,11 +17,12 @@ import torch
 import weft
 from tests.parity.cases import LLAMA
 from weft.comm import Ledger
+from weft.comm.wire import find_wire
 from weft.errors import CommError, ModelError
 from weft.mesh import build_mesh
 from weft.optim import clip_factor, global_norm
 from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero import anchored, rare_sync
+from weft.parallel.zero import StreamedSync, anchored, rare_sync
 from weft.spec import shares
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase, ParityResult, train_case
@@ -31,12 +32,21 @@ from weft.train import TrainStep
 
 CASE = DecoderCase(LLAMA, num_steps=5, max_grad_norm=0.5)
 EVEN = dataclasses.replace(CASE, masked=0.0, max_grad_norm=0.0)
-TWO = ("sync=diloco:2", "sync=average:2", "sync=diloco:2 compress=int8", "accumulation=2 sync=diloco:3")
+TWO = (
+    "sync=diloco:2", "sync=average:2", "sync=diloco:2 compress=int8", "accumulation=2 sync=diloco:3",
+    "sync=diloco:3/2", "sync=average:2/2 compress=int8", "sync=diloco:2 compress=top:0.1",
+)  # fmt: skip
 FOUR = (
     "dp_shard=2 zero=3 sync=diloco:2",
+    "pp=2 microbatches=2 sync=diloco:3/2",
     "tp=2 sp=on sync=diloco:2",
 )
 MORE = (
+    "pp=2 microbatches=2 sync=diloco:3/2",
+    "dp_shard=2 zero=3 sync=diloco:3/3",
+    "dp_shard=2 zero=1 sync=diloco:3/2",
+    "tp=2 sp=on sync=diloco:2/1",
+    "dp_shard=2 zero=1 offload=optimizer sync=average:2/2",
     "dp_shard=2 zero=1 sync=diloco:2",
     "pp=2 microbatches=2 sync=average:2",
     "dp_shard=2 zero=2 sync=diloco:2",
@@ -61,6 +71,10 @@ def outer_step(way: str, anchor: torch.Tensor, momentum: torch.Tensor, mean: tor
         return
     momentum.mul_(MOMENTUM).add_(mean)
     anchor -= LR * (mean + MOMENTUM * momentum)
+
+
+#: What the mean of the replicas' deltas by name is, where they are encoded.
+Mean = Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]
 
 
 class Alone:
@@ -99,15 +113,44 @@ class Alone:
         self.result.losses.append(losses / tokens)
         self.result.grad_norms.append(norms / self.replicas)
 
+    def train_streamed(self, fragments: list[list[str]], mean: Mean | None = None) -> ParityResult:
+        """As `train`, of fragments that leave one after another, and arrive a step later."""
+        leaves = {(k + 1) * self.every // len(fragments) % self.every: names for k, names in enumerate(fragments)}
+        on_way: list[dict[str, torch.Tensor]] = []
+        for index in range(self.case.num_steps):
+            self.step(index)
+            with torch.no_grad():
+                self.arrives(on_way, mean)
+            names = leaves.get((index + 1) % self.every, ())
+            on_way = [
+                {name: self.anchor[name] - model.get_parameter(name).detach() for name in names}
+                for model in self.models
+                if names
+            ]
+        self.result.weights = dict(self.anchor)
+        return self.result
+
+    def arrives(self, on_way: list[dict[str, torch.Tensor]], mean: Mean | None) -> None:
+        found = self.mean(on_way, mean) if on_way else {}
+        for name, delta in found.items():
+            anchor = self.anchor[name]
+            left = [anchor - own[name] for own in on_way]
+            outer_step(self.way, anchor, self.momentum[name], delta)
+            for model, weights in zip(self.models, left, strict=True):
+                model.get_parameter(name).add_(anchor - weights)
+
+    def mean(self, deltas: list[dict[str, torch.Tensor]], mean: Mean | None) -> dict[str, torch.Tensor]:
+        if mean:
+            return mean(deltas)
+        return {name: sum(delta[name] for delta in deltas) / self.replicas for name in deltas[0]}
+
     @torch.no_grad()
-    def meet(self, mean: Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]] | None = None) -> None:
+    def meet(self, mean: Mean | None = None) -> None:
         deltas = [
             {name: self.anchor[name] - param.detach() for name, param in model.named_parameters()}
             for model in self.models
         ]
-        found = mean(deltas) if mean else {
-            name: sum(delta[name] for delta in deltas) / self.replicas for name in self.anchor
-        }  # fmt: skip
+        found = self.mean(deltas, mean)
         for name, anchor in self.anchor.items():
             outer_step(self.way, anchor, self.momentum[name], found[name])
             for model in self.models:
@@ -124,12 +167,15 @@ class Alone:
 
 @dataclasses.dataclass
 class Trained:
-    """What a rank found. own: its replica's weights between meetings. order: names in the order that they travel."""
+    """What a rank found. own: its replica's weights between meetings. order: names in the order that they travel.
+
+    fragments: names of those of the model.
+    """
 
     result: ParityResult
     own: dict[str, torch.Tensor]
     order: list[list[str]]
-    sent: dict[str, int]
+    fragments: list[list[str]]
 
 
 def train(plan_text: str, case: DecoderCase) -> Trained:
@@ -152,20 +198,48 @@ def train(plan_text: str, case: DecoderCase) -> Trained:
     assert all(torch.equal(back[name], own[name]) for name in own)
     held = [one.name for one in sync.held()]
     order = [[held[place] for place in run.places] for run in sync._runs]
-    return Trained(result, own, order, {})
+    places = sync._places if isinstance(sync, StreamedSync) else {}
+    fragments = [[name for name, at in places.items() if at == k] for k in range(plan.sync_fragments)]
+    return Trained(result, own, order, fragments)
 
 
 def train_all(plans: tuple[str, ...], case: DecoderCase) -> list[Trained]:
     return [train(plan, case) for plan in plans]
 
 
-def coded_mean(order: list[list[str]]) -> Callable:
-    """The mean of deltas that travelled as int8, in the order in which a rank holds them."""
-    oracle = WireOracle("int8")
+def owing_mean(order: list[list[str]], wire: str) -> Mean:
+    """The mean of deltas of which each replica sends what `wire` keeps; it owes the rest."""
+    codec, owed = find_wire(wire), {}
 
     def mean(deltas: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         found = {}
         for names in order:
+            if names[0] not in deltas[0]:
+                continue
+            total = 0.0
+            for place, delta in enumerate(deltas):
+                flat = torch.cat([delta[name].reshape(-1) for name in names]) + owed.get((names[0], place), 0.0)
+                sent = codec.decode(codec.encode(flat[None], None)[0], flat.numel(), flat.dtype)[0]
+                owed[names[0], place] = flat - sent
+                total = total + sent
+            parts = (total / len(deltas)).split([deltas[0][name].numel() for name in names])
+            found |= {name: part.view_as(deltas[0][name]) for name, part in zip(names, parts, strict=True)}
+        return found
+
+    return mean
+
+
+def coded_mean(order: list[list[str]], wire: str) -> Mean:
+    """The mean of deltas that travelled encoded, in the order in which a rank holds them."""
+    if "top" in wire:
+        return owing_mean(order, wire)
+    oracle = WireOracle(wire)
+
+    def mean(deltas: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        found = {}
+        for names in order:
+            if names[0] not in deltas[0]:
+                continue  # of another fragment
             flats = [torch.cat([delta[name].reshape(-1) for name in names]) for delta in deltas]
             summed = oracle.all_reduce(flats, f"sync {names[0]}") / len(deltas)
             parts = summed.split([deltas[0][name].numel() for name in names])
@@ -180,8 +254,10 @@ def check(pool, plans: tuple[str, ...], case: DecoderCase) -> None:
     answers = pool.run(train_all, plans, case)
     for index, plan in enumerate(plans):
         alone = Alone(case, Plan.parse(f"dp_replicate=2 {plan}"))
-        mean = coded_mean(answers[0][index].order) if "int8" in plan else None
-        wanted = alone.train(mean)
+        compress = alone.plan.compress
+        mean = None if compress == "none" else coded_mean(answers[0][index].order, compress)
+        fragments = answers[0][index].fragments
+        wanted = alone.train_streamed(fragments, mean) if fragments else alone.train(mean)
         for rank, answer in enumerate(answers):
             found = answer[index]
             assert found.result.largest_difference(wanted) < 1e-10, (plan, rank)
@@ -277,9 +353,15 @@ def go_on_twice(pool, plan: str, folder, at: int, end: int = 7, then: str = ""):
     [
         ("dp_shard=2 zero=3", 5),
         ("pp=2 microbatches=2", 3),
+        ("dp_shard=2 zero=1 sync=diloco:3/2", 4),  # with a fragment on its way
+        ("tp=2 sync=diloco:3/2 compress=top:0.1", 4),
         *(
             pytest.param(plan, at, marks=pytest.mark.full)
             for plan, at in [
+                ("dp_shard=2 zero=3 sync=diloco:3/3", 4),
+                ("dp_shard=2 zero=3 sync=average:3 compress=top:0.1", 5),
+                ("dp_shard=2 zero=1 sync=diloco:3 compress=top:0.1", 3),
+                ("pp=2 microbatches=2 sync=average:3/2", 5),
                 ("dp_shard=2 zero=3", 3),
                 ("dp_shard=2 zero=1", 3),
                 ("dp_shard=2 zero=1", 5),
@@ -291,13 +373,37 @@ def go_on_twice(pool, plan: str, folder, at: int, end: int = 7, then: str = ""):
     ],
 )
 def test_a_resume_at_and_between_meetings_gives_the_same_bits(plan, at, ranks4, tmp_path):
-    saved, loaded = go_on_twice(ranks4, f"dp_replicate=2 {plan} sync=diloco:3 compress=int8", tmp_path, at)
+    sync, compress = (text * (text.partition("=")[0] not in plan) for text in ("sync=diloco:3", "compress=int8"))
+    saved, loaded = go_on_twice(ranks4, f"dp_replicate=2 {plan} {sync} {compress}", tmp_path, at)
     for before, after in zip(saved, loaded, strict=True):
         assert (before[0], before[4], []) == (after[0], after[4], after[5])
         for ours, theirs in zip(before[1:4], after[1:4], strict=True):
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
         # What several ranks of a replica hold was encoded alike on all of them.
         assert all(torch.equal(after[2][name], loaded[0][2][name]) for name in after[2])
+
+
+def owe(plan_text: str, load: str = "", save: str = "") -> dict[str, torch.Tensor]:
+    script = Script(plan_text)
+    if load:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            script.run.load(load, model=script.model, optimizer=script.step)
+    else:
+        script.train(0, 3)
+    if save:
+        script.run.save(save, step=3, model=script.model, optimizer=script.step)
+    return {one.name: one.flat.clone() for one in rare_sync(script.model).owed()}
+
+
+@pytest.mark.parametrize("compress", ["compress=top:0.05", "compress=int8", ""])
+def test_as_many_other_replicas_owe_what_these_did(compress, ranks4, tmp_path):
+    before = ranks4.run(owe, "dp_replicate=2 dp_shard=2 sync=average:3 compress=top:0.05", "", str(tmp_path))
+    after = ranks4.run(owe, f"dp_replicate=4 sync=average:3 {compress}", str(tmp_path))
+    assert sum(float(one.abs().sum()) for one in before[0].values()) > 0
+    for name, mine in before[0].items():
+        mean = (mine + before[2][name]) / 2  # of ranks 0 and 1 each has all of its replica's
+        assert all(torch.equal(one[name], mean) for one in after), name
 
 
 def test_another_plan_inside_goes_on_alike(ranks4, tmp_path):

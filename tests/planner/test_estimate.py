@@ -194,6 +194,20 @@ def test_replicas_that_meet_rarely_share_a_meeting_among_its_steps():
     assert kept == pytest.approx([0.0, 2 * kept[3], 2 * kept[3], kept[3]])
 
 
+def test_a_fragment_travels_while_a_step_computes():
+    """What is in the open is what of each fragment takes longer than a step; a fragment is kept, and what travels."""
+    columns = Columns.make(
+        4, dp_replicate=8, dp_shard=8, zero=3, num_micro=1, sync=2, sync_every=100, sync_fragments=[0, 1, 2, 100]
+    )
+    alone = estimate(JOB, CLUSTER, Columns.make(1, dp_shard=8, zero=3, num_micro=1), TABLES)
+    found = estimate(JOB, CLUSTER, columns, TABLES)
+    at_once, one, two, many = found.terms["dp_exposed"] - alone.terms["dp_exposed"][0]
+    assert at_once >= one >= two >= many == pytest.approx(0.0, abs=1e-12)
+    assert at_once > one
+    kept = found.memory["optimizer"] - alone.memory["optimizer"][0]
+    assert kept == pytest.approx([kept[0], 2 * kept[0], 1.5 * kept[0], 1.01 * kept[0]])
+
+
 def test_a_meeting_in_int8_sends_a_quarter():
     columns = Columns.make(2, dp_replicate=8, dp_shard=8, zero=1, sync=2, sync_every=10)
     plain, coded = (

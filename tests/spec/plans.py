@@ -43,7 +43,10 @@ def _values(kind: Kind) -> st.SearchStrategy:
             )
         case SyncEvery():
             ways = st.builds("{}:{}".format, st.sampled_from(["average", "diloco"]), st.integers(1, 999_999))
-            return st.just("step") | ways
+            streamed = st.builds("{}/{}".format, ways, st.integers(1, 99)).filter(
+                lambda text: int(text.partition("/")[2]) <= int(text.partition(":")[2].partition("/")[0])
+            )
+            return st.just("step") | ways | streamed
     raise TypeError(f"draw values of {type(kind).__name__} here")
 
 

@@ -78,6 +78,14 @@ CASES = [
      ["launch.replica=0", "launch.meet_at=a:1", "launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5"],
      "launch.meet_at=a:1: other machines reach this address, so replicas must prove who they are. Put the same secret "
      "into WEFT_MEETING_KEY on all machines, and add launch.meeting_key=env:WEFT_MEETING_KEY."),
+    ("apart-meets-whole", ["launch.replicas_apart=true", "plan=dp_replicate=2 sync=diloco:5/2"],
+     "launch.replicas_apart=true: the plan 'dp_replicate=2 sync=diloco:5/2' streams fragments, and a meeting of "
+     "replicas that are worlds of their own counts for all of the model or for none. Leave the number of fragments out "
+     "of sync, or launch.replicas_apart."),
+    ("apart-owes-nothing", ["launch.replicas_apart=true", "plan=dp_replicate=2 compress=top:0.02 sync=diloco:5"],
+     "launch.replicas_apart=true: the plan 'dp_replicate=2 compress=top:0.02 sync=diloco:5' owes what it leaves out to "
+     "the next meeting, which a replica that is a world of its own may miss. Use compress=int8, which owes nothing, or "
+     "leave launch.replicas_apart out."),
     ("replica-is-apart", ["launch.replica=1", "plan=dp_replicate=2 sync=diloco:5", "launch.meet_at=127.0.0.1:1"],
      "launch.replica=1: launch.replica and launch.meet_at are for replicas that are worlds of their own. Add "
      "launch.replicas_apart=true, or leave them out."),

@@ -43,9 +43,9 @@ CASES = [
     ("gather-needs-zero3", "dp_shard=2 zero=2 gather=int8", Facts(),
      "gather=int8: zero=2 gathers no weights before it uses them. Leave gather out, or use zero=3.",
      "dp_shard=2 zero=2"),
-    ("compress-debts-zero", "dp_replicate=2 dp_shard=2 zero=3 compress=int4", Facts(),
-     "compress=int4: what it rounds off is owed to the next step, which zero=3 does not keep yet. "
-     "Use zero=2, or compress=int8, which owes nothing.", "dp_replicate=2 dp_shard=2 zero=3 compress=int8"),
+    ("compress-debts-zero", "dp_replicate=2 tp=2 zero=3 compress=int4", Facts(),
+     "compress=int4: what it rounds off is owed to the next step, which zero=3 with tp does not keep. "
+     "Use zero=2, or compress=int8, which owes nothing.", "dp_replicate=2 tp=2 zero=3 compress=int8"),
     ("compress-state-over-shard", "dp_shard=2 zero=3 compress=block8", Facts(),
      "compress=block8: it keeps what it rounds off, a whole gradient on every rank, which zero=3 has no room for. "
      "Use compress=int8, which keeps nothing, or dp_replicate=2 or more.", "dp_shard=2 zero=3 compress=int8"),
@@ -63,7 +63,10 @@ CASES = [
      "Leave sync out, or use dp_replicate=2 or more.", "dp_shard=2 zero=1"),
     ("sync-compress", "dp_replicate=2 sync=average:9 compress=int4", Facts(),
      "compress=int4: it keeps what it rounds off for the next step, which sync=average:9 does not. "
-     "Use compress=int8, which keeps nothing, or sync=step.", "dp_replicate=2 compress=int8 sync=average:9"),
+     "Use compress=int8, which keeps nothing, top:0.02, or sync=step.", "dp_replicate=2 compress=int8 sync=average:9"),
+    ("top-needs-sync", "dp_replicate=2 compress=top:0.02", Facts(),
+     "compress=top:0.02: it sends few values, which is for the changes of weights between meetings. Use e.g. "
+     "sync=diloco:50 with dp_replicate=2 or more, or compress=int8.", "dp_replicate=2 compress=int8"),
     ("sync-loss-scale", "dp_replicate=2 precision=fp16 sync=diloco:50", Facts(),
      "precision=fp16: its loss scale would differ between replicas under sync=diloco:50. "
      "Use precision=bf16, or sync=step.", "dp_replicate=2 precision=bf16 sync=diloco:50"),

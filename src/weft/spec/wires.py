@@ -6,6 +6,7 @@ and where it rounds, of `compress`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ class WireSpec:
     element_bytes: of one value on the wire; 0: as many as it has in memory. block, block_bytes: so many values share
     so many bytes more (a scale). state_bytes: what each rank keeps from step to step, for each value it sends.
     outer_only: a value of `compress` alone. rank: of the matrices that travel in place of larger ones; 0: it encodes
-    value by value. exact_steps: so many first steps of a run are summed without it.
+    value by value. kept: so many values of each block travel, the others are owed; 0: all do. exact_steps: so many
+    first steps of a run are summed without it.
     """
 
     name: str
@@ -34,6 +36,7 @@ class WireSpec:
     state_bytes: float = 0.0
     outer_only: bool = False
     rank: int = 0
+    kept: int = 0
     exact_steps: int = 0
 
     def num_bytes(self, numel: Any, own_bytes: Any = 4.0) -> Any:
@@ -61,9 +64,11 @@ def register(wire: WireSpec) -> WireSpec:
 
 
 def wire_spec(name: str) -> WireSpec:
-    """Return the wire of that name, or of one of GATHERS; of `powersgd:4` the one of that rank."""
+    """Return the wire of that name, or of one of GATHERS; of `powersgd:4` the one of that rank, of `top:0.02` of it."""
     if name not in _KNOWN and (rank := rank_of(name)) is not None:
         register(_low_rank(rank))
+    if name not in _KNOWN and kept_of(name) is not None:
+        register(_largest(name))
     return _KNOWN["int4" if name == "diff4" else name]  # differences have the bytes of int4
 
 
@@ -90,6 +95,31 @@ def _low_rank(rank: int) -> WireSpec:
     )
 
 
+#: The largest values, whose name ends with their share, at most so large; one of so many neighbours.
+LARGEST_VALUES, MOST_SHARE, _NEIGHBOURS = "top", 0.25, 4096
+
+
+def kept_of(name: str) -> int | None:
+    """Return how many of 4096 neighbours travel under `top:0.02`: 82; None where it names no such share."""
+    found = re.fullmatch(rf"{LARGEST_VALUES}:(0\.[0-9]{{1,6}})", name, re.ASCII)
+    share = float(found[1]) if found else 0.0
+    return math.ceil(share * _NEIGHBOURS) if 0 < share <= MOST_SHARE else None
+
+
+def _largest(name: str) -> WireSpec:
+    kept = kept_of(name) or 1
+    return WireSpec(
+        name,
+        "weft.comm.wire.largest:Largest",
+        element_bytes=2.0 * kept / _NEIGHBOURS,
+        block=_NEIGHBOURS,
+        block_bytes=2.0,
+        state_bytes=4.0,
+        outer_only=True,
+        kept=kept,
+    )
+
+
 #: What weights may travel as: under zero=3 as `comm/wire/row_codes.py` encodes them, and under zero=1 and 2 as
 #: differences, in the bytes of int4.
 GATHERS = ("none", "int8", "diff4")
@@ -97,21 +127,28 @@ GATHERS = ("none", "int8", "diff4")
 #: When replicas exchange what they learnt: gradients in every step, or weights after so many: their average, or by
 #: DiLoCo's outer step.
 SYNCS = ("step", "average", "diloco")
-_SYNC = re.compile(r"(average|diloco):([1-9][0-9]{0,5})", re.ASCII)
+_SYNC = re.compile(r"(average|diloco):([1-9][0-9]{0,5})(?:/([1-9][0-9]{0,5}))?", re.ASCII)
 
 
-def sync_of(text: str) -> tuple[str, int]:
-    """Return how `diloco:50` synchronises and after how many steps, ("diloco", 50); of "step" ("step", 1).
+def sync_of(text: str) -> tuple[str, int, int]:
+    """Return how `diloco:50/4` synchronises, after how many steps, and in how many fragments, ("diloco", 50, 4).
+
+    Of "step" that is ("step", 1, 0); 0 fragments: all at once, and nobody computes meanwhile.
 
     Raises:
-        ValueError: where it is none of SYNCS with a number of steps.
+        ValueError: where it is none of SYNCS with a number of steps, and of no more fragments.
     """
     if text == SYNCS[0]:
-        return text, 1
+        return text, 1, 0
     found = _SYNC.fullmatch(text)
-    if found is None:
+    if found is None or int(found[3] or 0) > int(found[2]):
         raise ValueError(text)
-    return found[1], int(found[2])
+    return found[1], int(found[2]), int(found[3] or 0)
+
+
+def has_number(name: str) -> bool:
+    """Return whether it is the name of a wire with a number, such as `powersgd:4` or `top:0.02`."""
+    return rank_of(name) is not None or kept_of(name) is not None
 
 
 class _Names(Sequence[str]):
@@ -138,14 +175,14 @@ class _Names(Sequence[str]):
 
 
 class _RoundingNames(_Names):
-    """ "none", and names of the wires that round; low rank at any rank is one of them."""
+    """ "none", and names of the wires that round; low rank at any rank, and any share of largest values."""
 
     def __contains__(self, name: object) -> bool:
-        return name in self._all() or (isinstance(name, str) and rank_of(name) is not None)
+        return name in self._all() or (isinstance(name, str) and has_number(name))
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
         """Return the place of a name, which it has from then on."""
-        if isinstance(value, str) and rank_of(value) is not None:
+        if isinstance(value, str) and has_number(value):
             wire_spec(value)
         return self._all().index(value, start, len(self._all()) if stop is None else stop)
 

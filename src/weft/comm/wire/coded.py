@@ -38,11 +38,11 @@ class CodedGather(Pending):
 
 
 class CodedExchange(Pending):
-    """The sum of two ranks' flat tensors: each encodes its own, and both decode and add the two. One stage."""
+    """The sum of the ranks' flat tensors: each encodes its own, and all decode and add all of them. One stage."""
 
     def __init__(self, flat_1N: torch.Tensor, axis: Axis, out: torch.Tensor, coder: Coder):
         codes = _encoded(coder, "summands", flat_1N, axis.rank)
-        self._codes = codes.new_empty((2, codes.shape[1]))
+        self._codes = codes.new_empty((axis.size, codes.shape[1]))
         self._numel, self._wire, self._out, self._over = flat_1N.shape[1], coder.wire, out, axis
         self._num_bytes, self._done = codes.nbytes, False
         operation = Operation("all_gather", f"{axis.label} (all_reduce)", codes.view(-1), self._codes.view(-1))
@@ -54,7 +54,8 @@ class CodedExchange(Pending):
             super().wait()
             with torch.no_grad(), unobserved():
                 sums = self._wire.decode(self._codes[:1], self._numel, self._out.dtype)
-                sums += self._wire.decode(self._codes[1:], self._numel, self._out.dtype)
+                for row in self._codes[1:]:
+                    sums += self._wire.decode(row[None], self._numel, self._out.dtype)
                 self._out.detach().view(-1).copy_(sums.view(-1))
             seconds = waited(stream_wait, self._out.device, self.seconds)
             sent = self.sent_bytes, self.off_host_bytes
@@ -153,7 +154,7 @@ def sum_coded(
     if coder.wire.spec.rank:
         joined = what.joined() if isinstance(what, Parts) else what.detach().reshape(-1)
         return LowRankSum(name, joined, axis, out, coder)
-    exchanges = whole and axis.size == 2
+    exchanges = whole and (axis.size == 2 or coder.wire.sends_to_all)
     padded = numel if exchanges else -(-numel // axis.size) * axis.size
     if isinstance(what, Parts):
         flat = torch.zeros(padded, dtype=what.dtype, device=what.device)

@@ -5,8 +5,9 @@ A wire is a value without memory; what it carries between steps (the residual of
 
     links add (`added_in` is a format)   tensors are cast to it, and the links add them up, rounding once
     summands are decoded (None)          all_to_all of encoded parts, decoded and added in order of rank, in the
-                                         tensor's own format; an all_reduce then gathers the encoded sums. Two ranks
-                                         send each other all of what they sum, and encode no sums
+                                         tensor's own format; an all_reduce then gathers the encoded sums. Two ranks,
+                                         and all of a wire that `sends_to_all`, send each other all of what they
+                                         sum, and encode no sums
 
 So a value is encoded at most twice, however many ranks there are, and all ranks decode the same bytes to the same bits.
 """
@@ -37,6 +38,8 @@ class Wire:
     #: Whether what is rounded off goes with the next step's values. A `Coder` sees to it, in units that neither the
     #: loss scale nor clipping changes; `encode` neither gets nor gives a state then.
     feeds_back = False
+    #: Whether each rank of an all_reduce sends all of its summand to all others, and no sums are encoded.
+    sends_to_all = False
 
     def __init__(self, spec: WireSpec):
         self.spec = spec

@@ -5,16 +5,24 @@
 
 from __future__ import annotations
 
-from weft.parallel.zero.apart_sync import ApartSync, meet_apart
 from weft.parallel.zero.choose_engine import build_engine
 from weft.parallel.zero.magnitudes import load_base, start_magnitudes
-from weft.parallel.zero.rare_sync import RareSync, anchored, meet_rarely, rare_sync
+from weft.parallel.zero.meetings import (
+    ApartSync,
+    RareSync,
+    StreamedSync,
+    anchored,
+    meet_apart,
+    meet_rarely,
+    rare_sync,
+)
 from weft.parallel.zero.seen_weights import seen_stretches, take_seen
 from weft.parallel.zero.wire_states import carried_here, load_carried
 
 __all__ = [
     "ApartSync",
     "RareSync",
+    "StreamedSync",
     "anchored",
     "build_engine",
     "carried_here",

@@ -50,7 +50,8 @@ def exposed_s(
     hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1))
     open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
     lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
-    return passes * (open_f + open_b) + _meetings_s(job, columns, fabric, shares[1]), passes * lost
+    computes = columns.num_micro * (window.forward + window.backward)
+    return passes * (open_f + open_b) + _meetings_s(job, columns, fabric, shares[1], computes), passes * lost
 
 
 def gathered_s(
@@ -75,8 +76,11 @@ def gathered_s(
     return np.where(columns.zero == 3, exposed + (tables.overlap_compute - 1) * busy, 0.0)
 
 
-def _meetings_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:
-    """Seconds of a step's share of the meetings of replicas that train by themselves; nothing hides them."""
+def _meetings_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares, computes: Array) -> Array:
+    """Seconds in the open of a step's share of the meetings of replicas that train by themselves.
+
+    Nothing hides a meeting of all at once; a fragment travels while a step `computes` for so many seconds.
+    """
     total = np.zeros(len(columns))
     if not columns.sync.any():
         return total
@@ -88,7 +92,9 @@ def _meetings_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> 
         held = learnt / np.where(columns.zero > 0, size, 1.0)
         travelling = wire_columns.replica_bytes(columns, held, job.stack.reduce_bytes)
         total += np.where(learnt > 0, fabric.ring_s("all_reduce", travelling, replicas, apart), 0.0)
-    return np.where(columns.sync > 0, total / columns.sync_every, 0.0)
+    fragments = np.maximum(1, columns.sync_fragments)
+    hidden = np.where(columns.sync_fragments > 0, np.minimum(total / fragments, computes), 0.0)
+    return np.where(columns.sync > 0, (total - fragments * hidden) / columns.sync_every, 0.0)
 
 
 def _hide(

@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 #: The ways of gradients: to the ranks that divide them, and over dp_replicate.
 Way = Literal["shard", "replicas"]
 #: The code of sync=diloco in columns.
-_DILOCO, _ = PLAN_FIELDS["sync"].kind.encode("diloco:1")
+_DILOCO = PLAN_FIELDS["sync"].kind.encode("diloco:1")[0]
 
 
 def wire_bytes(columns: Columns, numel: Array, own_bytes: float, way: Way = "shard") -> Array:
@@ -55,8 +55,12 @@ def apart_bytes(columns: Columns) -> Array:
 
 
 def outer_bytes(columns: Columns) -> Array:
-    """Return bytes per master that replicas keep which meet rarely: the anchor, and the momentum of an outer step."""
-    return np.where(columns.sync == 0, 0.0, np.where(columns.sync == _DILOCO, 8.0, 4.0))
+    """Return bytes per master that replicas keep which meet rarely: the anchor, and the momentum of an outer step.
+
+    Where they meet in fragments, also what one of these was when it left, and what travels.
+    """
+    under_way = np.where(columns.sync_fragments > 0, 8.0 / np.maximum(1, columns.sync_fragments), 0.0)
+    return np.where(columns.sync == 0, 0.0, np.where(columns.sync == _DILOCO, 8.0, 4.0) + under_way)
 
 
 def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float) -> Array:

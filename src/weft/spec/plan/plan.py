@@ -165,7 +165,8 @@ class Plan:
         "What gradients travel as over the outermost data axis alone, for links that are slow: over dp_replicate, or "
         "where that is 1 over dp_shard. int8: a byte for each value, rounded up or down by chance, a scale for each "
         "256. int4: half a byte, a scale for each 64. powersgd:4: each matrix as two of rank 4, after the first steps "
-        "(`train.compress_after`). What these two leave out goes with the next step (zero=0 to 2). It changes results; "
+        "(`train.compress_after`). What these two leave out goes with the next step. top:0.02, where replicas meet "
+        "rarely: the largest 2 % of each 4096 values; the others are owed to the next meeting. It changes results; "
         "`auto` never chooses it.", tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_compress.py
     )
@@ -183,7 +184,8 @@ class Plan:
         "When the ranks of dp_replicate meet, for links that are slow. step: gradients add up in every step. "
         "average:H: each replica trains by itself, and every H steps weights are averaged. diloco:H: their mean change "
         "is the gradient of an outer step with momentum (`train.outer_lr`, `train.outer_momentum`); with "
-        "compress=int8 it travels in bytes. It is another algorithm; `auto` never chooses it.",
+        "compress=int8 it travels in bytes. diloco:50/4: in four fragments, one after another, each on its way while "
+        "the next step computes. It is another algorithm; `auto` never chooses it.",
         needs=("dp_replicate",), tried=("step",),
         divides_work=False,  # it trains otherwise: tests/parity/test_sync.py
     )
@@ -249,6 +251,11 @@ class Plan:
     def sync_every(self) -> int:
         """After how many steps they do so."""
         return sync_of(self.sync)[1]
+
+    @property
+    def sync_fragments(self) -> int:
+        """In how many fragments, each on its way during a step; 0: all at once, and nobody computes meanwhile."""
+        return sync_of(self.sync)[2]
 
     @property
     def recompute_policy(self) -> str:

@@ -14,13 +14,25 @@ from typing import Any
 
 from weft import units
 from weft.errors import PlanError, Problem, did_you_mean, shown
-from weft.spec.wires import LARGEST_RANK, LOW_RANK, SYNCS, rank_of, sync_of
+from weft.spec.wires import (
+    LARGEST_RANK,
+    LARGEST_VALUES,
+    LOW_RANK,
+    MOST_SHARE,
+    SYNCS,
+    has_number,
+    kept_of,
+    rank_of,
+    sync_of,
+)
 
 LARGEST = 999_999_999
 _SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
 _WHOLE = re.compile(r"[0-9]{1,18}")
 _BLOCKS = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
 _FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
+
+_SYNC_COLUMNS = (("", "uint8"), ("_every", "int64"), ("_fragments", "int64"))
 
 #: JSON Schema of a value.
 Schema = dict[str, object]
@@ -187,7 +199,7 @@ class OneOf(Kind):
 
 @dataclass(frozen=True, slots=True)
 class Compression(OneOf):
-    """A wire that rounds, by name; low rank with its rank."""
+    """A wire that rounds, by name; low rank with its rank, the largest values with their share."""
 
     def check(self, name: str, value: object) -> str:
         if isinstance(value, str) and value.partition(":")[0] == LOW_RANK and rank_of(value) is None:
@@ -195,15 +207,24 @@ class Compression(OneOf):
                 name,
                 f"{name}={shown(value)}: its rank is a whole number from 1 to {LARGEST_RANK}. Use {name}={LOW_RANK}:4.",
             )
+        if isinstance(value, str) and value.partition(":")[0] == LARGEST_VALUES and kept_of(value) is None:
+            raise refused(
+                name,
+                f"{name}={shown(value)}: the share of values that travel is above 0 and at most {MOST_SHARE}. Use "
+                f"{name}={LARGEST_VALUES}:0.02.",
+            )
         return choice(name, value, self.known)
 
     def words(self) -> str:
-        fixed = listed([word for word in self.known if rank_of(word) is None])
-        return f"{fixed}, `{LOW_RANK}:R` with a rank R from 1 to {LARGEST_RANK}"
+        ranks = f"`{LOW_RANK}:R` with a rank R from 1 to {LARGEST_RANK}"
+        return f"{listed(self._fixed())}, {ranks}, `{LARGEST_VALUES}:X` with a share X to {MOST_SHARE}"
 
     def schema(self) -> Schema:
-        fixed = [word for word in self.known if rank_of(word) is None]
-        return {"anyOf": [{"enum": fixed}, {"type": "string", "pattern": f"^{LOW_RANK}:[1-9][0-9]?$"}]}
+        patterns = (f"^{LOW_RANK}:[1-9][0-9]?$", rf"^{LARGEST_VALUES}:0\.[0-9]{{1,6}}$")
+        return {"anyOf": [{"enum": self._fixed()}, *({"type": "string", "pattern": one} for one in patterns)]}
+
+    def _fixed(self) -> list[str]:
+        return [word for word in self.known if not has_number(word)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +264,7 @@ class LetsGo(OneOf):
 
 @dataclass(frozen=True, slots=True)
 class SyncEvery(Kind):
-    """When replicas meet: "step", or a way and after how many steps ("diloco:50")."""
+    """When replicas meet: "step", or a way and after how many steps ("diloco:50"), and in how many fragments ("/4")."""
 
     def check(self, name: str, value: object) -> str:
         try:
@@ -252,26 +273,28 @@ class SyncEvery(Kind):
         except ValueError:
             raise refused(
                 name,
-                f"{name}={shown(value)}: not step, and not average or diloco with a number of steps from 1 to 999999. "
-                f"Use {name}=step, or e.g. {name}=diloco:50.",
+                f"{name}={shown(value)}: not step, and not average or diloco with a number of steps from 1 to 999999, "
+                f"and where fragments are streamed no more of these. Use {name}=step, or e.g. {name}=diloco:50 or "
+                f"{name}=diloco:50/4.",
             ) from None
 
     def words(self) -> str:
-        return "`step`, `average:H` or `diloco:H` with a number H of steps"
+        return "`step`, `average:H` or `diloco:H` with a number H of steps, and `/N` for N fragments that are streamed"
 
     def schema(self) -> Schema:
-        return {"anyOf": [{"const": "step"}, {"type": "string", "pattern": "^(average|diloco):[1-9][0-9]{0,5}$"}]}
+        pattern = "^(average|diloco):[1-9][0-9]{0,5}(/[1-9][0-9]{0,5})?$"
+        return {"anyOf": [{"const": "step"}, {"type": "string", "pattern": pattern}]}
 
     def columns(self, name: str) -> tuple[PlanColumn, ...]:
-        return (PlanColumn(name, "uint8"), PlanColumn(f"{name}_every", "int64"))
+        return tuple(PlanColumn(f"{name}{end}", kind) for end, kind in _SYNC_COLUMNS)
 
     def encode(self, value: Any) -> tuple[float, ...]:
-        way, every = sync_of(value)
-        return SYNCS.index(way), every
+        way, every, fragments = sync_of(value)
+        return SYNCS.index(way), every, fragments
 
     def decode(self, *numbers: Any) -> str:
-        way = SYNCS[int(numbers[0])]
-        return f"{way}:{int(numbers[1])}" if numbers[0] else way
+        way, every, fragments = SYNCS[int(numbers[0])], int(numbers[1]), int(numbers[2])
+        return f"{way}:{every}{f'/{fragments}' if fragments else ''}" if numbers[0] else way
 
 
 @dataclass(frozen=True, slots=True)

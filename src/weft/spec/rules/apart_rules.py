@@ -6,6 +6,7 @@ from weft.errors import PlanError
 from weft.spec.config import RunConfig
 from weft.spec.plan import Plan, is_auto
 from weft.spec.rules.config_rule import ConfigRule
+from weft.spec.wires import wire_spec
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
 
@@ -27,6 +28,10 @@ def _meets_never_rarely(config: RunConfig) -> bool:
     return plan.sync == "step" or (plan.dp_replicate == 1 and open_axis != "dp_replicate")
 
 
+def _owes(plan: Plan) -> bool:
+    return plan.compress != "none" and wire_spec(plan.compress).state_bytes > 0
+
+
 def _is_no_replica(config: RunConfig) -> bool:
     found, replica = _plan(config), config.launch.replica
     return found is not None and replica is not None and found[1] is None and replica >= found[0].dp_replicate
@@ -41,6 +46,31 @@ APART_RULES: tuple[ConfigRule, ...] = (
         message=lambda config: (
             f"true: the plan {config.plan!r} has no replicas that meet rarely. Use e.g. dp_replicate=2 "
             "sync=diloco:50 in the plan, or leave launch.replicas_apart out."
+        ),
+    ),
+    ConfigRule(
+        name="apart-meets-whole",
+        keys=("launch.replicas_apart", "plan"),
+        reason="A meeting of replicas that are worlds of their own counts for all of the model or for none of it.",
+        predicate=lambda config: (
+            config.launch.replicas_apart and (found := _plan(config)) is not None and found[0].sync_fragments > 0
+        ),
+        message=lambda config: (
+            f"true: the plan {config.plan!r} streams fragments, and a meeting of replicas that are worlds of their own "
+            "counts for all of the model or for none. Leave the number of fragments out of sync, or "
+            "launch.replicas_apart."
+        ),
+    ),
+    ConfigRule(
+        name="apart-owes-nothing",
+        keys=("launch.replicas_apart", "plan"),
+        reason="A replica that missed meetings would owe changes to weights that the others no longer have.",
+        predicate=lambda config: (
+            config.launch.replicas_apart and (found := _plan(config)) is not None and _owes(found[0])
+        ),
+        message=lambda config: (
+            f"true: the plan {config.plan!r} owes what it leaves out to the next meeting, which a replica that is a "
+            "world of its own may miss. Use compress=int8, which owes nothing, or leave launch.replicas_apart out."
         ),
     ),
     ConfigRule(

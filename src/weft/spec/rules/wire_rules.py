@@ -11,6 +11,17 @@ def _keeps(plan: Plan) -> bool:
     return plan.compress != "none" and wire_spec(plan.compress).state_bytes > 0
 
 
+def _keeps_few(plan: Plan) -> bool:
+    return plan.compress != "none" and wire_spec(plan.compress).kept > 0
+
+
+def _beside(plan: Plan) -> str:
+    """What lets ranks owe parts that others owe too, or that no parameter is: an axis, or many replicas of int4."""
+    sizes = {"tp": plan.tp, "pp": plan.pp, "ep": plan.ep}
+    many = "" if plan.dp_replicate <= 2 or wire_spec(plan.compress).rank else "more than 2 replicas"
+    return next((name for name, size in sizes.items() if size > 1), many)
+
+
 def _has_data(plan: Plan, facts: Facts) -> bool:
     return asks(plan, facts, "dp_replicate") or asks(plan, facts, "dp_shard")
 
@@ -67,14 +78,18 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="compress-debts-zero",
         field="compress",
-        reason="Under zero=3 a wire that owes what it rounds off to the next step is not built.",
+        reason="Under zero=3 a wire that owes what it rounds off is not built with tp, pp and ep; int4 for 2 replicas.",
         predicate=lambda plan, facts: (
             plan.compress != "none"
             and wire_spec(plan.compress).outer_only
             and plan.zero == 3
+            and plan.sync == "step"
+            and bool(_beside(plan))
             and asks(plan, facts, "dp_replicate")
         ),
-        finding=lambda plan, facts: "what it rounds off is owed to the next step, which zero=3 does not keep yet",
+        finding=lambda plan, facts: (
+            f"what it rounds off is owed to the next step, which zero=3 with {_beside(plan)} does not keep"
+        ),
         remedy=lambda plan, facts: "Use zero=2, or compress=int8, which owes nothing",
         fix=lambda plan, facts: plan.replace(compress="int8"),
     ),
@@ -104,10 +119,19 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="sync-compress",
         field="compress",
-        reason="Between meetings of replicas nothing is owed: a wire that keeps what it rounds off is not built there.",
-        predicate=lambda plan, facts: plan.sync != "step" and _keeps(plan),
+        reason="From meeting to meeting replicas owe what top leaves out; int4 and powersgd are not built there.",
+        predicate=lambda plan, facts: plan.sync != "step" and _keeps(plan) and not _keeps_few(plan),
         finding=lambda plan, facts: f"it keeps what it rounds off for the next step, which sync={plan.sync} does not",
-        remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, or sync=step",
+        remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, top:0.02, or sync=step",
+        fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+    Rule(
+        name="top-needs-sync",
+        field="compress",
+        reason="The largest values alone lose too much of a gradient in each step; changes over many steps bear it.",
+        predicate=lambda plan, facts: plan.sync == "step" and _keeps_few(plan),
+        finding=lambda plan, facts: "it sends few values, which is for the changes of weights between meetings",
+        remedy=lambda plan, facts: "Use e.g. sync=diloco:50 with dp_replicate=2 or more, or compress=int8",
         fix=lambda plan, facts: plan.replace(compress="int8"),
     ),
     Rule(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm import all_gather, all_reduce
+from weft.comm import all_gather, all_reduce, transports
 from weft.mesh import Mesh
 from weft.monitor.times import TimeBook, chrome_trace, draw_times, memory_bytes, time_lines
 from weft.parallel.pipeline import Pipeline, pipeline_of
@@ -100,7 +100,18 @@ def _written(
         lines.append(_bubble_line(pipeline, timeline, lists))
     (folder.path / "trace.json").write_text(chrome_trace(tracks))
     beside = expectation_lines(folder.path, task, mesh, ranks)
+    lines += _link_lines(mesh)
     return [*lines, "        times.svg: by rank; trace.json: the last step, for Perfetto", *beside]
+
+
+def _link_lines(mesh: Mesh) -> list[str]:
+    """How the first rank's axes sent their bytes, and why so; axes that did alike in one line."""
+    names = {axis.ranks: axis.label for axis in reversed(mesh.built_axes())}
+    alike: dict[str, list[str]] = {}
+    for one in transports(mesh):
+        axis = names.get(one.ranks, f"ranks {', '.join(map(str, one.ranks))}")
+        alike.setdefault(f"{one.transport}, since {one.reason}", []).append(axis)
+    return [f"        {', '.join(dict.fromkeys(axes))}: by {words}" for words, axes in alike.items()]
 
 
 def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:

@@ -3,7 +3,9 @@
     model       the anchor: what all replicas started from at their last meeting, with the first one's whole numbers
     outer       the outer step's momentum, by name of the parameter
     optimizer   the first replica's states
-    replicas    what replica r has by itself: `r/optimizer/...`, of all but the first; between meetings `r/model/...`
+    replicas    what replica r has by itself: `r/optimizer/...`, of all but the first; between meetings `r/model/...`,
+                `r/sent/...`, the weights of a fragment that was on its way, as they left; and `r/owed/...`, what it
+                left out of what it sent
     sync        `counts`: steps since the last meeting, meetings, replicas
 
 So `model` is a whole model that any plan reads. As many replicas go on exactly, others from the anchor.
@@ -25,7 +27,7 @@ from torch import nn
 from weft.checkpoint import Checkpoint, SavedPiece
 from weft.parallel import DataParallel, data_parallel
 from weft.parallel.local_tensors import StateSource, Stretch, read_whole
-from weft.parallel.zero import ApartSync, RareSync, rare_sync
+from weft.parallel.zero import ApartSync, RareSync, StreamedSync, rare_sync
 
 _COUNTS, _OWN = "counts", "replicas"
 
@@ -53,8 +55,11 @@ def replica_stretches(
         yield from (("optimizer", one) for one in engine.state_stretches(optimizer))
     else:
         yield from ((_OWN, _within(f"{sync.place}/optimizer", one)) for one in engine.state_stretches(optimizer))
-    if sync.since:
+    if sync.differs:
         yield from ((_OWN, _within(f"{sync.place}/model", one)) for one in sync.held())
+    yield from ((_OWN, _within(f"{sync.place}/owed", one)) for one in sync.owed())
+    if isinstance(sync, StreamedSync):
+        yield from ((_OWN, _within(f"{sync.place}/sent", one)) for one in sync.sent())
 
 
 def counts_here(sync: RareSync) -> Iterator[SavedPiece]:
@@ -92,6 +97,13 @@ class SavedReplicas:
         since, meetings, replicas = read_whole(self.opens(self.checkpoint, "sync"), _COUNTS).tolist()
         return since, meetings, replicas
 
+    def has_own_weights(self, place: int) -> bool:
+        """Return whether it has weights of one replica beside the anchor.
+
+        place: of the replica.
+        """
+        return any(name.startswith(f"{place}/model/") for name in self.checkpoint.entries(_OWN))
+
     @property
     def by_one(self) -> Mapping[str, Any] | None:
         """What the replica that saved it for itself says of itself; None: all saved together."""
@@ -114,7 +126,7 @@ def resume_replicas(
     since, meetings, replicas = saved.counts()
     states = saved.opens(checkpoint, "optimizer")
     if sync is None:
-        return ([] if replicas == 1 else [_lost(since, replicas, "the outer momentum")]), states
+        return ([] if replicas == 1 else [_lost(saved, "the outer momentum")]), states
     engine.adopt(optimizer)
     sync.take_anchor()
     momenta = saved.opens(checkpoint, "outer")
@@ -127,19 +139,28 @@ def resume_replicas(
     if isinstance(sync, ApartSync):
         sync.owes_meeting = saved.by_one is not None and bool(saved.by_one["owes_meeting"])
         sync.began_with(checkpoint.step, sync.token_of_anchor() if saved.by_one is None else saved.by_one["token"])
-    if not saved.has_all_of(sync):
-        return ([] if replicas == 1 else [_lost(since, replicas)]), states
-    if since:
+    is_whole = saved.has_all_of(sync)
+    whose = [f"{place}/owed/" for place in ([sync.place] if is_whole else range(replicas))]
+    sync.take_owed(saved.opens(checkpoint, _OWN), whose, 1 if is_whole else replicas)
+    if not is_whole:
+        return ([] if replicas == 1 else [_lost(saved)]), states
+    if saved.has_own_weights(sync.place):
         weights = saved.opens(checkpoint, _OWN, f"{sync.place}/model/")
         for one in sync.held():
             one.fill(weights)
         engine.publish()
+        sync.differs = True
+    if isinstance(sync, StreamedSync):
+        sync.since %= sync.every
+        sync.send_again(saved.opens(checkpoint, _OWN), f"{sync.place}/sent/")
     return [], states if sync.place == 0 or saved.by_one else saved.opens(checkpoint, _OWN, f"{sync.place}/optimizer/")
 
 
-def _lost(since: int, replicas: int, more: str = "") -> str:
+def _lost(saved: SavedReplicas, more: str = "") -> str:
     """What does not come along where other replicas go on, as a line for people."""
-    learnt = [f"what each of them learnt in the {f'{since} steps' if since > 1 else 'step'} since"] * bool(since)
+    since, _, replicas = saved.counts()
+    steps = f"in the {f'{since} steps' if since > 1 else 'step'} since" if since else "since then"
+    learnt = [f"what each of them learnt {steps}"] * (since > 0 or saved.has_own_weights(0))
     parts = [*learnt, *([more] if more else []), "the optimizer states of all but the first"]
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
     start = f"the run goes on from the weights of the last meeting of {replicas} replicas"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,12 @@ class ReplicaSum:
 
     Called by fully_shard with the flat sum over the shard axis, before it becomes the gradients of `params` (views, or
     an addition where they have gradients). Over the replicas only the last microbatch's call communicates.
-    wire: what travels in place of them.
+    wire: what travels in place of so many of them.
     """
 
-    def __init__(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, wire: Coder):
+    def __init__(
+        self, unit: int, params: Sequence[nn.Parameter], axis: Axis, order: Order, wire: Callable[[int], Coder]
+    ):
         self._unit = unit
         self._params = params
         self._axis = axis
@@ -68,7 +70,7 @@ class ReplicaSum:
         # A unit that is reduced twice in a step is added to at once, so the first sum must be complete then.
         again = self._pending is not None
         self.wait()
-        pending = start_all_reduce(sums, self._axis, wire=self._wire)
+        pending = start_all_reduce(sums, self._axis, wire=self._wire(sums.numel()))
         if self.may_overlap and not again:
             self._pending = pending
         else:

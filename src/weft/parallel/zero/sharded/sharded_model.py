@@ -127,8 +127,8 @@ class FullyShardedModel:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
-                over = self._replicas
-                self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], over_replicas))
+                over, wire = self._replicas, self.debts.sending(index, members[index], self._replicas, over_replicas)
+                self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], wire))
                 module.set_all_reduce_hook(self._sums[-1])
                 if axis.size == 1:
                     self._undivided[module] = self._sums[-1]

@@ -23,7 +23,7 @@ from weft.errors import CommError
 from weft.mesh import Axis, Mesh
 from weft.parallel.local_tensors import Stretch
 from weft.parallel.placement import DataParallel
-from weft.parallel.zero.rare_sync import RareSync, keep_sync
+from weft.parallel.zero.meetings.rare_sync import RareSync, keep_sync
 from weft.spec.plan import Plan
 
 #: Meetings begun for one turn: where each fails, the replica trains on until the next turn.
@@ -117,7 +117,7 @@ class ApartSync(RareSync):
             CommError: where this replica's weights are not finite, or another one trains another model.
         """
         is_due, self.meets_now, self.goes_to = self.is_due, False, None
-        self.since += 1
+        self.since, self.differs = self.since + 1, True
         self.step += 1
         self._say()
         if self._is_first:  # one that starts again may find the others further on: what it learns counts for nothing
@@ -176,8 +176,7 @@ class ApartSync(RareSync):
                 one.momentum = None if run.momentum is None else broadcast(run.momentum.clone(), axis, source)
             if gives:
                 one.delta = run.anchor - torch.cat([each.flat for each in here])
-            wire = None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
-            all_reduce(one.delta, axis, wire=wire)
+            all_reduce(one.delta, axis, wire=self._coder(run, here))
             one.delta.div_(len(call.givers))
             found.append(one)
         return found
@@ -193,7 +192,7 @@ class ApartSync(RareSync):
             self._step(run, one.delta, averages=self._is_buffer(here))
             self._put(here, run)
         self._engine.publish()
-        self.since, self.meetings, self.token = 0, call.number, call.token
+        self.since, self.meetings, self.token, self.differs = 0, call.number, call.token, False
         self._tell(call)
         if call.step != self.step:
             self.goes_to = self.step = call.step

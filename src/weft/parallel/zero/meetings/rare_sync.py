@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from weft.comm import all_gather, all_reduce, broadcast
-from weft.comm.wire import Coders, find_wire
+from weft.comm.wire import Coder, Coders, find_wire
 from weft.errors import CommError
 from weft.mesh import Mesh
-from weft.parallel.local_tensors import Stretch
+from weft.parallel.local_tensors import StateSource, Stretch
 from weft.parallel.placement import DataParallel
 from weft.spec.plan import Plan
 
@@ -38,10 +38,12 @@ _ATTRIBUTE = "_weft_rare_sync"
 
 
 @dataclass(slots=True)
-class _Run:
+class Bundle:
     """Tensors that travel together. anchor: theirs, one after another. momentum: of the outer step; None: it has none.
 
     places: of each among all tensors that are held. sizes: of each. name: the same on all ranks that hold the same.
+    fragment: which one of the model's, where these meet one after another. owed: what replicas of a
+    checkpoint left out, which goes with the next meeting.
     """
 
     anchor: torch.Tensor
@@ -49,6 +51,12 @@ class _Run:
     places: tuple[int, ...]
     sizes: tuple[int, ...]
     name: str
+    fragment: int = 0
+    owed: torch.Tensor | None = None
+
+    def with_debt(self, delta: torch.Tensor) -> torch.Tensor:
+        """Return a change of the weights and what is owed before; `delta` is spent."""
+        return delta if self.owed is None else delta.add_(self.owed)
 
     def among(self, held: Sequence[Stretch]) -> list[Stretch]:
         """Those of what is held that are its own."""
@@ -60,7 +68,7 @@ class RareSync:
 
     since: steps since the last meeting. meetings: how many there were. replicas: their number. place: which one this
     rank is part of. outer_lr, outer_momentum: of `diloco`. meets_now: the step under way ends with a meeting, whatever
-    the plan says: it is the last.
+    the plan says: it is the last. differs: weights may be others than the anchor, since this replica has trained.
 
     Args:
         model: parallelized.
@@ -77,7 +85,7 @@ class RareSync:
         self.plan, self.way, self.every = plan, plan.sync_way, plan.sync_every
         self.outer_lr, self.outer_momentum = 0.7, 0.9
         self.since = self.meetings = 0
-        self.meets_now = False
+        self.meets_now = self.differs = False
         self.mesh, self._axis, self._engine = mesh, mesh["dp_replicate"], engine
         self.replicas, self.place = self._axis.size, self._axis.rank
         self._coders = None if plan.compress == "none" else Coders(find_wire(plan.compress))
@@ -85,7 +93,7 @@ class RareSync:
         trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
         self._buffers = buffers - trained
         self._names: frozenset[str] | None = None
-        self._runs: list[_Run] = []
+        self._runs: list[Bundle] = []
         self._is_away = False  # the anchor is in the model, and its weights are here
 
     @property
@@ -110,14 +118,15 @@ class RareSync:
     def take_anchor(self) -> None:
         """Let the weights as they are be what replicas started from; the outer momentum starts at zero."""
         held = self.held()
-        self._runs = []
+        self._runs, self.differs = [], False
         for places in self._cut(held):
             run = [held[place] for place in places]
             anchor = torch.cat([one.flat for one in run])
             has_momentum = self.way == "diloco" and not self._is_buffer(run)
             momentum = torch.zeros_like(anchor) if has_momentum else None
             sizes = tuple(one.flat.numel() for one in run)
-            self._runs.append(_Run(anchor, momentum, tuple(places), sizes, run[0].name))
+            fragment = self._fragment_of(run[0].name)
+            self._runs.append(Bundle(anchor, momentum, tuple(places), sizes, run[0].name, fragment))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -127,7 +136,7 @@ class RareSync:
             CommError: where weights are not finite: nothing was exchanged then.
         """
         is_due, self.meets_now = self.is_due, False
-        self.since += 1
+        self.since, self.differs = self.since + 1, True
         if is_due:
             self._meet()
 
@@ -139,15 +148,21 @@ class RareSync:
             self._coders.take_turn(self.meetings)
         for run in self._runs:
             here = run.among(held)
-            delta = run.anchor - torch.cat([one.flat for one in here])
-            wire = None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
-            all_reduce(delta, self._axis, wire=wire)
+            delta = run.with_debt(run.anchor - torch.cat([one.flat for one in here]))
+            all_reduce(delta, self._axis, wire=self._coder(run, here))
+            run.owed = None
             self._step(run, delta.div_(self.replicas), averages=self._is_buffer(here))
             self._put(here, run)
+        if self._coders is not None:
+            self._coders.commit()
         self._engine.publish()
-        self.since, self.meetings = 0, self.meetings + 1
+        self.since, self.meetings, self.differs = 0, self.meetings + 1, False
 
-    def _step(self, run: _Run, delta: torch.Tensor, *, averages: bool) -> None:
+    def _coder(self, run: Bundle, here: Sequence[Stretch]) -> Coder | None:
+        """Return how a run travels; None: as it is."""
+        return None if self._coders is None or self._is_buffer(here) else self._coders[f"sync {run.name}"]
+
+    def _step(self, run: Bundle, delta: torch.Tensor, *, averages: bool) -> None:
         """The outer step; `delta` is spent."""
         if averages or run.momentum is None:
             run.anchor.sub_(delta)
@@ -155,7 +170,7 @@ class RareSync:
         run.momentum.mul_(self.outer_momentum).add_(delta)
         run.anchor.sub_(delta.add_(run.momentum, alpha=self.outer_momentum), alpha=self.outer_lr)
 
-    def _put(self, here: Sequence[Stretch], run: _Run) -> None:
+    def _put(self, here: Sequence[Stretch], run: Bundle) -> None:
         """Let the weights of a run be its anchor."""
         _put(here, run.anchor, run.sizes)
 
@@ -173,10 +188,43 @@ class RareSync:
         """Return the outer momentum of what has one."""
         return self._placed((run, run.momentum) for run in self._runs if run.momentum is not None)
 
+    def owed(self) -> list[Stretch]:
+        """Return what this replica left out of what it sent, and owes to the next meeting."""
+        found: list[tuple[Bundle, torch.Tensor]] = []
+        for run in self._runs:
+            debt = run.owed
+            if debt is None and self._coders is not None and self._coders.owes:
+                kept = dict(self._coders[f"sync {run.name}"].states())
+                debt = next((one.view(-1) for name, one in kept.items() if name.endswith("/residual")), None)
+            if debt is not None:
+                found.append((run, debt))
+        return self._placed(found)
+
+    @torch.no_grad()
+    def take_owed(self, source: StateSource, whose: Sequence[str], replicas: int) -> None:
+        """Let what replicas of a checkpoint owed go with the next meeting. All ranks call it.
+
+        Args:
+            source: the checkpoint's tensors.
+            whose: what names of the debts begin with that this replica takes.
+            replicas: by how many its share is divided, since meetings take means.
+        """
+        held = self.held()
+        for run in self._runs:
+            total = torch.zeros_like(run.anchor)
+            parts = zip(run.among(held), total.split(list(run.sizes)), strict=True)
+            for one, part in parts:
+                for start in whose:
+                    if start + one.name in source.entries:
+                        like = replace(one, name=start + one.name, flat=torch.empty_like(part), home=None)
+                        like.fill(source)
+                        part.add_(like.flat)
+            run.owed = total.div_(replicas) if total.any() else None
+
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """Let the model be the anchor while inside, for evaluation and export. All ranks call it."""
-        if not self.since or self._is_away:
+        if not self.differs or self._is_away:
             yield
             return
         self._swap()
@@ -198,12 +246,17 @@ class RareSync:
             run.anchor.copy_(own)
         self._engine.publish()
 
-    def _placed(self, tensors: Iterable[tuple[_Run, torch.Tensor]]) -> list[Stretch]:
+    def _placed(self, tensors: Iterable[tuple[Bundle, torch.Tensor]]) -> list[Stretch]:
         held, found = self.held(), list[Stretch]()
         for run, flat in tensors:
             parts = zip(run.among(held), flat.split(list(run.sizes)), strict=True)
             found += [replace(one, flat=part, home=None) for one, part in parts]
         return found
+
+    def _fragment_of(self, name: str) -> int:
+        """With which fragment of the model a tensor meets, by its name in checkpoints; alike on all its ranks."""
+        del name
+        return 0
 
     def _is_buffer(self, run: Sequence[Stretch]) -> bool:
         return run[0].name in self._buffers
@@ -216,7 +269,8 @@ class RareSync:
         """
         kinds: dict[tuple[object, ...], list[int]] = {}
         for place, one in enumerate(held):
-            kind = one.flat.dtype, one.flat.device, one.name in self._buffers, frozenset(one.deal.ranks)
+            fragment, ranks = self._fragment_of(one.name), frozenset(one.deal.ranks)
+            kind = fragment, one.flat.dtype, one.flat.device, one.name in self._buffers, ranks
             kinds.setdefault(kind, []).append(place)
         for places in kinds.values():
             run, numel = list[int](), 0
@@ -259,6 +313,19 @@ def _put(here: Sequence[Stretch], flat: torch.Tensor, sizes: Sequence[int]) -> N
         _bring_home(one)
 
 
+def move(here: Sequence[Stretch], by: torch.Tensor, sizes: Sequence[int]) -> None:
+    """Add to what is here.
+
+    Args:
+        here: stretches of tensors.
+        by: what to add, one after another, 1-D, of their format.
+        sizes: elements of each.
+    """
+    for one, part in zip(here, by.split(list(sizes)), strict=True):
+        one.flat.add_(part)
+        _bring_home(one)
+
+
 def _bring_home(one: Stretch) -> None:
     if one.home is not None:
         one.home.copy_(one.flat.view(one.home.shape))
@@ -280,18 +347,6 @@ class _Kept:
 def keep_sync(model: nn.Module, sync: RareSync) -> None:
     """Keep with a model how its replicas meet, in the place of what it had."""
     setattr(model, _ATTRIBUTE, _Kept(sync))
-
-
-def meet_rarely(model: nn.Module, engine: DataParallel, mesh: Mesh) -> None:
-    """Keep with a model how its replicas meet, where the plan says that they do so rarely.
-
-    Args:
-        model: parallelized.
-        engine: of the model.
-        mesh: of all replicas.
-    """
-    if mesh.plan.sync != "step":
-        keep_sync(model, RareSync(model, engine, mesh))
 
 
 def rare_sync(model: nn.Module) -> RareSync | None:
