@@ -16,7 +16,7 @@ from weft.testing import RankPool
 
 
 def load(plan_text: str, folder: str) -> tuple[float, ...]:
-    """Return this rank's share, bytes read and growth of peak memory (MiB), and time and processor time (s) of a load."""
+    """Return a rank's share, bytes read and growth of peak memory (MiB), and time and processor time (s)."""
     from weft.mesh import build_mesh
     from weft.models import as_shapes
     from weft.parallel import data_parallel, parallelize

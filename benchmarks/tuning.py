@@ -91,7 +91,8 @@ def play(kind: str, rival: str, precision: str, steps: int, work: Path, out: Pat
         "output_dir": str(out / "trl"), "max_steps": steps, "learning_rate": 1e-4, "lr_scheduler_type": "constant",
         "bf16": precision == "bf16", "use_cpu": True, "logging_steps": 1, "save_strategy": "no", "report_to": [],
         "gradient_checkpointing": False, "max_length": WORDS + 4, "disable_tqdm": True, "weight_decay": 0.0,
-        "dataloader_pin_memory": False, "model_init_kwargs": {"dtype": "bfloat16" if precision == "bf16" else "float32"},
+        "dataloader_pin_memory": False,
+        "model_init_kwargs": {"dtype": "bfloat16" if precision == "bf16" else "float32"},
     }  # fmt: skip
     if kind == "sft":
         settings = trl.SFTConfig(**common, per_device_train_batch_size=ROWS, assistant_only_loss=True)
@@ -165,7 +166,11 @@ def command(options: argparse.Namespace, kind: str, rival: str, precision: str, 
 
 def measure(words: list[str], out: Path, steps: int, threads: int) -> dict[str, float]:
     """Run a command; return seconds to its first step, seconds and processor seconds a step, and MiB of a rank."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     with (out / "log.txt").open("w") as log:
         began = time.perf_counter()
         process = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -182,7 +187,8 @@ def measure(words: list[str], out: Path, steps: int, threads: int) -> dict[str, 
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode or len(seen) < steps:
-        raise SystemExit(f"{' '.join(words)}: exit code {process.returncode}, {len(seen)} steps\n{(out / 'log.txt').read_text()[-3000:]}")
+        said = (out / "log.txt").read_text()[-3000:]
+        raise SystemExit(f"{' '.join(words)}: exit code {process.returncode}, {len(seen)} steps\n{said}")
     first = 2  # the steps before warm up
     walls = [late[0] - early[0] for early, late in zip(seen[first - 1 :], seen[first:], strict=False)]
     return {
@@ -198,7 +204,11 @@ def _num_steps(out: Path) -> int:
     own, events = out / "steps.jsonl", out / "run" / "events.jsonl"
     if own.is_file():
         return own.read_text().count("\n")
-    return sum('"loss"' in line and '"step"' in line for line in events.read_text().splitlines()) if events.is_file() else 0
+    return (
+        sum('"loss"' in line and '"step"' in line for line in events.read_text().splitlines())
+        if events.is_file()
+        else 0
+    )
 
 
 def _processor(pid: int, peaks: dict[int, float]) -> float:
@@ -261,7 +271,9 @@ def compare(options: argparse.Namespace, kind: str, precision: str, work: Path) 
     for key in medians["weft"]:
         best = min((one[key], rival) for rival, one in medians.items() if rival != "weft")
         shown = "  ".join(f"{rival} {one[key]:8.2f}" for rival, one in medians.items())
-        print(f"{kind} {precision} {key:16} {shown}   weft / {best[1]} {medians['weft'][key] / best[0]:.2f}", flush=True)
+        print(
+            f"{kind} {precision} {key:16} {shown}   weft / {best[1]} {medians['weft'][key] / best[0]:.2f}", flush=True
+        )
 
 
 if __name__ == "__main__":
