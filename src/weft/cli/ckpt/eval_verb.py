@@ -1,5 +1,8 @@
 """`weft eval`: a run's model on the tasks of EleutherAI's lm-evaluation-harness, with data on this machine."""
 
+# pyright: reportMissingImports=false, reportUnknownVariableType=false
+# lm-eval is an extra that no other part of Weft needs.
+
 from __future__ import annotations
 
 import json
@@ -130,7 +133,7 @@ def _figures(
         model=HFLM(pretrained=str(model), dtype="auto", device=str(pick_device("auto", 0)), batch_size=batch_size),
         tasks=list(names), task_manager=known, log_samples=False, bootstrap_iters=1000, **settings,
     )  # fmt: skip
-    results: dict[str, dict[str, Any]] = answers["results"]  # pyright: ignore
+    results: dict[str, dict[str, Any]] = answers["results"]
     return {
         task: {key.removesuffix(",none"): value for key, value in figures.items() if key not in _SILENT}
         for task, figures in results.items()
