@@ -1,20 +1,22 @@
 """Bytes read and memory per rank where two ranks load a pretrained folder, beside `from_pretrained`.
 
-python benchmarks/load_weights.py FOLDER [PLAN ...]    FOLDER: of a Hugging Face model; PLAN: such as tp=2
+python benchmarks/load_weights.py FOLDER [PLAN ...] [--rounds N]    FOLDER: of a Hugging Face model; PLAN: such as tp=2
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import statistics
 import time
+from collections import defaultdict
 from pathlib import Path
 
 from weft.testing import RankPool
 
 
-def load(plan_text: str, folder: str) -> tuple[int, float, float]:
-    """Return bytes read, the growth of the process's peak memory (MiB) and the time (s) of one load."""
+def load(plan_text: str, folder: str) -> tuple[float, ...]:
+    """Return a rank's share, bytes read and growth of peak memory (MiB), and time and processor time (s)."""
     from weft.mesh import build_mesh
     from weft.models import as_shapes
     from weft.parallel import data_parallel, parallelize
@@ -25,45 +27,63 @@ def load(plan_text: str, folder: str) -> tuple[int, float, float]:
     mesh = build_mesh(Plan.parse(plan_text))
     with as_shapes(vectors=True):
         model = hugging_face.causal_model(hugging_face.load_model_config(Path(folder)))
-    before, began = _peak(), time.perf_counter()
+    before, clocks = _peak(), _clocks()
     source, _ = pretrained_source(model, Path(folder))
     parallelize(model, mesh, filled_later=True)
     data_parallel(model).load_weights(source)
-    return source.num_bytes_read, _peak() - before, time.perf_counter() - began
+    seconds = _since(clocks)
+    share = sum(one.flat.nbytes for one in data_parallel(model).stretches())
+    return share / 2**20, source.num_bytes_read / 2**20, _peak() - before, *seconds
 
 
-def load_whole(folder: str) -> tuple[float, float]:
-    """Return the growth of peak memory (MiB) and the time (s) of `from_pretrained`, in float32."""
+def load_whole(folder: str) -> tuple[float, ...]:
+    """Return what `load` returns, of `from_pretrained` in float32. Nothing counts the bytes that it reads."""
     import torch
     import transformers
 
-    before, began = _peak(), time.perf_counter()
+    before, clocks = _peak(), _clocks()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    total = float(sum(param.sum() for param in model.parameters()))  # mapped pages count once they are touched
-    assert total == total
-    return _peak() - before, time.perf_counter() - began
+    with torch.no_grad():  # mapped pages count, and are read, once they are touched
+        touched = float(sum(param.sum() for param in model.parameters()))
+    assert touched == touched
+    seconds = _since(clocks)
+    held = sum(param.numel() * param.element_size() for param in model.parameters())
+    return held / 2**20, float("nan"), _peak() - before, *seconds
 
 
 def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _since(clocks: tuple[float, float]) -> tuple[float, float]:
+    return time.perf_counter() - clocks[0], time.process_time() - clocks[1]
+
+
 def main() -> None:
-    """Print a line for each plan; each has processes of its own, whose peak is theirs alone."""
+    """Print a line for each plan and rank: medians over rounds; each load has processes of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="of a Hugging Face model")
     parser.add_argument("plans", nargs="*", default=["tp=2", "pp=2 microbatches=2", "dp_shard=2 zero=3"])
+    parser.add_argument("--rounds", type=int, default=1, help="loads of each kind, one after the other")
     asked = parser.parse_args()
-    folder, plans = asked.folder, asked.plans
-    for plan in plans:
-        with RankPool(2) as pool:
-            for rank, (num_bytes, peak, seconds) in enumerate(pool.run(load, plan, folder)):
-                print(
-                    f"{plan:22} rank {rank}: {num_bytes / 2**20:7.1f} MiB read, peak +{peak:7.1f} MiB, {seconds:.2f} s"
-                )
-    with RankPool(1) as pool:
-        ((peak, seconds),) = pool.run(load_whole, folder)
-    print(f"{'from_pretrained':22} peak +{peak:7.1f} MiB, {seconds:.2f} s")
+    found = defaultdict[tuple[str, int], list[tuple[float, ...]]](list)
+    for _ in range(asked.rounds):
+        with RankPool(1) as pool:
+            found["from_pretrained", 0] += pool.run(load_whole, asked.folder)
+        for plan in asked.plans:
+            with RankPool(2) as pool:
+                for rank, figures in enumerate(pool.run(load, plan, asked.folder)):
+                    found[plan, rank].append(figures)
+    for (plan, rank), rounds in found.items():
+        share, num_read, peak, seconds, processor = (statistics.median(column) for column in zip(*rounds, strict=True))
+        print(
+            f"{plan:20} rank {rank}: share {share:7.1f} MiB, {num_read:7.1f} MiB read, peak +{peak:7.1f} MiB "
+            f"({peak / share:.3f}), {seconds:.2f} s, {processor:.2f} s of a processor"
+        )
 
 
 if __name__ == "__main__":

@@ -28,9 +28,18 @@ NUM_TOKENS = 24
 def weft(*words: object) -> str:
     """What a command in a process of its own printed; it must end well."""
     line = [sys.executable, "-m", "weft", *map(str, words)]
-    ended = subprocess.run(line, env=env.child_env(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(line, env=env.child_env(OMP_NUM_THREADS="1"), capture_output=True, text=True, timeout=900)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
+
+
+def generated(folder: Path, prompt: str) -> str:
+    """What transformers writes behind a prompt at temperature 0."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    read = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    found = model.generate(**read, max_new_tokens=NUM_TOKENS, do_sample=False)
+    return prompt + tokenizer.decode(found[0, read["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -72,8 +81,7 @@ def test_a_run_that_goes_on_with_another_number_of_ranks_is_one_run(tuned):
 
 def test_the_merged_folder_generates_in_transformers_what_weft_generates(tuned):
     weft("export", tuned / "tuned", tuned / "merged", "--merge")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tuned / "merged")
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(tuned / "merged", output_loading_info=True)
+    _, told = transformers.AutoModelForCausalLM.from_pretrained(tuned / "merged", output_loading_info=True)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     base, merged = (load_file(tuned / name / "model.safetensors") for name in ("exported", "merged"))
     changed = {name for name, tensor in merged.items() if not tensor.equal(base[name])}
@@ -81,7 +89,23 @@ def test_the_merged_folder_generates_in_transformers_what_weft_generates(tuned):
     assert all("_proj" in name for name in changed)  # and the norms, the table and the head are those of the base
     options = ["--temperature", "0", "--max-tokens", NUM_TOKENS]
     for prompt in PROMPTS:
-        read = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-        found = model.eval().generate(**read, max_new_tokens=NUM_TOKENS, do_sample=False)
-        theirs = prompt + tokenizer.decode(found[0, read["input_ids"].shape[1] :], skip_special_tokens=True)
+        theirs = generated(tuned / "merged", prompt)
         assert weft("generate", tuned / "tuned", "--prompt", prompt, *options).strip() == theirs.strip(), prompt
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_a_packed_base_goes_on_under_another_plan_and_generates(tuned, base):
+    words = [f"run.dir={tuned}", f"data.cache_dir={tuned / 'cache'}", *SMALL, f"model.path={tuned / 'exported'}",
+             f"data.train={tuned / 'chats.jsonl'}", "train.seq_len=64", "optimizer.lr=2e-2", "adapter.rank=4",
+             f"adapter.base={base}", "checkpoint.keep=9"]  # fmt: skip
+    name = f"run.name={base}"
+    weft("train", *words, name, "train.steps=2", "launch.ranks=2", "plan=dp_shard=2 zero=3")
+    shown = weft("train", *words, name, "train.steps=4", "launch.ranks=1", "plan=dp_replicate=1")
+    assert "resumed from step 2 (dp_shard=2 zero=3)" in shown
+    weft("train", *words, f"run.name={base}_whole", "train.steps=4", "launch.ranks=1", "plan=dp_replicate=1")
+    parts, whole = losses(tuned / base), losses(tuned / f"{base}_whole")
+    assert parts == pytest.approx(whole, rel=1e-4)
+    weft("export", tuned / base, tuned / f"{base}_merged", "--merge")
+    options = ["--temperature", "0", "--max-tokens", NUM_TOKENS]
+    theirs = generated(tuned / f"{base}_merged", PROMPTS[0])
+    assert weft("generate", tuned / base, "--prompt", PROMPTS[0], *options).strip() == theirs.strip()

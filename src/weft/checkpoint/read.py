@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 _OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 #: Open files at a time.
 _MOST_OPEN = 32
-#: Runs at least so long are read one by one; of shorter ones everything between them is read too.
-_LONG_RUN = 16 * 2**10
+#: Runs at least so long are read one by one: a page, of which a disk gives no part. Of shorter ones everything between
+#: them is read too.
+_LONG_RUN = 4 * 2**10
 #: Bytes that are read at once where runs are short.
 _WINDOW = 4 * 2**20
 

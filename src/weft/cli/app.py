@@ -38,6 +38,7 @@ VERBS = {
     "goodput": Verb("Show where the time of runs went, and what it cost.", "weft.cli.watching.watch_verb", "goodput"),
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
     "export": Verb("Write a trained model as a folder that transformers loads.", "weft.cli.ckpt.verbs", "export"),
+    "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.ckpt.eval_verb", "evaluate"),
     "config": Verb("Show, check and explain configs.", "weft.cli.config.config_verb", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
     "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt.verbs", "app"),

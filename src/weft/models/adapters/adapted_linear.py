@@ -82,7 +82,12 @@ class AdaptedLinear(nn.Module):
         drops = self.lora_dropout is not None and self.training
         read = line.drop(self.lora_dropout, x) if self.lora_dropout is not None else x
         read = read.to(self.lora_A.dtype)
-        added = (F.linear(line.low(F.linear(read, self.lora_A)), self.lora_B) * factor).to(product.dtype)
+        low = line.low(F.linear(read, self.lora_A))
+        if self.lora_magnitude is None and low.dtype == product.dtype:  # one pass over the product in place of three
+            return torch.addmm(product.flatten(0, -2), low.flatten(0, -2), self.lora_B.t(), alpha=factor).view(
+                product.shape
+            )
+        added = (F.linear(low, self.lora_B) * factor).to(product.dtype)
         if self.lora_magnitude is None:
             return product + added
         weight, bias = layers.weight_of(self), layers.bias_of(self) if has_bias else None

@@ -25,7 +25,7 @@ from weft.parallel.layers import check_labels
 from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer
 from weft.parallel.tensor.cut_modules import Entry
 from weft.parallel.tensor.head_log_probs import token_log_probs
-from weft.parallel.tensor.head_loss import LossWay, token_loss
+from weft.parallel.tensor.head_loss import LossWay, token_loss, trained_rows
 from weft.private_torch import register_pytree_node
 from weft.structure import become, layers
 
@@ -128,7 +128,8 @@ class Head:
             shape[TOKENS] *= self.line.axis.size
         if tuple(shape) != tuple(labels.shape):
             return False
-        return self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
+        is_large = labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
+        return self.line.axis.size > 1 or is_large or trained_rows(labels.reshape(-1), self.ignore) is not None
 
 
 class LossHead(nn.Module):

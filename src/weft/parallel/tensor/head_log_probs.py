@@ -57,21 +57,23 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.save_for_backward(x_BSD, weight_VD, bias_V, labels_BT)
         ctx.rest = (line, vocab, ignore, way)
         whole = line.start_gather(x_BSD).wait() if line.cuts_tokens else x_BSD
-        chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way, [False] * 3, whole)
-        return -torch.cat(list(chunks.losses(labels_BT.reshape(-1)))).view(labels_BT.shape)
+        chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way, [False] * 3, whole, labels_BT)
+        found = [*chunks.losses()] or [torch.zeros(0, dtype=chunks.sums, device=whole.device)]
+        return -chunks.of_all(torch.cat(found)).view(labels_BT.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_BT: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_BSD, weight_VD, bias_V, labels_BT = ctx.saved_tensors
         line, vocab, ignore, way = ctx.rest
         whole = line.start_gather(x_BSD).wait() if line.cuts_tokens else x_BSD
-        chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way, list(ctx.needs_input_grad[:3]), whole)
-        weights_N = -grad_BT.reshape(-1).to(chunks.sums)
-        for _ in chunks.losses(labels_BT.reshape(-1), weights_N):
+        chunks = TokenChunks(
+            weight_VD, bias_V, line, vocab, ignore, way, list(ctx.needs_input_grad[:3]), whole, labels_BT
+        )
+        for _ in chunks.losses(chunks.of_pass(-grad_BT.reshape(-1).to(chunks.sums))):
             pass
-        grad_x = None
-        if chunks.grad_x is not None:
-            grad_x = line.start_sum(chunks.grad_x.view(whole.shape)).wait().to(x_BSD.dtype)
+        grad_x = chunks.grad_of_all()
+        if grad_x is not None:
+            grad_x = line.start_sum(grad_x).wait().to(x_BSD.dtype)
         grad_weight = None if chunks.grad_weight is None else chunks.grad_weight.to(weight_VD.dtype)
         grad_bias = None if chunks.grad_bias is None or bias_V is None else chunks.grad_bias.to(bias_V.dtype)
         return (grad_x, grad_weight, grad_bias, *[None] * 5)

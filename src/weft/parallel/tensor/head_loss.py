@@ -7,11 +7,13 @@ numbers for each token: the log of the sum of exponentials, its part of the whol
 Methods: Shoeybi et al. 2019, arXiv 1909.08053, section 3 (cut vocabulary); Hsu et al. 2024, arXiv 2410.10989, and
 Wijmans et al. 2024, arXiv 2411.09009 (logits that are never kept).
 
-B sequences, T tokens, S tokens of this rank, N = B T, C tokens at a time, D features, V entries of this rank.
+B sequences, T tokens, S tokens of this rank, N = B T or those of them that a pass takes, C tokens at a time, D
+features, V entries of this rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,11 +96,11 @@ class _TokenLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         whole = line.start_gather(x_BSD).wait() if line.cuts_tokens else x_BSD
         needs = [wants_grad and need for need in ctx.needs_input_grad[:3]]
-        chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way, needs, whole)
-        loss_sum = chunks.sum(labels_BT.reshape(-1), None if weights_BT is None else weights_BT.reshape(-1))
-        grad_x = None
-        if chunks.grad_x is not None:
-            grad_x = line.start_sum(chunks.grad_x.view(whole.shape)).wait()
+        chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way, needs, whole, labels_BT)
+        loss_sum = chunks.sum(None if weights_BT is None else weights_BT.reshape(-1))
+        grad_x = chunks.grad_of_all()
+        if grad_x is not None:
+            grad_x = line.start_sum(grad_x).wait()
         ctx.save_for_backward(grad_x, chunks.grad_weight, chunks.grad_bias)
         ctx.formats = (x_BSD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         return loss_sum
@@ -107,6 +109,18 @@ class _TokenLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.formats, strict=True)
         return (*(None if saved is None else _scaled(saved, grad, dtype) for saved, dtype in pairs), *[None] * 7)
+
+
+def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
+    """Return which tokens have a label, where leaving out the others pays; None: all go through the head.
+
+    In chats most tokens have none. Only on a CPU: a device would make the host wait for their number. Ranks of tp have
+    the same labels, so they choose alike.
+    """
+    if labels_N.device.type != "cpu":
+        return None
+    [kept_N] = (labels_N != ignore).nonzero(as_tuple=True)
+    return kept_N if kept_N.numel() <= 0.9 * labels_N.numel() else None
 
 
 def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -118,7 +132,7 @@ def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 class TokenChunks:
-    """One pass over the tokens, a few at a time."""
+    """One pass over the tokens, a few at a time; over those with a label, where that is less work."""
 
     def __init__(
         self,
@@ -130,9 +144,13 @@ class TokenChunks:
         way: LossWay,
         needs: list[bool],
         whole_BTD: torch.Tensor,
+        labels_BT: torch.Tensor,
     ):
         self.weight, self.bias, self.axis, self.ignore, self.way = weight_VD, bias_V, line.axis, ignore, way
-        self.hidden_ND = whole_BTD.flatten(0, -2)
+        self.shape, self.labels_N = whole_BTD.shape, labels_BT.reshape(-1)
+        self.hidden_ND, self.kept_N = whole_BTD.flatten(0, -2), trained_rows(self.labels_N, ignore)
+        if self.kept_N is not None:
+            self.hidden_ND, self.labels_N = self.hidden_ND[self.kept_N], self.labels_N[self.kept_N]
         self.sums = torch.float64 if whole_BTD.dtype == torch.float64 else torch.float32
         self.first = self.axis.rank * weight_VD.shape[0]
         self.num_real = min(max(vocab - self.first, 0), weight_VD.shape[0])
@@ -141,22 +159,38 @@ class TokenChunks:
         self.grad_weight = torch.zeros_like(weight_VD, dtype=self.sums) if needs[1] else None
         self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
 
-    def losses(self, labels_N: torch.Tensor, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """The losses of a few tokens at a time. weights_N: with which they count in the gradients; None: 1."""
+    def losses(self, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """The losses of a few tokens at a time. weights_N: of the tokens of the pass, in the gradients; None: 1."""
+        labels_N = self.labels_N
         rows = max(1, self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize))
         for start in range(0, labels_N.numel(), rows):
             part = slice(start, start + rows)
             yield self._chunk(part, labels_N[part], None if weights_N is None else weights_N[part])
 
-    def sum(self, labels_N: torch.Tensor, weights_N: torch.Tensor | None) -> torch.Tensor:
-        """The sum of the losses, each times its weight."""
-        weights_N = None if weights_N is None else weights_N.to(self.sums)
-        total, done = torch.zeros((), dtype=self.sums, device=labels_N.device), 0
-        for losses_C in self.losses(labels_N, weights_N):
+    def sum(self, weights_N: torch.Tensor | None) -> torch.Tensor:
+        """The sum of the losses, each times its weight. weights_N: of all tokens."""
+        weights_N = None if weights_N is None else self.of_pass(weights_N.to(self.sums))
+        total, done = torch.zeros((), dtype=self.sums, device=self.labels_N.device), 0
+        for losses_C in self.losses(weights_N):
             here = slice(done, done + losses_C.numel())
             total += losses_C.sum() if weights_N is None else losses_C @ weights_N[here]
             done += losses_C.numel()
         return total
+
+    def of_pass(self, values_N: torch.Tensor) -> torch.Tensor:
+        """What belongs to the tokens of the pass, of what all tokens have."""
+        return values_N if self.kept_N is None else values_N[self.kept_N]
+
+    def of_all(self, values_N: torch.Tensor) -> torch.Tensor:
+        """What all tokens have, with zeros where a token took no part."""
+        if self.kept_N is None:
+            return values_N
+        num_tokens = math.prod(self.shape[:-1])
+        return values_N.new_zeros(num_tokens, *values_N.shape[1:]).index_copy_(0, self.kept_N, values_N)
+
+    def grad_of_all(self) -> torch.Tensor | None:
+        """The gradient of the hidden states, (B, T, D), after the pass; None where nobody asked for it."""
+        return None if self.grad_x is None else self.of_all(self.grad_x).view(self.shape)
 
     def _chunk(self, part: slice, labels_C: torch.Tensor, weights_C: torch.Tensor | None) -> torch.Tensor:
         hidden_CD = self.hidden_ND[part]

@@ -11,6 +11,7 @@ from weft.checkpoint import load_checkpoint
 from weft.checkpoint.targets import Location
 from weft.data import Tokenizer
 from weft.mesh import pick_device
+from weft.models.adapters import merge_adapter
 from weft.spec.config import SampleSection
 from weft.spec.model import number
 from weft.structure import hugging_face
@@ -44,6 +45,8 @@ def pretrained_text(folder: RunFolder, path: Location, prompt: str, section: Sam
     if config.adapter.rank:  # its checkpoints have no base
         load_pretrained(model, Path(config.model.path).expanduser())
     restore_model(with_adapter(model, config), load_checkpoint(path))
+    if config.adapter.base != "stored":  # else each token unpacks all weights; they were here whole before, too
+        merge_adapter(model)
     device = pick_device("auto", 0)
     ids = torch.tensor([tokenizer.encode(prompt) or [tokenizer.end_id]], device=device)
     chance = {"temperature": section.temperature, "top_k": section.top_k} if section.temperature else {}
