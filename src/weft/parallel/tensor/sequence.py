@@ -88,7 +88,9 @@ def plan_sequence(
     outside = ("norm", "pos_embed") if ends else ()
     here = list(chains.values()) if runs is None else runs
     ends_of_runs = tuple((run[0], run[-1]) for run in here)
-    reading = tuple(path for path, block in blocks.items() if len(chains) > 1 and _ENCODER_STATES in _names(block))
+    # An encoder that is whole gives all tokens too, of which a block that reads them gets its share.
+    several = len(set(map(layers.parent_of, repeated_blocks(model)))) > 1
+    reading = tuple(path for path, block in blocks.items() if several and _ENCODER_STATES in _names(block))
     return TokenCut(tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading)
 
 

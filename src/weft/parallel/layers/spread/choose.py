@@ -14,7 +14,7 @@ from weft.models import BATCH_NORMS
 from weft.parallel.layers.spread.encoders import Encoder, hook_encoders
 from weft.parallel.layers.stand_in import StandIn
 from weft.spec import Layout
-from weft.structure import hugging_face, layers, repeated_blocks
+from weft.structure import find_chain, hugging_face, layers, repeated_blocks
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 #: What modules call the share of what they drop, where they drop by functions.
@@ -60,6 +60,8 @@ def choose_spread(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Spread
             raise LayoutError(f"layout pattern {pattern!r}: the model has no such module. See `weft layout MODEL`.")
     for path in named:
         _check(path, modules[path], [one for one in named if one != path])
+    if named:
+        _check_plan(next(iter(named)), model, mesh, named)
     watched = _towers(model) if mesh.plan.zero == 3 and mesh.data.size > 1 else ()
     watched = tuple(path for path in watched if not any(_meets(path, one) for one in named))
     if not named and not watched:
@@ -90,6 +92,23 @@ def attach_spread(model: nn.Module, mesh: Mesh, choice: SpreadChoice) -> None:
     if found:
         is_here = choice.text is not None and any(module is choice.text for module in model.modules())
         hook_encoders(model, choice.text if is_here else None, found)
+
+
+def _check_plan(first: str, model: nn.Module, mesh: Mesh, named: Mapping[str, bool]) -> None:
+    """LayoutError where a plan divides what must stay whole."""
+    if mesh.plan.cp > 1:
+        raise LayoutError(
+            f"{first}=spread: with cp={mesh.plan.cp} each rank has a part of the tokens, and Weft cannot tell whose "
+            "items belong to them. Use cp=1."
+        )
+    if mesh.plan.pp == 1:
+        return
+    for site in find_chain(model).blocks:
+        if (inside := next((path for path in named if _meets(site.path, path)), None)) is not None:
+            raise LayoutError(
+                f"{inside}=spread: with pp={mesh.plan.pp} its blocks are divided into stages, and an encoder that is "
+                "spread lies whole on one. Use pp=1, or leave spread out."
+            )
 
 
 def _check(path: str, module: nn.Module, others: list[str]) -> None:

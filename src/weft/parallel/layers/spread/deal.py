@@ -37,17 +37,25 @@ class ItemCost:
 
 
 def deal_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
-    """Return the items of each rank, ascending: the most costly first, each to a rank that has least.
+    """Return the items of each rank, ascending: always the most costly that is left, to the rank that has least.
 
     Args:
         costs: of each item.
         homes: which data rank brought it.
         num_ranks: that share all items.
-        ranks_per_home: ranks of each data rank, which lie together; of equally good ones an item's own are taken.
+        ranks_per_home: ranks of each data rank, which lie together; of equally costly items a rank gets its own first.
     """
+    alike: dict[float, dict[int, list[int]]] = {}
+    for item in reversed(range(len(costs))):
+        alike.setdefault(costs[item], {}).setdefault(homes[item], []).append(item)
     sums, found = [0.0] * num_ranks, [list[int]() for _ in range(num_ranks)]
-    for item in sorted(range(len(costs)), key=lambda one: (-costs[one], one)):
-        rank = min(range(num_ranks), key=lambda one: (sums[one], one // ranks_per_home != homes[item], one))
-        sums[rank] += costs[item]
-        found[rank].append(item)
+    for cost in sorted(alike, reverse=True):
+        waiting = alike[cost]
+        for _ in range(sum(map(len, waiting.values()))):
+            rank = min(range(num_ranks), key=lambda one: (sums[one], one))
+            home = rank // ranks_per_home
+            if not waiting.get(home):
+                home = max(waiting, key=lambda one: (len(waiting[one]), -one))
+            found[rank].append(waiting[home].pop())
+            sums[rank] += cost
     return [sorted(own) for own in found]

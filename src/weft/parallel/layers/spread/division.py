@@ -1,7 +1,7 @@
 """How the items of one call lie over ranks: which are this rank's, and the ways there and home.
 
-Ranks that share items: each data rank's `per_home` ranks of cp and tp, which hold the same batch, and with `over_data`
-those of all data ranks.
+Ranks that share items: each data rank's `per_home` ranks of tp, which hold the same batch, and with `spread:data` those
+of all data ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from weft.comm.autograd import exchange, gather_from, gather_slice
+from weft.comm.autograd import exchange, gather_slice
 from weft.errors import LayoutError
 from weft.mesh import Axis
 from weft.parallel.layers.spread.items import Items, take
@@ -25,18 +25,17 @@ class Ranks:
     """The axes that share items. data: of size 1 where items stay with their data rank."""
 
     data: Axis
-    cp: Axis
     tp: Axis
 
     @property
     def per_home(self) -> int:
         """Ranks that hold the same batch."""
-        return self.cp.size * self.tp.size
+        return self.tp.size
 
     @property
     def place(self) -> int:
         """This rank's place among them."""
-        return self.cp.rank * self.tp.size + self.tp.rank
+        return self.tp.rank
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Division:
     def home(self, outputs: Sequence[Tensor], given: int) -> list[Tensor]:
         """Return the rows of all items of this data rank in outputs of the module, in order of the items.
 
-        A collective over `data`, then over tp and cp.
+        A collective over `data`, then over tp.
 
         Args:
             outputs: each (rows, ...), as many as the module was given, or a multiple or share of so many.
@@ -160,7 +159,7 @@ class Division:
         if ranks.per_home > 1:
             missing = most - output.shape[0]
             filled = torch.cat([output, output.new_zeros((missing, *output.shape[1:]))]) if missing else output
-            output = gather_from(gather_slice(filled, ranks.tp, 0), ranks.cp, 0)
+            output = gather_slice(filled, ranks.tp, 0)
         places = [starts[item] + row for item in sorted(starts) for row in range(rows[item])]
         if places == list(range(output.shape[0])):
             return output

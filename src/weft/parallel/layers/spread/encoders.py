@@ -74,8 +74,7 @@ class Encoder:
         self.path, self._module, self._device = path, module, mesh.device
         alone = Axis("nobody", 1, 0, (mesh.rank,))
         self._over_data = over_data and mesh.data.size > 1
-        cp, tp = (mesh["cp"], mesh["tp"]) if shares else (alone, alone)
-        self._ranks = Ranks(mesh.data if self._over_data else alone, cp, tp)
+        self._ranks = Ranks(mesh.data if self._over_data else alone, mesh["tp"] if shares else alone)
         #: Ranks that must call the module alike.
         self.alike = mesh.data if self._over_data or mesh.plan.zero == 3 else alone
         self._cost = ItemCost.of(module)
