@@ -61,11 +61,7 @@ def parallelize(
     before, whole, mesh = originals_of(model), mesh, mesh.replica
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
-    watch_indices(model)
-    if mesh.plan.compile or mesh.device.type == "cuda":
-        attend_by_borders(model)
-    if mesh.plan.precision == "fp8":
-        choose_float8(model, mesh.device, speaks=mesh.rank == 0)
+    _prepare(model, mesh)
     spread = choose_spread(model, mesh, layout)
     placed = cut(model, mesh, layout, spread) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
@@ -121,6 +117,15 @@ def cut(
     context = apply_context(model, mesh, why_whole, pipeline.runs if pipeline else None)
     divide_sequences(model, mesh, context_of(model))
     return merge_placements(stages, experts, tensors, context)
+
+
+def _prepare(model: nn.Module, mesh: Mesh) -> None:
+    """Change what layers do, whoever has them later."""
+    watch_indices(model)
+    if mesh.plan.compile or mesh.device.type == "cuda":
+        attend_by_borders(model)
+    if mesh.plan.precision == "fp8":
+        choose_float8(model, mesh.device, speaks=mesh.rank == 0)
 
 
 def _offload(model: nn.Module, mesh: Mesh, host: Host) -> None:

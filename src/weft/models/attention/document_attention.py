@@ -65,9 +65,14 @@ def document_attention(
 
 
 def bordered_attention(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, starts_BM: Tensor, longest: int) -> Tensor:
-    """Each row sees all rows of its picture or clip; (B, H, T, C).
+    """Mix the values of rows with those of all rows of their picture or clip; (B, H, T, C).
 
-    starts_BM: where each begins, ascending from 0. longest: rows of the longest.
+    Args:
+        q_BHTC: queries.
+        k_BHTC: keys.
+        v_BHTC: values.
+        starts_BM: where pictures and clips begin, ascending from 0.
+        longest: rows of the longest.
     """
     given, kind = (q_BHTC, k_BHTC, v_BHTC), q_BHTC.device.type
     if kind == "cpu":

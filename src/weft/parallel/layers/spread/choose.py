@@ -34,7 +34,7 @@ class SpreadChoice:
     text: nn.Module | None = None
 
     def holds(self, path: str) -> bool:
-        """Whether a module is one of those whose items are divided, or inside of one."""
+        """Return whether a module is one of those whose items are divided, or inside of one."""
         return any(path == one or path.startswith(f"{one}.") for one in self.shared)
 
     def parameters(self, model: nn.Module) -> tuple[str, ...]:

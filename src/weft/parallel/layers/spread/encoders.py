@@ -11,8 +11,7 @@ whose model does not call the encoder calls it before its first block of text, a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from weft.comm import all_gather
 from weft.errors import LayoutError, ModelError
 from weft.mesh import Axis, Mesh
 from weft.parallel.layers.spread.deal import ItemCost, deal_items
-from weft.parallel.layers.spread.division import Division, Ranks
+from weft.parallel.layers.spread.item_division import Division, Ranks
 from weft.parallel.layers.spread.items import Items, find_items
 from weft.parallel.layers.spread.told_calls import ToldCalls, first_told, read_told, told
-from weft.private_torch import Function, graph_task, tree_flatten, tree_leaves, tree_unflatten, uncompiled
+from weft.parallel.layers.spread.way_home import Beside, HomeOnDemand, ItemCall, lists_of_states
+from weft.private_torch import graph_task, tree_flatten, tree_leaves, tree_unflatten, uncompiled
 from weft.structure import become
 
 #: Methods of models of transformers that call an encoder and what follows it, such as a projector.
@@ -36,27 +36,6 @@ _NOT_CALLED = -1
 
 #: A call of a method of the model's: its name, positional and named arguments.
 Outer = tuple[str, tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call, from the hook before it to the one behind.
-
-    given: rows that the module got. expected: rows that who stands by passed to it, and waits for; 0: nobody does.
-    """
-
-    division: Division
-    given: int
-    expected: int
-
-    def home(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return the rows of this data rank's items in outputs of the module; for who stands by, zeros."""
-        found = self.division.home(outputs, self.given)
-        if not self.expected:
-            return found
-        rows = (output.shape[0] * self.expected // self.given for output in outputs)
-        zeros = (output.new_zeros(count, *output.shape[1:]) for count, output in zip(rows, outputs, strict=True))
-        return [_Beside.apply(zero, one) for zero, one in zip(zeros, found, strict=True)]
 
 
 class Encoder:
@@ -78,7 +57,7 @@ class Encoder:
         #: Ranks that must call the module alike.
         self.alike = mesh.data if self._over_data or mesh.plan.zero == 3 else alone
         self._cost = ItemCost.of(module)
-        self._call: _Call | None = None
+        self._call: ItemCall | None = None
         self._told: list[int] = []  # items of each data rank, or _NOT_CALLED
         self._stands_by = False
         self.calls = 0
@@ -134,7 +113,7 @@ class Encoder:
             cheapest = self._cheapest(known)
             replaced = {place: known.taken(place, [cheapest]) for place in places}
             given = known.rows[cheapest]
-        self._call = _Call(division, given, known.rows[0] if self._stands_by else 0)
+        self._call = ItemCall(division, given, known.rows[0] if self._stands_by else 0)
         return known.arguments(replaced)
 
     def _cheapest(self, items: Items) -> int:
@@ -182,7 +161,7 @@ class Encoder:
             self.keep(output)
         if call is None or (self._ranks.per_home == 1 and not self._over_data and call.division.own):
             return output
-        states = {} if self._over_data or call.expected else _lists_of_states(output)
+        states = {} if self._over_data or call.expected else lists_of_states(output)
         lazy = {id(one) for some in states.values() for one in some}
         leaves, tree = tree_flatten(output)
         places = [
@@ -210,41 +189,6 @@ class Encoder:
         self._stands_by = True
         self.keep((getattr(model, others.method) if others.method else self._module)(*args, **kwargs))
         self._stands_by = False
-
-
-def _lists_of_states(output: Any) -> dict[str, tuple[Tensor, ...]]:
-    """Of an output by name, entries with a tensor for each layer, of which models read few."""
-    if not isinstance(output, dict):
-        return {}
-    return {
-        name: value
-        for name, value in output.items()
-        if isinstance(value, tuple) and len(value) > 1 and all(isinstance(one, Tensor) for one in value)
-    }
-
-
-class HomeOnDemand(tuple[Any, ...]):
-    """Tensors of which each is brought home when it is first read: all ranks that share items read the same."""
-
-    def __new__(cls, parts: tuple[Tensor, ...], call: _Call) -> HomeOnDemand:
-        found = super().__new__(cls, [None] * len(parts))
-        found._parts, found._found, found._call = parts, {}, call
-        return found
-
-    _parts: tuple[Tensor, ...]
-    _found: dict[int, Tensor]
-    _call: _Call
-
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return tuple(self[one] for one in range(*place.indices(len(self))))
-        number = range(len(self))[place]
-        if number not in self._found:
-            [self._found[number]] = self._call.home([self._parts[number]])
-        return self._found[number]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[place] for place in range(len(self)))
 
 
 class Encoders:
@@ -301,7 +245,7 @@ class Encoders:
         place = next(floats, None)
         if not made or place is None or not torch.is_grad_enabled():
             return None
-        leaves[place] = _Beside.apply(leaves[place], *made)
+        leaves[place] = Beside.apply(leaves[place], *made)
         return tree_unflatten(leaves, tree)
 
 
@@ -322,20 +266,6 @@ class FeatureCalls(nn.Module):
             return call
 
         return {name: noting(name) for name in FEATURES if hasattr(own, name)}
-
-
-class _Beside(Function):
-    """A tensor as it is; others have a gradient of zero from it, so that their backward takes place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)
-        return (grads[0], *zeros)
 
 
 class _Hooks:
