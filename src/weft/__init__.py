@@ -14,7 +14,6 @@ __version__ = "0.1.0"
 __all__ = [
     "ClusterSpec",
     "Layout",
-    "Mesh",
     "Microbatches",
     "ModelSpec",
     "Plan",
@@ -25,6 +24,7 @@ __all__ = [
     "WeftWarning",
     "build_mesh",
     "describe",
+    "group_loss",
     "init",
     "search",
     "trace",
@@ -32,13 +32,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.errors import WeftError, WeftWarning
-    from weft.mesh import Mesh, build_mesh
+    from weft.mesh import build_mesh
     from weft.planner.tell import search
     from weft.spec import ClusterSpec, Layout, ModelSpec, RunConfig
     from weft.spec.plan import Plan
     from weft.structure.cost import describe
     from weft.train import Microbatches, TrainStep
     from weft.train.script import Run, init
+    from weft.train.step import group_loss
     from weft.train.task import trace
 
 __getattr__ = loads(
@@ -52,6 +53,7 @@ __getattr__ = loads(
         "WeftError": ".errors",
         "WeftWarning": ".errors",
         "describe": ".structure.cost",
+        "group_loss": ".train.step",
         "search": ".planner.tell",
         "trace": ".train.task",
         "build_mesh": ".mesh",

@@ -15,7 +15,8 @@ from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn
 from weft.parallel.context import apply_context, check_sequences, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
-from weft.parallel.layers import choose_float8, use_float8, watch_indices
+from weft.parallel.layers import attend_by_borders, choose_float8, use_float8, watch_indices
+from weft.parallel.layers.spread import SpreadChoice, attach_spread, choose_spread
 from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
@@ -60,10 +61,9 @@ def parallelize(
     before, whole, mesh = originals_of(model), mesh, mesh.replica
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
-    watch_indices(model)
-    if mesh.plan.precision == "fp8":
-        choose_float8(model, mesh.device, speaks=mesh.rank == 0)
-    placed = cut(model, mesh, layout) if placements is None else dict(placements)
+    _prepare(model, mesh)
+    spread = choose_spread(model, mesh, layout)
+    placed = cut(model, mesh, layout, spread) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
     use_float8(model)
     groups = group_norms(model, mesh, norm_group) if norm_group else None
@@ -79,6 +79,7 @@ def parallelize(
     if host is not None:
         _offload(model, mesh, host)
     engine = build_engine(model, mesh, placed, host=host, seed=seed, filled_later=filled_later)
+    attach_spread(model, mesh, spread)
     attach(model, engine, before)
     meet_rarely(model, engine, whole)
     guard_model(model, engine.axes)
@@ -86,8 +87,13 @@ def parallelize(
     return model
 
 
-def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
+def cut(
+    model: nn.Module, mesh: Mesh, layout: Layout | None = None, spread: SpreadChoice | None = None
+) -> dict[str, Placement]:
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
+    spread = spread or choose_spread(model, mesh, layout)
+    if layout is not None and spread.shared:
+        layout = layout.without_spread if layout.without_spread.pairs else None
     plan, tensor_layout = mesh.plan, layout
     if plan.pp > 1:
         expect_experts(model, layout, plan.ep)
@@ -95,19 +101,31 @@ def cut(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str,
         expect_parts_named(model, layout)
     if plan.tp > 1:
         # Of the model as it came: a stage alone, or experts that are spread over ranks, cannot be traced.
-        tensor_layout = check_whole_model(model, mesh, layout)
+        tensor_layout = check_whole_model(model, mesh, layout, spread.holds)
     why_whole = check_sequences(model, mesh)
     stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     pipeline = pipeline_of(model)
     experts = spread_experts(model, mesh, layout)
     if plan.tp > 1:
-        tensors = cut_tensors(model, mesh, tensor_layout, experts, runs=pipeline.runs if pipeline else None)
+        runs = pipeline.runs if pipeline else None
+        tensors = cut_tensors(model, mesh, tensor_layout, experts, runs, spread.holds)
+        # Each rank of tp computes items of its own: their gradients add up.
+        tensors |= dict.fromkeys(spread.parameters(model), Placement(partial=("tp",)))
     else:
         tensors = {}
         fuse_whole_head(model, mesh)
     context = apply_context(model, mesh, why_whole, pipeline.runs if pipeline else None)
     divide_sequences(model, mesh, context_of(model))
     return merge_placements(stages, experts, tensors, context)
+
+
+def _prepare(model: nn.Module, mesh: Mesh) -> None:
+    """Change what layers do, whoever has them later."""
+    watch_indices(model)
+    if mesh.plan.compile or mesh.device.type == "cuda":
+        attend_by_borders(model)
+    if mesh.plan.precision == "fp8":
+        choose_float8(model, mesh.device, speaks=mesh.rank == 0)
 
 
 def _offload(model: nn.Module, mesh: Mesh, host: Host) -> None:

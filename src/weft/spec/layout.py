@@ -18,8 +18,9 @@ from weft.errors import LayoutError, did_you_mean
 
 #: colwise: output features are cut; rowwise: input features are cut, outputs are partial sums; vocab: rows of an
 #: embedding or head are cut; replicate: every rank has all of it; partial: every rank has all of it, and sees only its
-#: own heads or features, so gradients add up; expert: whole experts are spread.
-STYLES = ("colwise", "rowwise", "vocab", "replicate", "partial", "expert")
+#: own heads or features, so gradients add up; expert: whole experts are spread; spread: every rank has all of an
+#: encoder, and computes some of its items; spread:data: those of other data ranks too.
+STYLES = ("colwise", "rowwise", "vocab", "replicate", "partial", "expert", "spread", "spread:data")
 #: A fused layer's style says how many equal segments it joins, or their sizes: colwise:3, colwise:64+16+16.
 _FUSED = re.compile(r"colwise:(?:[1-9][0-9]*)(?:\+[1-9][0-9]*)*", re.ASCII)
 
@@ -107,7 +108,17 @@ class Layout:
         if text is None:
             return None
         name, _, parts = text.partition(":")
-        return Style(name, tuple(int(part) for part in parts.split("+")) if parts else ())
+        return Style(name, tuple(int(part) for part in parts.split("+")) if parts and name != "spread" else ())
+
+    def spread(self, paths: Iterable[str]) -> dict[str, bool]:
+        """Return the modules whose items are divided, and of each whether over data ranks too."""
+        found = {path: self.match(path) for path in paths}
+        return {path: style == "spread:data" for path, style in found.items() if style and style.startswith("spread")}
+
+    @property
+    def without_spread(self) -> Layout:
+        """The words for what is cut or left whole."""
+        return Layout(tuple(pair for pair in self.pairs if not pair[1].startswith("spread")))
 
     def unused(self, paths: Iterable[str]) -> tuple[str, ...]:
         """Return the patterns that fit none of the module paths: a layout made for another model."""

@@ -72,7 +72,7 @@ def mixing(module: nn.Module) -> str:
 
 def check_tokens(
     model: nn.Module, styles: Mapping[str, Style], gathering: Collection[str], width: int, where: str = "sp=on",
-    remedy: str = "Use sp=off.",
+    remedy: str = "Use sp=off.", blocks: Mapping[str, nn.Module] | None = None,
 ) -> None:  # fmt: skip
     """Look for blocks of a foreign model that mix tokens outside of cut parts; warn where the model cannot be traced.
 
@@ -84,6 +84,7 @@ def check_tokens(
         width: features of the hidden states.
         where: the setting that cuts tokens, for messages.
         remedy: what helps.
+        blocks: whose tokens are cut, by path; None: all of the model's.
 
     Raises:
         LayoutError: where a block mixes them.
@@ -92,7 +93,7 @@ def check_tokens(
         return
     try:
         example = example_of(model, batch=1)
-        flow = in_some_format(lambda dtype: _TokenFlow(model, styles, gathering, width).follow(example, dtype))
+        flow = in_some_format(lambda dtype: _TokenFlow(model, styles, gathering, width, blocks).follow(example, dtype))
     except (LayoutError, ModelError) as error:
         warnings.warn(
             f"{where}: {str(error).removeprefix('layout: ').partition('. Give')[0].rstrip('.')}, so Weft cannot tell "
@@ -111,9 +112,8 @@ class _Enough(BaseException):
     """All kinds of blocks have been seen. Not an Exception: models may catch those."""
 
 
-def _first_of_each_kind(model: nn.Module) -> tuple[str, ...]:
+def _first_of_each_kind(blocks: Mapping[str, nn.Module]) -> tuple[str, ...]:
     """The blocks up to the last whose modules are not those of one before it, and the next two."""
-    blocks = repeated_blocks(model)
     kinds = [tuple((name, type(module)) for name, module in named_modules(block)) for block in blocks.values()]
     last = max(index for index, kind in enumerate(kinds) if kind not in kinds[:index])
     return tuple(blocks)[: last + _MORE]
@@ -122,11 +122,14 @@ def _first_of_each_kind(model: nn.Module) -> tuple[str, ...]:
 class _TokenFlow(FeatureFlow):
     """Marks of tokens in one forward. mixed: where tokens met, by module, and in which operation."""
 
-    def __init__(self, model: nn.Module, styles: Mapping[str, Style], gathering: Collection[str], width: int):
+    def __init__(
+        self, model: nn.Module, styles: Mapping[str, Style], gathering: Collection[str], width: int,
+        blocks: Mapping[str, nn.Module] | None,
+    ):  # fmt: skip
         super().__init__()
         self.mixed: dict[str, str] = {}
         self._model, self._styles, self._gathering, self._width = model, styles, gathering, width
-        self._blocks = _first_of_each_kind(model)
+        self._blocks = _first_of_each_kind(repeated_blocks(model) if blocks is None else blocks)
         self._stack: list[str] = []
         self._depth = 0  # of cut parts, in which tokens are whole
         self._is_between = False  # the first block and the last

@@ -1,4 +1,4 @@
-"""Causal attention, rotary positions, and the keys and values that sampling keeps."""
+"""Causal attention, attention within borders, rotary positions, and the keys and values that sampling keeps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = [
     "Rotation",
     "SdpaCore",
     "Visible",
+    "bordered_attention",
     "repeat_heads",
     "rotate",
     "rotation",
@@ -23,6 +24,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.models.attention.cache import Cache, LayerCache
     from weft.models.attention.causal import Attention, SdpaCore, Visible, repeat_heads, see_causally, takes_groups
+    from weft.models.attention.document_attention import bordered_attention
     from weft.models.attention.rotary import Rotation, rotate, rotation
 
 __getattr__ = loads(
@@ -34,6 +36,7 @@ __getattr__ = loads(
         "Rotation": ".rotary",
         "SdpaCore": ".causal",
         "Visible": ".causal",
+        "bordered_attention": ".document_attention",
         "repeat_heads": ".causal",
         "rotate": ".rotary",
         "rotation": ".rotary",

@@ -1,4 +1,4 @@
-"""Causal attention within the documents of packed sequences, without a mask over pairs of tokens.
+"""Attention within the documents of packed sequences, or the pictures of a batch, without a mask over pairs of tokens.
 
 Documents travel as the place where each begins, M of them a row; rows with fewer are filled up with T, and such empty
 documents hold nothing. So all shapes are known before the values are, and no device is asked for them.
@@ -57,18 +57,41 @@ def document_attention(
         dtype = torch.get_autocast_dtype(kind)
         q_BHTC, k_BKTC, v_BKTC = given = (q_BHTC.to(dtype), k_BKTC.to(dtype), v_BKTC.to(dtype))
     if starts_BM is not None and kind == "cpu":
-        return _one_by_one(*given, starts_BM)[0]
+        return _one_by_one(*given, starts_BM, True)[0]
     half = q_BHTC.dtype in (torch.bfloat16, torch.float16)
     if starts_BM is not None and kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
-        return _by_lengths(*given, starts_BM)
-    return _by_rows(*given, ids_BT)
+        return _by_lengths(*given, starts_BM, q_BHTC.shape[2], is_causal=True)
+    return _by_rows(*given, ids_BT, is_causal=True)
+
+
+def bordered_attention(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, starts_BM: Tensor, longest: int) -> Tensor:
+    """Mix the values of rows with those of all rows of their picture or clip; (B, H, T, C).
+
+    Args:
+        q_BHTC: queries.
+        k_BHTC: keys.
+        v_BHTC: values.
+        starts_BM: where pictures and clips begin, ascending from 0.
+        longest: rows of the longest.
+    """
+    given, kind = (q_BHTC, k_BHTC, v_BHTC), q_BHTC.device.type
+    if kind == "cpu":
+        return _one_by_one(*given, starts_BM, False)[0]
+    half = q_BHTC.dtype in (torch.bfloat16, torch.float16)
+    if kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
+        return _by_lengths(*given, starts_BM, longest, is_causal=False)
+    places_BT = torch.arange(q_BHTC.shape[2], device=q_BHTC.device).expand(q_BHTC.shape[0], -1).contiguous()
+    ids_BT = torch.searchsorted(starts_BM, places_BT, right=True)
+    return _by_rows(*given, ids_BT, is_causal=False)
 
 
 #: What `weft.memory` looks for.
-document_attention.is_attention = True
+document_attention.is_attention = bordered_attention.is_attention = True
 
 
-def _by_lengths(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor) -> Tensor:
+def _by_lengths(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor, longest: int, *, is_causal: bool
+) -> Tensor:
     """Flash attention by cumulative lengths; empty documents cost a few idle blocks."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -78,6 +101,7 @@ def _by_lengths(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tenso
     lengths = torch.cat([(starts_BM + row_B1).flatten(), end_1]).to(torch.int32)
     known = inspect.signature(varlen_attn).parameters
     how: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    how = how if is_causal else {}
     if k_BKTC.shape[1] != q_BHTC.shape[1]:
         if "enable_gqa" in known:
             how["enable_gqa"] = True
@@ -85,12 +109,12 @@ def _by_lengths(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tenso
             times = q_BHTC.shape[1] // k_BKTC.shape[1]
             k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
     q_NHC, k_NKC, v_NKC = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTC, k_BKTC, v_BKTC))
-    out_NHC = varlen_attn(q_NHC, k_NKC, v_NKC, lengths, lengths, num_tokens, num_tokens, **how)
+    out_NHC = varlen_attn(q_NHC, k_NKC, v_NKC, lengths, lengths, longest, longest, **how)
     assert isinstance(out_NHC, Tensor)
     return out_NHC.unflatten(0, (rows, num_tokens)).transpose(1, 2)
 
 
-def _by_rows(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor) -> Tensor:
+def _by_rows(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor, *, is_causal: bool = True) -> Tensor:
     """Some queries at a time, with a mask for those."""
     times = q_BHTC.shape[1] // k_BKTC.shape[1]
     if times > 1:
@@ -98,73 +122,90 @@ def _by_rows(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor) -> 
     place_T, outs = torch.arange(q_BHTC.shape[2], device=q_BHTC.device), []
     for start in range(0, q_BHTC.shape[2], _ROWS):
         end = min(start + _ROWS, q_BHTC.shape[2])
-        seen = (ids_BT[:, start:end, None] == ids_BT[:, None, :end]) & (place_T[start:end, None] >= place_T[:end])
+        last = end if is_causal else q_BHTC.shape[2]
+        seen = ids_BT[:, start:end, None] == ids_BT[:, None, :last]
+        if is_causal:
+            seen &= place_T[start:end, None] >= place_T[:last]
         outs.append(
             F.scaled_dot_product_attention(
-                q_BHTC[:, :, start:end], k_BKTC[:, :, :end], v_BKTC[:, :, :end], attn_mask=seen[:, None]
+                q_BHTC[:, :, start:end], k_BKTC[:, :, :last], v_BKTC[:, :, :last], attn_mask=seen[:, None]
             )
         )
     return torch.cat(outs, 2)
 
 
-def _documents(starts_BM: Tensor, num_tokens: int) -> list[tuple[int, int, int]]:
-    """(row, first token, token after the last) of each."""
-    found = []
+def _documents(starts_BM: Tensor, num_tokens: int) -> list[tuple[int, int, int, int]]:
+    """(row, first token, tokens of each, number) of documents; neighbours of one length are one entry."""
+    found = list[tuple[int, int, int, int]]()
     for row, starts in enumerate(starts_BM.tolist()):
         for first, end in zip(starts, [*starts[1:], num_tokens], strict=True):
-            if end > first:
-                found.append((row, first, end))
+            if end <= first:
+                continue
+            if found and found[-1][0] == row and found[-1][2] == end - first:
+                found[-1] = (row, found[-1][1], end - first, found[-1][3] + 1)
+            else:
+                found.append((row, first, end - first, 1))
     return found
+
+
+def _taken(x: Tensor, document: tuple[int, int, int, int]) -> Tensor:
+    """A view of documents of one length as samples: (number, heads, tokens, ...) of (B, H, T, ...)."""
+    row, first, length, number = document
+    return x[row, :, first : first + length * number].unflatten(1, (number, length)).transpose(0, 1)
 
 
 # One operator for torch.compile, which would else make a graph for each set of documents.
 @torch.library.custom_op("weft::document_attention", mutates_args=())
-def _one_by_one(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor) -> tuple[Tensor, Tensor]:
+def _one_by_one(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
     """Document by document; also the log-sum-exp of scores, (B, H, T)."""
     batch, heads, num_tokens, _ = q_BHTC.shape
     out = torch.empty_like(q_BHTC.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     wide = torch.promote_types(q_BHTC.dtype, torch.float32)
     lse = q_BHTC.new_empty((batch, heads, num_tokens), dtype=wide)
-    for row, first, end in _documents(starts_BM, num_tokens):
-        part = (slice(row, row + 1), slice(None), slice(first, end))
-        out[part], lse[part] = CPU_FLASH(q_BHTC[part], k_BKTC[part], v_BKTC[part], 0.0, True)
+    for one in _documents(starts_BM, num_tokens):
+        found = CPU_FLASH(*(_taken(x, one) for x in (q_BHTC, k_BKTC, v_BKTC)), 0.0, is_causal)
+        for whole, part in zip((out, lse), found, strict=True):
+            _taken(whole, one).copy_(part)
     return out, lse
 
 
 @_one_by_one.register_fake
-def _(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor) -> tuple[Tensor, Tensor]:
+def _(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q_BHTC.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     return out, q_BHTC.new_empty(q_BHTC.shape[:3], dtype=torch.promote_types(q_BHTC.dtype, torch.float32))
 
 
 @torch.library.custom_op("weft::document_attention_backward", mutates_args=())
 def _backward(
-    grad: Tensor, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, out: Tensor, lse: Tensor, starts_BM: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, out: Tensor, lse: Tensor, starts_BM: Tensor,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BHTC, k_BKTC, v_BKTC))
-    for row, first, end in _documents(starts_BM, q_BHTC.shape[2]):
-        part = (slice(row, row + 1), slice(None), slice(first, end))
-        given = (x[part] for x in (grad, q_BHTC, k_BKTC, v_BKTC, out, lse))
-        for whole, found in zip(grads, CPU_FLASH_BACKWARD(*given, 0.0, True), strict=True):
-            whole[part] = found
+    for one in _documents(starts_BM, q_BHTC.shape[2]):
+        given = (_taken(x, one) for x in (grad, q_BHTC, k_BKTC, v_BKTC, out, lse))
+        for whole, found in zip(grads, CPU_FLASH_BACKWARD(*given, 0.0, is_causal), strict=True):
+            _taken(whole, one).copy_(found)
     return grads[0], grads[1], grads[2]
 
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, out: Tensor, lse: Tensor, starts_BM: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, out: Tensor, lse: Tensor, starts_BM: Tensor,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_BHTC, k_BKTC, v_BKTC))
     return q, k, v
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    q_BHTC, k_BKTC, v_BKTC, starts_BM = inputs
+    q_BHTC, k_BKTC, v_BKTC, starts_BM, ctx.is_causal = inputs
     ctx.save_for_backward(q_BHTC, k_BKTC, v_BKTC, *output, starts_BM)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors), None)
+    return (*_backward(grad, *ctx.saved_tensors, ctx.is_causal), None, None)
 
 
 _one_by_one.register_autograd(_differentiate, setup_context=_keep)

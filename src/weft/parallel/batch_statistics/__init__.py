@@ -13,8 +13,10 @@ from weft.parallel.batch_statistics.local_means import (
     watch_local_means,
 )
 from weft.parallel.batch_statistics.norm_groups import norm_groups_of
+from weft.parallel.batch_statistics.sample_groups import SampleGroups
 
 __all__ = [
+    "SampleGroups",
     "TrainMode",
     "count_of_hugging_face",
     "global_mean",

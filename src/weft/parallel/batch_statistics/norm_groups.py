@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,28 +21,11 @@ from torch import Tensor, nn
 
 from weft.comm import Pending, start_all_reduce
 from weft.errors import ModelError
-from weft.mesh import Axis, Mesh
+from weft.mesh import Mesh
+from weft.parallel.batch_statistics.sample_groups import GroupCut, SampleGroups
 from weft.parallel.randomness import SampleNumbers
-from weft.spec import shares
 
 ATTRIBUTE = "_weft_norm_groups"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCut:
-    """How the groups of one microbatch lie.
-
-    index: of the microbatch in the step. samples: this rank's. first: the number of the first group that has samples in
-    it. num_groups: in the microbatch, over the ranks of `axis`. axis: the ranks that share groups; None: none do.
-    ends_alone: the last group of the global batch is one sample.
-    """
-
-    index: int
-    samples: SampleNumbers
-    first: int
-    num_groups: int
-    axis: Axis | None
-    ends_alone: bool = False
 
 
 class NormGroups:
@@ -51,6 +33,7 @@ class NormGroups:
 
     def __init__(self, mesh: Mesh, size: int):
         self.size = size
+        self._groups = SampleGroups(mesh, size, f"norm_group={size}", "norm_group")
         self.norms: list[nn.Module] = []
         self._mesh = mesh
         self._cut: GroupCut | None = None
@@ -74,7 +57,7 @@ class NormGroups:
         Raises:
             ModelError: where a group has samples in another microbatch.
         """
-        with self._at(self._cut_of(samples, index)):
+        with self._at(self._groups.cut_of(samples, index)):
             yield
 
     def travelling(self) -> AbstractContextManager[None]:
@@ -98,57 +81,6 @@ class NormGroups:
                 "run.train_step tells it. Call run.train_step, or leave norm_group out in a loop of your own."
             )
         return self._cut
-
-    def _cut_of(self, samples: SampleNumbers, index: int) -> GroupCut:
-        size, data, parts = self.size, self._mesh.data, self._mesh.plan.microbatches_per_step
-        numbers, num_ranks = samples.numbers, data.size
-        count = len(numbers) * num_ranks * parts if samples.total is None else samples.total
-        runs = shares.share_out(count, num_ranks * parts)[index * num_ranks : (index + 1) * num_ranks]
-        start, stop = runs[0].start, runs[-1].stop
-        own = runs[data.rank]
-        if list(numbers) != list(own):
-            return self._own_alone(samples, index, count)
-        if not _on_borders(range(start, stop), size, count):
-            raise ModelError(
-                f"norm_group={size}: a microbatch holds samples {start} to {stop - 1} of the global batch over all "
-                f"ranks, and a group must lie in one microbatch. Use a norm_group that divides {stop - start}, or "
-                f"fewer microbatches."
-            )
-        alone = count % size == 1 or size == 1
-        if all(_on_borders(run, size, count) for run in runs):
-            return GroupCut(index, samples, own.start // size, max(1, -(-len(own) // size)), None, alone)
-        axis = self._sharing(len(own), count % (num_ranks * parts) == 0)
-        among = (
-            runs if axis is data else [runs[data.rank // axis.size * axis.size + place] for place in range(axis.size)]
-        )
-        first = among[0].start // size
-        return GroupCut(index, samples, first, -(-(among[-1].stop - first * size) // size), axis, alone)
-
-    def _own_alone(self, samples: SampleNumbers, index: int, count: int) -> GroupCut:
-        """Of samples that lie elsewhere than Weft puts them: fine where they are whole groups."""
-        numbers = samples.numbers
-        is_run = list(numbers) == list(range(numbers[0], numbers[-1] + 1)) if numbers else False
-        if not is_run or not _on_borders(range(numbers[0], numbers[-1] + 1), self.size, count):
-            raise ModelError(
-                f"norm_group={self.size}: this rank's microbatch holds parts of groups, and Weft does not know where "
-                "the other parts are. Pass the DataLoader through run.shard, which deals out samples in order."
-            )
-        return GroupCut(index, samples, numbers[0] // self.size, -(-len(numbers) // self.size), None)
-
-    def _sharing(self, rows: int, is_even: bool) -> Axis:
-        """The ranks among which groups lie: as few as there are where all ranks have equally many samples."""
-        data, plan = self._mesh.data, self._mesh.plan
-        if rows * data.size == self.size:
-            return data
-        if is_even and rows and self.size % rows == 0 and data.size % (ranks := self.size // rows) == 0:
-            inner = plan.dp_shard
-            names = (f"dp_shard/{ranks}",) if inner % ranks == 0 else (f"dp_replicate/{ranks // inner}", "dp_shard")
-            first = data.rank // ranks * ranks
-            if (inner % ranks == 0 or ranks % inner == 0) and self._mesh.ranks_over(names) == data.ranks[
-                first : first + ranks
-            ]:
-                return self._mesh[names]
-        return data
 
     # --- running statistics ---
 
@@ -204,11 +136,6 @@ def _move(norm: Any, found: Tensor, moved: bool | Tensor) -> None:
     means = (found[:-1] / num.clamp(min=1)).view(2, -1)
     for running, mean in zip((norm.running_mean, norm.running_var), means, strict=True):
         running.copy_(torch.where(is_moved, running + (mean.to(running.dtype) - running) * factor, running))
-
-
-def _on_borders(run: range, size: int, count: int) -> bool:
-    """Whether a run of samples is whole groups; the last group of a batch may be smaller."""
-    return not run or (run.start % size == 0 and (run.stop % size == 0 or run.stop == count))
 
 
 def _begins(cut: GroupCut, size: int) -> list[float]:

@@ -13,6 +13,7 @@ __all__ = [
     "HeldProduct",
     "HoldingLayer",
     "StandIn",
+    "attend_by_borders",
     "check_labels",
     "choose_float8",
     "linear",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from weft.parallel.layers.float8_layers import choose_float8, refuse_partial, use_float8
     from weft.parallel.layers.held import HeldGradients, HeldProduct, HoldingLayer, linear
     from weft.parallel.layers.index_check import check_labels, watch_indices
+    from weft.parallel.layers.picture_attention import attend_by_borders
     from weft.parallel.layers.stand_in import StandIn
 
 __getattr__ = loads(
@@ -37,6 +39,7 @@ __getattr__ = loads(
         "HeldProduct": ".held",
         "HoldingLayer": ".held",
         "StandIn": ".stand_in",
+        "attend_by_borders": ".picture_attention",
         "check_labels": ".index_check",
         "choose_float8": ".float8_layers",
         "linear": ".held",

@@ -7,7 +7,7 @@ by rows of the vocabulary, padded where tp does not divide it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -37,10 +37,11 @@ from weft.parallel.tensor.read_layout import (
     is_norm,
     is_wide,
     makes_ahead,
+    nowhere,
     read_own,
     read_styles,
 )
-from weft.parallel.tensor.sequence import TokenCut, cut_tokens, plan_sequence, second_states
+from weft.parallel.tensor.sequence import TokenCut, blocks_outside, cut_tokens, plan_sequence, second_states
 from weft.spec import Layout, Style
 from weft.structure import Heads, become, find_layout, hugging_face, layers, token_flow
 from weft.structure.layouts import rms_form
@@ -52,6 +53,7 @@ def cut_tensors(
     layout: Layout | None = None,
     taken: Collection[str] = (),
     runs: Sequence[Sequence[str]] | None = None,
+    is_whole: Callable[[str], bool] = nowhere,
 ) -> dict[str, Placement]:
     """Keep this rank's part of what the layout cuts; with sp, of the tokens between cut layers. In place.
 
@@ -63,12 +65,13 @@ def cut_tensors(
         layout: found from the model where it is None.
         taken: parameters that another technique has placed.
         runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
+        is_whole: tells modules that another technique keeps whole, by their path.
 
     Raises:
         LayoutError: where the layout does not fit the model.
         PlanError: where the model cannot be divided by tp.
     """
-    return _Cutter(model, mesh, find_layout(model) if layout is None else layout, taken, runs).cut()
+    return _Cutter(model, mesh, find_layout(model) if layout is None else layout, taken, runs, is_whole).cut()
 
 
 def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
@@ -82,25 +85,29 @@ def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
         fuse_head(head, hugging_face.scales_logits(model), way)
 
 
-def check_whole_model(model: nn.Module, mesh: Mesh, layout: Layout | None) -> Layout:
+def check_whole_model(
+    model: nn.Module, mesh: Mesh, layout: Layout | None, is_whole: Callable[[str], bool] = nowhere
+) -> Layout:
     """Check what can be asked of a whole model only, before a pipeline takes its parts away, and return the layout.
 
     Args:
         model: the whole.
         mesh: of the plan.
         layout: found from the model where it is None.
+        is_whole: tells modules that another technique keeps whole, by their path.
 
     Raises:
         LayoutError: where the layout names what is not there, or sp would cut tokens that meet.
     """
-    layout = find_layout(model) if layout is None else layout
-    modules = dict(model.named_modules())
+    modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
+    layout = find_layout(model).fitted((*modules, *layers.own_parameters(modules))) if layout is None else layout
     styles = read_styles(layout, modules, mesh.plan.tp)
     if mesh.plan.sp:
-        sequence = plan_sequence(model, layout, styles)
+        sequence = plan_sequence(model, layout, styles, is_whole=is_whole)
         parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
         gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
-        token_flow.check_tokens(model, styles, gathering.union(sequence.whole), sequence.width)
+        blocks = blocks_outside(model, is_whole)
+        token_flow.check_tokens(model, styles, gathering.union(sequence.whole), sequence.width, blocks=blocks)
     return layout
 
 
@@ -114,15 +121,18 @@ class _Cutter:
         layout: Layout,
         taken: Collection[str],
         runs: Sequence[Sequence[str]] | None,
+        is_whole: Callable[[str], bool],
     ):
         self.model, self.axis, self.layout = model, mesh["tp"], layout
         self.taken, self.device = taken, mesh.device
-        self.modules = dict(model.named_modules())
+        self.modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
         self.names = {id(module): path for path, module in self.modules.items()}
         self.styles = read_styles(layout, self.modules, mesh.plan.tp)
         self.rows = [path for path, style in self.styles.items() if style.name == "rowwise"]
         self.own = read_own(layout, self.modules)
-        self.sequence: TokenCut | None = plan_sequence(model, layout, self.styles, runs) if mesh.plan.sp else None
+        self.sequence: TokenCut | None = None
+        if mesh.plan.sp:
+            self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole)
         self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp)
         ends_cut = self.sequence is not None and self.sequence.with_ends
         self.ends = SharedLayer(self.axis, cuts_tokens=ends_cut)

@@ -12,7 +12,7 @@ B sequences, T tokens, S = T / tp tokens of this rank, D features.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from weft.comm.autograd import gather_from, gather_slice, slice_to
 from weft.errors import LayoutError
 from weft.models import Decoder
 from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer, token_share
+from weft.parallel.tensor.read_layout import nowhere
 from weft.private_torch import tree_flatten, tree_unflatten
 from weft.spec import Layout, Style
 from weft.structure import layers, repeated_blocks, token_flow
@@ -51,15 +52,20 @@ class TokenCut:
 
 
 def plan_sequence(
-    model: nn.Module, layout: Layout, styles: Mapping[str, Style], runs: Sequence[Sequence[str]] | None = None
+    model: nn.Module,
+    layout: Layout,
+    styles: Mapping[str, Style],
+    runs: Sequence[Sequence[str]] | None = None,
+    is_whole: Callable[[str], bool] = nowhere,
 ) -> TokenCut:
     """Find where the tokens are cut. styles: of the modules that are here, by path.
 
-    runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
+    runs: paths of the blocks of each pipeline stage that is here; None where all blocks are. is_whole: tells modules
+    that keep all tokens by their path.
 
     LayoutError where a block mixes tokens outside of cut layers.
     """
-    blocks = repeated_blocks(model)
+    blocks = blocks_outside(model, is_whole)
     chains: dict[str, list[str]] = {}
     for path in blocks:
         chains.setdefault(layers.parent_of(path), []).append(path)
@@ -82,8 +88,15 @@ def plan_sequence(
     outside = ("norm", "pos_embed") if ends else ()
     here = list(chains.values()) if runs is None else runs
     ends_of_runs = tuple((run[0], run[-1]) for run in here)
-    reading = tuple(path for path, block in blocks.items() if len(chains) > 1 and _ENCODER_STATES in _names(block))
+    # An encoder that is whole gives all tokens too, of which a block that reads them gets its share.
+    several = len(set(map(layers.parent_of, repeated_blocks(model)))) > 1
+    reading = tuple(path for path, block in blocks.items() if several and _ENCODER_STATES in _names(block))
     return TokenCut(tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading)
+
+
+def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[str, nn.Module]:
+    """Return the blocks that tensor parallelism divides, by path."""
+    return {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
 
 
 def _is_encoder_decoder(model: nn.Module, chains: Mapping[str, Sequence[str]]) -> bool:

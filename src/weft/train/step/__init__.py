@@ -18,12 +18,14 @@ __all__ = [
     "TrainStep",
     "WholeBatchLoss",
     "evaluate",
+    "group_loss",
     "mean_loss",
     "live_bytes",
 ]
 
 if TYPE_CHECKING:
     from weft.train.step.evaluation import evaluate, mean_loss
+    from weft.train.step.grouped_loss import group_loss
     from weft.train.step.loss_check import LossFn
     from weft.train.step.oom import live_bytes
     from weft.train.step.rank_forwards import RankForwards
@@ -41,6 +43,7 @@ __getattr__ = loads(
         "TrainStep": ".train_step",
         "WholeBatchLoss": ".whole_batch",
         "evaluate": ".evaluation",
+        "group_loss": ".grouped_loss",
         "mean_loss": ".evaluation",
         "live_bytes": ".oom",
     },

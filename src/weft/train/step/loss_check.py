@@ -9,8 +9,11 @@ from typing import Any, NoReturn
 import torch
 
 from weft.errors import ModelError, WeftWarning
+from weft.mesh import Mesh
 from weft.parallel import is_hugging_face_output, sum_of_hugging_face
+from weft.parallel.randomness import SampleNumbers
 from weft.train.microbatch import LABELS
+from weft.train.step.grouped_loss import GroupLoss
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
@@ -22,18 +25,28 @@ _WANTED = "Weft divides once, over all ranks and microbatches, so it needs the s
 class CheckedLoss:
     """A loss function of (output, batch), with what it returns looked at: the sum of the losses, and their number.
 
-    warns_of_means: several ranks or microbatches read samples in a step, and this rank is to say what that changes.
+    mesh: of the ranks; None: the batch is all there is. warns_of_means: several ranks or microbatches read samples in a
+    step, and this rank is to say what that changes.
     """
 
-    def __init__(self, loss_fn: LossFn, *, warns_of_means: bool):
-        self.loss_fn = loss_fn
+    def __init__(self, loss_fn: LossFn, mesh: Mesh | None = None, *, warns_of_means: bool):
+        self.loss_fn = loss_fn.over(mesh) if isinstance(loss_fn, GroupLoss) and mesh is not None else loss_fn
         self._warns = warns_of_means
 
-    def __call__(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Raises ModelError for anything but a 0-d tensor with a gradient and a count."""
+    def __call__(
+        self, output: Any, batch: Any, samples: SampleNumbers | None = None, index: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Return both for a microbatch, of whose samples only a loss over groups is told.
+
+        Raises:
+            ModelError: for anything but a 0-d tensor with a gradient and a count.
+        """
         has_no_loss = is_hugging_face_output(output) and output.get("loss") is None and _has_labels(batch)
         try:
-            returned = self.loss_fn(output, batch)
+            if isinstance(self.loss_fn, GroupLoss):
+                returned = self.loss_fn(output, batch, samples, index)
+            else:
+                returned = self.loss_fn(output, batch)
         except (AttributeError, TypeError) as error:
             if has_no_loss and "NoneType" in str(error):
                 _refuse_none(output)

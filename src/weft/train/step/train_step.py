@@ -87,7 +87,7 @@ class TrainStep:
         #: Whether steps measure how far they move the weights; equal on all ranks.
         self.measures_update = False
         several = mesh.batch.size * mesh.plan.microbatches_per_step > 1
-        self._loss = CheckedLoss(loss_fn, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
+        self._loss = CheckedLoss(loss_fn, mesh, warns_of_means=several and mesh.batch.rank == mesh["tp"].rank == 0)
         self._whole = loss_fn if isinstance(loss_fn, WholeBatchLoss) else None
         if self._whole is not None:
             expect_whole_batches(mesh.plan)
@@ -271,7 +271,7 @@ class TrainStep:
         found = self.microbatch_losses = {}
 
         def loss(output: Any, microbatch: Any, index: int) -> tuple[torch.Tensor, torch.Tensor | int]:
-            loss_sum, number = self._loss(output, microbatch)
+            loss_sum, number = self._loss(output, microbatch, samples[index], index)
             if samples[index].is_empty:
                 return loss_sum * 0.0, 0
             found[index] = (loss_sum.detach(), number)

@@ -1,0 +1,142 @@
+"""Which rows are one picture, who is dealt which, what cannot be shared; and attention to all pictures in one call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parity import spread_cases, vision_cases
+from weft.errors import LayoutError
+from weft.mesh import build_mesh
+from weft.models.attention import bordered_attention
+from weft.parallel import parallelize
+from weft.parallel.layers import attend_by_borders
+from weft.parallel.layers.spread import choose_spread, deal_items
+from weft.parallel.layers.spread.items import find_items
+from weft.parallel.layers.spread.told_calls import read_told, told
+from weft.spec import Layout
+from weft.spec.plan import Plan
+
+GRIDS = torch.tensor([[1, 2, 2], [2, 2, 4]])
+
+
+def test_rows_are_items_where_nothing_tells_borders():
+    items = find_items("tower", (torch.zeros(3, 3, 8, 8),), {"mask": torch.ones(3, 4), "scale": torch.ones(2)})
+    assert items.rows == items.spans == (1, 1, 1)
+    args, kwargs = items.arguments({place: items.taken(place, [2, 0]) for place in (*items.by_row, *items.by_item)})
+    assert (args[0].shape[0], kwargs["mask"].shape[0], kwargs["scale"].shape[0]) == (2, 2, 2)
+
+
+def test_grids_and_counts_tell_borders():
+    patches = torch.arange(20.0)[:, None].expand(20, 6)
+    items = find_items("tower", (patches,), {"grid_thw": GRIDS})
+    assert (items.rows, items.spans) == ((4, 16), (4, 8))
+    assert items.taken(0, [1])[:, 0].tolist() == list(range(4, 20))
+    assert items.taken(1, [1]).tolist() == [[2, 2, 4]]
+    assert find_items("tower", (patches, torch.tensor([5, 0, 15])), {}).rows == (5, 0, 15)
+
+
+@pytest.mark.parametrize("args, said", [
+    ((torch.zeros(20, 6),), r"tower=spread: of its input of shape \(20, 6\) Weft cannot tell which rows are one item"),
+    ((torch.zeros(20, dtype=torch.long),), "called without a tensor of numbers"),
+])  # fmt: skip
+def test_borders_that_cannot_be_told_are_refused(args, said):
+    with pytest.raises(LayoutError, match=said):
+        find_items("tower", args, {})
+
+
+def test_the_most_costly_goes_to_who_has_least():
+    dealt = deal_items([5.0, 1.0, 1.0, 4.0, 3.0, 1.0], [0, 0, 0, 1, 1, 1], 2, 1)
+    assert sorted(item for own in dealt for item in own) == list(range(6))
+    sums = [sum([5.0, 1.0, 1.0, 4.0, 3.0, 1.0][item] for item in own) for own in dealt]
+    assert max(sums) == 8.0
+    # Of equally good ranks those that have the item; and nothing moves where that is level.
+    assert deal_items([1.0] * 4, [0, 0, 1, 1], 2, 1) == [[0, 1], [2, 3]]
+    assert deal_items([], [], 2, 1) == [[], []]
+
+
+def test_another_rank_can_make_the_call():
+    inner = find_items("tower", (torch.ones(20, 6),), {"grid_thw": GRIDS})
+    outer = find_items("tower", (), {"pixel_values": torch.ones(20, 6), "image_grid_thw": GRIDS, "return_dict": True})
+    found = read_told(told("tower", "get_image_features", outer, inner, 0), torch.device("cpu"))
+    args, kwargs = found.outer.arguments({})
+    assert (found.method, args, kwargs["return_dict"]) == ("get_image_features", (), True)
+    assert kwargs["pixel_values"].shape == (4, 6)
+    assert not kwargs["pixel_values"].any()
+    assert kwargs["image_grid_thw"].tolist() == [[1, 2, 2]]
+    assert found.inner.rows == (4,)
+    with pytest.raises(LayoutError, match="called with a dtype"):
+        told("tower", "", find_items("tower", (torch.zeros(1, 2, 2), torch.float32), {}), inner, 0)
+
+
+class Normed(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.tower = inner
+        self.head = nn.Linear(3, 3)
+
+
+@pytest.mark.parametrize("make, layout, plan, said", [
+    (lambda: Normed(nn.BatchNorm2d(3)), "tower=spread", "", "tower=spread: tower takes statistics over items"),
+    (lambda: Normed(nn.Dropout(0.5)), "tower=spread", "", "tower=spread: tower drops at a rate of 0.5"),
+    (lambda: Normed(nn.Linear(3, 3)), "towers=spread", "", "layout pattern 'towers': the model has no such module"),
+    (lambda: Normed(nn.Linear(3, 3)), "tower=spread", "cp=2", "tower=spread: with cp=2 each rank has a part"),
+    (
+        spread_cases.whisper_model, "model.encoder=spread", "pp=2 microbatches=2",
+        "model.encoder=spread: with pp=2 its blocks are divided into stages",
+    ),
+])  # fmt: skip
+def test_what_cannot_be_spread_is_said(make, layout, plan, said):
+    mesh = type("Laid", (), {"plan": Plan.parse(plan)})()
+    with pytest.raises(LayoutError) as caught:
+        choose_spread(make(), mesh, Layout.parse(layout))
+    assert str(caught.value).startswith(said)
+
+
+def test_the_style_is_written_and_read():
+    layout = Layout.parse("model.visual=spread:data lm_head=vocab")
+    assert Layout.parse(layout.format()) == layout
+    assert layout.spread(["model.visual", "lm_head"]) == {"model.visual": True}
+    assert layout.without_spread.format() == "lm_head=vocab"
+    with pytest.raises(LayoutError, match="spread:all"):
+        Layout.parse("model.visual=spread:all")
+
+
+def test_one_process_takes_the_style_and_changes_nothing():
+    case, path = spread_cases.CASES["llava"]
+    batch = case.collate(case.samples(0))
+    model = case.model()
+    expected = case.forward(model, batch)
+    laid = parallelize(model, build_mesh(Plan.parse("precision=fp64")), layout=Layout.parse(f"{path}=spread:data"))
+    assert torch.equal(case.forward(laid, batch), expected)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (5, 5, 2, 7), (6,)])
+def test_attention_within_borders(lengths):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, sum(lengths), 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    parts = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
+    expected = torch.cat([nn.functional.scaled_dot_product_attention(*part) for part in parts], 2)
+    starts = torch.tensor([[sum(lengths[:place]) for place in range(len(lengths))]])
+    found = bordered_attention(q, k, v, starts, max(lengths))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    for one, other in zip(*(torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+
+
+def test_qwen2_vl_attends_to_all_pictures_in_one_call(monkeypatch):
+    model, other = vision_cases.qwen2_vl_model().double(), vision_cases.qwen2_vl_model().double()
+    attend_by_borders(model)
+    assert model.config.vision_config._attn_implementation == "sdpa"  # what the model saves stays as it was
+    calls = []
+    attend = nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or attend(*a, **k)
+    )
+    pixels = torch.randn(20, 3 * vision_cases.PATCH**2, dtype=torch.float64)
+    grids = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 4, 2]])
+    found = model.model.visual(pixels, grid_thw=grids).pooler_output
+    assert not calls
+    torch.testing.assert_close(found, other.model.visual(pixels, grid_thw=grids).pooler_output, rtol=1e-12, atol=1e-14)
+    assert len(calls) == 3 * vision_cases.LAYERS

@@ -1,0 +1,58 @@
+"""A contrastive loss over groups of samples: what one process computes, every plan that keeps groups together does."""
+
+from __future__ import annotations
+
+import pytest
+
+import weft
+from tests.parity.group_cases import train_groups
+from weft.errors import ModelError, PlanError
+from weft.spec.plan import Plan
+from weft.testing.spawn import RankError
+
+RTOL = 1e-10
+#: With two microbatches each group lies on two ranks.
+PLANS = [
+    "dp_replicate=2", "dp_replicate=2 accumulation=2", "dp_shard=2 zero=3 accumulation=2",
+    "pp=2 microbatches=2", "pp=2 microbatches=2 schedule=zb_h1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return train_groups([""])
+
+
+def differing(found, one_process):
+    differences = {run: result.largest_difference(one_process["", run[1]]) for run, result in found.items()}
+    return {run: difference for run, difference in differences.items() if not difference < RTOL}
+
+
+def test_groups_on_two_ranks(one_process, ranks2):
+    for found in ranks2.run(train_groups, PLANS):
+        assert not differing(found, one_process)
+
+
+def test_groups_on_four_ranks_with_stages(one_process, ranks4):
+    for found in ranks4.run(train_groups, ["dp_replicate=2 pp=2 microbatches=2", "dp_shard=4 zero=2"]):
+        assert not differing(found, one_process)
+
+
+def test_groups_in_one_process_with_microbatches(one_process):
+    assert not differing(train_groups(["accumulation=2"]), one_process)
+
+
+def test_a_group_in_two_microbatches_is_refused(ranks2):
+    with pytest.raises(RankError) as caught:
+        ranks2.run(train_groups, ["dp_replicate=2 accumulation=4"], (8,))
+    assert "group_loss(4): a microbatch holds samples 0 to 1" in caught.value.refusal
+    assert "Use a size that divides 2, or fewer microbatches." in caught.value.refusal
+
+
+def test_what_cannot_be_compared_is_said():
+    with pytest.raises(ModelError, match=r"group_loss\(1\): a sample is compared with the others"):
+        weft.group_loss(1)(lambda own, group, places: (own[0].sum(), 1))
+    loss = weft.group_loss(4)(lambda own, group, places: (own[0].sum(), 1))
+    mesh = type("Cut", (), {"plan": Plan.parse("cp=2")})()
+    with pytest.raises(PlanError, match="cp=2: the loss compares features of whole samples"):
+        loss.over(mesh)

@@ -1,0 +1,77 @@
+"""Ranks that share pictures and clips by cost: what one process computes, however many pictures a batch has."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.parity.spread_cases import train, train_all
+
+RTOL = 1e-10
+#: (plan, style of the encoder; "": found where the plan needs it).
+TWO = [
+    ("tp=2", "spread"),
+    ("dp_shard=2 zero=3 accumulation=2", "spread:data"),
+    ("dp_shard=2 zero=3 accumulation=3", ""),
+]
+MORE = [
+    *TWO,
+    ("dp_replicate=2 accumulation=2", "spread:data"),
+    ("dp_shard=2 zero=1", "spread:data"),
+    ("dp_shard=2 zero=2 accumulation=3", "spread:data"),
+    ("dp_shard=2 zero=3 accumulation=3 recompute=full", "spread:data"),
+    ("dp_shard=2 zero=3 accumulation=3", "spread"),
+    ("tp=2 accumulation=3 recompute=full", "spread"),
+    ("tp=2 sp=on", "spread"),
+    ("tp=2 compile=on", "spread"),
+    ("dp_shard=2 zero=3 accumulation=2 compile=on", "spread:data"),
+    ("pp=2 microbatches=3", "spread"),
+]
+FOUR = [
+    ("dp_shard=2 zero=3 tp=2 accumulation=2", "spread:data"),
+    ("dp_shard=2 zero=3 tp=2 accumulation=3", "spread"),
+    ("dp_replicate=2 dp_shard=2 zero=3 accumulation=2", "spread:data"),
+    ("dp_replicate=2 tp=2 sp=on accumulation=2", "spread:data"),
+    ("tp=4", "spread"),
+    ("pp=2 tp=2 microbatches=3", "spread"),
+    ("dp_shard=2 zero=2 pp=2 microbatches=2", "spread:data"),
+    ("dp_shard=2 zero=3 pp=2 microbatches=2", "spread:data"),
+]
+
+
+@functools.cache
+def one_process(name):
+    return train("", name, "")
+
+
+def differing(found):
+    differences = {run: result.largest_difference(one_process(run[1])) for run, result in found.items()}
+    return {run: difference for run, difference in differences.items() if not difference < RTOL}
+
+
+def runs_of(plan, style, names):
+    """The model of one's own cannot be called without a tower's input, and Whisper's encoder is a part of a chain."""
+    left_out = {"whisper"} if "pp=" in plan else set()
+    left_out |= {"own"} if "sp=on" in plan or not style else set()
+    return [(plan, name, style) for name in names if name not in left_out]
+
+
+@pytest.mark.parametrize("plan, style", TWO)
+def test_shared_pictures_of_two_ranks(plan, style, ranks2):
+    for found in ranks2.run(train_all, runs_of(plan, style, ("llava", "own"))):
+        assert not differing(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan, style", MORE)
+def test_more_plans_of_two_ranks(plan, style, ranks2):
+    for found in ranks2.run(train_all, runs_of(plan, style, ("llava", "qwen2_vl", "own", "whisper"))):
+        assert not differing(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan, style", FOUR)
+def test_four_ranks(plan, style, ranks4):
+    for found in ranks4.run(train_all, runs_of(plan, style, ("llava", "qwen2_vl", "own", "whisper"))):
+        assert not differing(found)
