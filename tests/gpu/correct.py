@@ -220,7 +220,7 @@ def products_in_float8(setting: Setting) -> Figures:
 def loss_of_the_head(setting: Setting) -> Figures:
     """The loss that is taken some tokens at a time, beside the one of all logits at once; and what each holds."""
     from weft.parallel.tensor.cut_linear import SharedLayer
-    from weft.parallel.tensor.head_loss import token_loss
+    from weft.parallel.tensor.head_loss import LossWay, token_loss
 
     tokens, dim, vocab = (64, 16, 101) if setting.small else (8192, 2048, 128_256)
     dtype = torch.float32 if setting.small else torch.bfloat16
@@ -236,7 +236,8 @@ def loss_of_the_head(setting: Setting) -> Figures:
     if setting.is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    loss = token_loss(x, weight, None, labels, line, vocab, -100)
+    way = LossWay.agreed(line.axis, setting.device, compiled=False)
+    loss = token_loss(x, weight, None, labels, line, vocab, -100, way)
     loss.backward()
     figures = {"loss": relative(loss, expected)}
     figures |= {
@@ -275,24 +276,27 @@ def nccl_on_one_rank(setting: Setting) -> Figures:
 
 def one_graph_for_all_blocks(setting: Setting) -> Figures:
     """compile=on: one graph for each kind of block at any depth, and no break inside a block."""
-    from dataclasses import replace
-
     from torch._dynamo.utils import counters
 
     figures: dict[str, float] = {}
-    spec = replace(SMALL, num_layers=3) if setting.small else replace(LARGE, num_layers=12)
+    spec = dataclasses.replace(SMALL, num_layers=3) if setting.small else dataclasses.replace(LARGE, num_layers=12)
     rows, seq_len = (2, 16) if setting.small else (2, 1024)
     models: dict[str, Model] = {"llama": decoder(spec)}
+    # More layers than torch.compile compiles anew, called as people call them: nobody turns the cache off.
+    hf = {"num_hidden_layers": 12, "attn_implementation": "sdpa", "use_cache": True}
+    models["hf-llama"] = foreign("Llama", **hf)
     if not setting.small:
-        hf = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 512, "attn_implementation": "sdpa"}
-        models["hf-llama"] = foreign("Llama", **hf)
+        models["hf-llama"] = foreign("Llama", **hf, hidden_size=256, intermediate_size=512)
+        models["hf-qwen3-moe"] = foreign(
+            "Qwen3Moe", **hf, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, hidden_size=64
+        )
     for name, model in models.items():
-        vocab = spec.vocab_size if name == "llama" else 101
+        vocab, length = (spec.vocab_size, seq_len) if name == "llama" else (101, min(seq_len, 64))
         torch._dynamo.reset()
         counters.clear()
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
             numbers = train(
-                "precision=bf16 compile=on", model, setting.device, vocab=vocab, steps=3, rows=rows, seq_len=seq_len
+                "precision=bf16 compile=on", model, setting.device, vocab=vocab, steps=3, rows=rows, seq_len=length
             )
         if not all(map(math.isfinite, numbers.losses)):
             raise AssertionError(f"{name}: losses {numbers.losses}")

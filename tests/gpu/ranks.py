@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tests.gpu.cases import Case, Figures, Setting, require
+from tests.gpu.cases import Case, Figures, Setting, Skipped, require
 from weft import Plan, build_mesh
 from weft.parallel import parallelize
 from weft.spec import DecoderSpec
@@ -38,9 +38,9 @@ NCCL_PLANS = {
 
 
 def train_on(plan_text: str, device: str) -> tuple[list[float], list[float]]:
-    """On one rank of a pool: losses and gradient norms of a short training in float64."""
+    """On one rank of a pool: losses and norms of a short training in float64. device: cuda: each rank has its own."""
     plan = Plan.parse(plan_text)
-    mesh = build_mesh(plan, device)
+    mesh = build_mesh(plan, f"cuda:{dist.get_rank()}" if device == "cuda" else device)
     model = CASE.model()
     with several_buckets(model):
         parallelize(model, mesh)
@@ -107,6 +107,19 @@ def nccl_as_hosts(setting: Setting) -> Figures:
     return {"plans": len(found), "largest difference": max(found.values())}
 
 
+def nccl_on_several(setting: Setting) -> Figures:
+    """Real NCCL between as many GPUs as there are, four at most."""
+    count = min(torch.cuda.device_count(), 4) if setting.is_cuda else 0
+    if count < 2:
+        raise Skipped("this needs two GPUs or more")
+    found: dict[str, float] = {}
+    for num_ranks in (2, 3, 4)[: count - 1]:
+        plans = list(NCCL_PLANS.get(num_ranks, ())) or chosen_plans(num_ranks, 12)
+        with RankPool(num_ranks, timeout_s=120, backend="cpu:gloo,cuda:nccl") as pool:
+            found |= _differences(pool, plans, "cuda")
+    return {"GPUs": count, "plans": len(found), "largest difference": max(found.values())}
+
+
 def tied_ends(setting: Setting) -> Figures:
     """A pipeline of three whose ends share a weight: ranks that make unlike groups must not wait for each other."""
     backend = "cpu:gloo,cuda:gloo" if setting.is_cuda else "gloo"
@@ -133,4 +146,5 @@ CASES = [
     Case("ranks", "four ranks", four_ranks, 300),
     Case("ranks", "tied ends of a pipeline", tied_ends, 120),
     Case("ranks", "NCCL, each rank a host", nccl_as_hosts, 400),
+    Case("ranks", "NCCL on several GPUs", nccl_on_several, 400),
 ]

@@ -21,10 +21,14 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu import correct, ranks, speed
+from tests.gpu import correct, kinds, ranks, speed
 from tests.gpu.cases import Case, Outcome, Setting, judge
 
-STAGES = {"correct": correct.CASES, "ranks": ranks.CASES, "speed": speed.CASES}
+STAGES = {
+    "correct": correct.CASES + kinds.CORRECT,
+    "ranks": ranks.CASES + kinds.RANKS,
+    "speed": speed.CASES,
+}
 
 
 def run_one(case: Case, options: argparse.Namespace) -> Outcome:

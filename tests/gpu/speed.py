@@ -6,9 +6,19 @@ import json
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from tests.gpu.cases import Case, Figures, Setting, require
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.gpu.cases import Case, Figures, Setting, Skipped, require
+from weft import Plan, build_mesh
+from weft.parallel.tensor.cut_linear import SharedLayer
+from weft.parallel.tensor.head_loss import LossWay, token_loss
 
 ROOT = Path(__file__).parents[2]
 #: Least share of the best rival's tokens/s, and most of a step in which no kernel runs.
@@ -56,7 +66,59 @@ def eight_billion_cut(setting: Setting) -> Figures:
     return _beside_rivals(setting, "8b-cut", 8192, "weft" if setting.small else "hand-compile,weft-compile")
 
 
+def heads_beside_torchs(setting: Setting) -> Figures:
+    """A head's loss and gradients by Weft and by torch's chunked linear_cross_entropy: times and memory."""
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Skipped("this needs torch 2.13 or newer")
+    tokens, dim, vocab = (64, 16, 101) if setting.small else (8192, 2048, 128_256)
+    dtype = torch.float32 if setting.small else torch.bfloat16
+    torch.manual_seed(0)
+    x = torch.randn(1, tokens, dim, dtype=dtype, device=setting.device, requires_grad=True)
+    weight = (torch.randn(vocab, dim, dtype=dtype, device=setting.device) / dim**0.5).requires_grad_()
+    labels = torch.randint(vocab, (1, tokens), device=setting.device)
+    line = SharedLayer(build_mesh(Plan(), setting.device)["tp"])
+    options = torch.nn.LinearCrossEntropyOptions()
+    ways: dict[str, Callable[[], Tensor]] = {
+        "torch": lambda: F.linear_cross_entropy(x[0], weight, labels[0], reduction="sum", options=options),
+        "weft": partial(_our_head, x, weight, labels, line, LossWay.agreed(line.axis, setting.device, compiled=False)),
+    }
+    if not setting.small:  # generating code takes longer than all else
+        compiled = LossWay.agreed(line.axis, setting.device, compiled=True)
+        ways["weft-compile"] = partial(_our_head, x, weight, labels, line, compiled)
+    figures: dict[str, float | int | str] = {}
+    for name, loss_of in ways.items():
+        taken, peak = _timed(loss_of, [x, weight], setting, 1 if setting.small else 10)
+        figures |= {f"{name} ms": taken * 1e3, f"{name} GiB": peak / 2**30}
+    figures["faster"] = min(ways, key=lambda name: float(figures[f"{name} ms"]))
+    return figures
+
+
+def _our_head(x: Tensor, weight: Tensor, labels: Tensor, line: SharedLayer, way: LossWay) -> Tensor:
+    return token_loss(x, weight, None, labels, line, len(weight), -100, way)
+
+
+def _timed(loss_of: Callable[[], Tensor], leaves: list[Tensor], setting: Setting, times: int) -> tuple[float, int]:
+    """Median seconds of forward and backward, and the most bytes that the device held besides what was there."""
+    taken, peak = [], 0
+    for index in range(times + 1):
+        for leaf in leaves:
+            leaf.grad = None
+        if setting.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        begin = time.perf_counter()
+        loss_of().backward()
+        if setting.is_cuda:
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        if index:  # the first compiles, and makes what is made once
+            taken.append(time.perf_counter() - begin)
+    return statistics.median(taken), peak
+
+
 CASES = [
+    Case("speed", "heads beside torch's", heads_beside_torchs, 200),
     Case("speed", "1 B at 4k", one_billion_4k, 580),
     Case("speed", "1 B at 8k", one_billion_8k, 400),
     Case("speed", "8 B cut to 8 layers at 8k", eight_billion_cut, 300),

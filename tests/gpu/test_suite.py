@@ -10,7 +10,8 @@ from tests.gpu.run import STAGES
 
 #: They start commands: tens of seconds.
 _SLOW = ("weft train, resume, doctor", "the first example", "1 B at 4k", "1 B at 8k", "8 B cut to 8 layers at 8k")
-_SLOW += ("four ranks", "tied ends of a pipeline", "one graph for all blocks")
+_SLOW += ("four ranks", "tied ends of a pipeline", "one graph for all blocks", "replicas that meet rarely")
+_SLOW += ("stages of two chains", "encoders with decoders")
 
 
 @pytest.mark.parametrize(

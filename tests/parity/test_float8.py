@@ -7,6 +7,7 @@ what they span, were others, results would differ by percents and not by 1e-10.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -15,17 +16,27 @@ from torch.nn import functional as F
 from tests.parity.adapter_cases import AdapterCase
 from tests.parity.cases import LLAMA, HuggingFaceCase
 from tests.parity.moe_cases import MOE, MoECase
-from weft.errors import PlanError, WeftWarning
-from weft.parallel.layers import Float8, linear
+from weft.errors import ModelError, PlanError, WeftWarning
+from weft.parallel.layers import Float8, choose_float8, linear
 from weft.parallel.local_tensors import precision
 from weft.testing import Case, DecoderCase, ParityResult, RankPool, train_case
 
 WIDE = dataclasses.replace(LLAMA, dim=32, ffn_dim=48)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepingCase(DecoderCase):
+    """Some of its layers stay in bf16."""
+
+    bf16_layers: tuple[str, ...] = ("first:1", "*.down")
+
+
 CASES: dict[str, Case] = {
     "llama": DecoderCase(WIDE, num_steps=2),
     "gpt2": HuggingFaceCase(WIDE, num_steps=2, kind="gpt2"),
     "experts": MoECase(dataclasses.replace(MOE, dim=32, ffn_dim=48, expert_ffn_dim=16), num_steps=2),
     "adapter": AdapterCase(DecoderCase(WIDE), kind="dora"),
+    "keeping": KeepingCase(WIDE, num_steps=2),
 }
 TWO_RANKS = {
     "llama": (
@@ -41,6 +52,7 @@ TWO_RANKS = {
     "gpt2": ("tp=2", "pp=2 microbatches=4 schedule=zb_h1"),
     "experts": ("tp=2", "tp=2 ep=2", "dp_shard=2 ep=2 zero=1"),
     "adapter": ("tp=2 sp=on", "dp_shard=2 zero=3"),
+    "keeping": ("tp=2", "pp=2 microbatches=2"),
 }
 COMPILED = {"llama": ("tp=2 compile=on",), "gpt2": ("dp_replicate=2 compile=on",)}
 FOUR_RANKS = {
@@ -48,6 +60,7 @@ FOUR_RANKS = {
     "gpt2": ("dp_replicate=2 tp=2 zero=0",),
     "experts": ("dp_shard=2 tp=2 ep=4 zero=1",),
     "adapter": ("dp_replicate=2 tp=2",),
+    "keeping": ("dp_shard=2 tp=2 zero=3",),
 }
 
 
@@ -120,6 +133,34 @@ def test_layers_that_do_not_fit_are_named():
         for text in texts
     ), texts
     assert any("this cpu has no products of float8" in text for text in texts)
+
+
+def chosen(*keep: str) -> set[str]:
+    model = DecoderCase(WIDE).model()
+    choose_float8(model, torch.device("cpu"), keep, speaks=False)
+    return {name for name, module in model.named_modules() if isinstance(getattr(module, "_weft_float8", None), Float8)}
+
+
+def test_named_layers_stay_in_bf16():
+    every = chosen()
+    first = {name for name in every if name.startswith("blocks.0.")}
+    assert len(first) == 7 < len(every)
+    assert chosen("first:1") == every - first
+    assert chosen("last:1") == every - {name for name in every if name.startswith(f"blocks.{WIDE.num_layers - 1}.")}
+    assert chosen("*.down", "*.attn.q") == {name for name in every if not name.endswith((".down", ".q"))}
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (["*.dwon"], "bf16_layers='*.dwon': no linear layer in blocks is called so. Use first:N"),
+        (["first:0"], "bf16_layers='first:0': no linear layer"),
+        (["first:1", "last:99"], "all 14 linear layers that could multiply in float8 stay in bf16"),
+    ],
+)
+def test_names_that_leave_nothing_are_refused(keep, said):
+    with pytest.raises(ModelError, match=re.escape(said)):
+        chosen(*keep)
 
 
 def few_heads() -> str:

@@ -144,6 +144,7 @@ class TorchEngine:
             filled_later=weights is not None,
             pinned_limit=self._config.memory.pinned_limit,
             norm_group=self._config.train.norm_group,
+            bf16_layers=self._config.train.bf16_layers,
         )
         if weights is not None and reads:
             with self.pulse.doing("reads the pretrained weights"):

@@ -23,14 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from weft.comm.links import unobserved
 from weft.errors import ModelError
 from weft.memory.selective import OWN_HOOKS, SelectiveChoice, selective_contexts
+from weft.structure import hugging_face
 
 Forward = Callable[..., Any]
 
 #: Calls that hold the core of attention. nn.MultiheadAttention gives no access to its core alone.
 ATTENTION_CALLS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-
-
-_NO_CACHES = (torch.Tensor, bool, int, float, str, tuple, list, dict)
 
 
 def is_attention(func: Any) -> bool:
@@ -99,11 +97,9 @@ def without_cache(value: Any) -> Any:
     Models of Hugging Face make one in every training forward unless they are told use_cache=False. Raises
     ModelError where tokens are in it already.
     """
-    # The plain types first: torch 2.11 breaks the graph at the name of a bool's type.
-    if value is None or isinstance(value, _NO_CACHES) or not type(value).__name__.endswith("Cache"):
+    if not hugging_face.is_cache(value):
         return value
-    count = getattr(value, "get_seq_length", None)
-    if count is None or count() > 0:
+    if hugging_face.holds_tokens(value):
         raise ModelError(
             f"{type(value).__name__} in a recomputed block: it holds tokens already, and replaying the block would "
             f"add to it twice. Use recompute=none, or train without a cache."

@@ -20,7 +20,7 @@ from weft.parallel.expert import SpreadExperts
 from weft.parallel.private_torch import leave_side_effects_to_forward
 from weft.private_torch import without_modes
 from weft.spec.plan import Plan
-from weft.structure import become, repeated_blocks
+from weft.structure import become, hugging_face, repeated_blocks
 
 
 class OpaqueModule(nn.Module):
@@ -72,6 +72,29 @@ def _run_module(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[f
     return torch.func.functional_call(_OwnForward(module), given, tuple(inputs[:count]))
 
 
+class CachelessBlock(nn.Module):
+    """A compiled block that fills no key-value cache in training.
+
+    Models of transformers make a cache in each forward unless they are told use_cache=False. Each layer fills a place
+    of its own in it, so torch.compile would make a graph for each layer, and leave those after the eighth uncompiled.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            args, kwargs = tuple(map(_unless_empty, args)), {name: _unless_empty(one) for name, one in kwargs.items()}
+            if "use_cache" in kwargs:
+                kwargs["use_cache"] = False
+        if any(map(hugging_face.is_cache, (*args, *kwargs.values()))) and not torch.compiler.is_compiling():
+            # Text is generated from it: shapes grow with each token, too.
+            with torch.compiler.set_stance("force_eager"):
+                return super().__call__(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+def _unless_empty(value: Any) -> Any:
+    return None if hugging_face.is_cache(value) and not hugging_face.holds_tokens(value) else value
+
+
 class _OwnForward(nn.Module):
     """Calls a module's forward without its hooks, which ran in the graph."""
 
@@ -89,7 +112,10 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     Blocks of one class share one graph. backend: torch.compile's.
     """
     recompute = recompute_of(model)
-    for block in repeated_blocks(model).values() or [model]:
+    blocks = list(repeated_blocks(model).values())
+    for block in blocks:
+        become(block, CachelessBlock)
+    for block in blocks or [model]:
         block.compile(backend=backend)
         if recompute is not None and recompute.setting != "none":
             # A recomputed block notes where it is in cut parts and dropout. Each forward begins that anew, and the

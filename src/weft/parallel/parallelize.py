@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -37,6 +37,7 @@ def parallelize(
     filled_later: bool = False,
     pinned_limit: str = MOST_OF_HOST,
     norm_group: int = 0,
+    bf16_layers: Sequence[str] = (),
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
@@ -52,6 +53,7 @@ def parallelize(
         pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
         norm_group: batch norms take the statistics of groups of so many samples, wherever these lie; 0: of what is on
             this rank.
+        bf16_layers: linear layers that stay in bf16 under precision=fp8: patterns of paths, `first:N`, `last:N`.
 
     Raises:
         ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.
@@ -61,7 +63,7 @@ def parallelize(
     before, whole, mesh = originals_of(model), mesh, mesh.replica
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
-    _prepare(model, mesh)
+    _prepare(model, mesh, bf16_layers)
     spread = choose_spread(model, mesh, layout)
     placed = cut(model, mesh, layout, spread) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
@@ -119,13 +121,13 @@ def cut(
     return merge_placements(stages, experts, tensors, context)
 
 
-def _prepare(model: nn.Module, mesh: Mesh) -> None:
+def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str]) -> None:
     """Change what layers do, whoever has them later."""
     watch_indices(model)
     if mesh.plan.compile or mesh.device.type == "cuda":
         attend_by_borders(model)
     if mesh.plan.precision == "fp8":
-        choose_float8(model, mesh.device, speaks=mesh.rank == 0)
+        choose_float8(model, mesh.device, bf16_layers, speaks=mesh.rank == 0)
 
 
 def _offload(model: nn.Module, mesh: Mesh, host: Host) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from weft import env
@@ -36,6 +37,8 @@ _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 #: Inputs of token ids.
 TOKENS = ("input_ids", "decoder_input_ids")
 
+#: Arguments that are no caches, whatever their names end with.
+_NO_CACHES = (torch.Tensor, bool, int, float, str, tuple, list, dict)
 
 #: Where a config of transformers keeps how its experts are multiplied.
 _EXPERTS = "_experts_implementation_internal"
@@ -229,6 +232,18 @@ def looks_at_positions(model: Any, signature: inspect.Signature, given: dict[str
         return True
     wanted = given.get("use_cache")
     return not (getattr(model.config.get_text_config(decoder=True), "use_cache", True) if wanted is None else wanted)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether an argument of a block is a key-value cache of transformers."""
+    # The plain types first: torch 2.11 breaks the graph at the name of a bool's type.
+    return value is not None and not isinstance(value, _NO_CACHES) and type(value).__name__.endswith("Cache")
+
+
+def holds_tokens(cache: Any) -> bool:
+    """Whether a key-value cache holds tokens, or cannot say that it holds none."""
+    count = getattr(cache, "get_seq_length", None)
+    return count is None or count() > 0
 
 
 def cache_name(model: Any) -> str:

@@ -37,6 +37,13 @@ def revert(module: nn.Module, kind: type) -> None:
         module.__class__ = bases[1]
 
 
+def class_before(module: nn.Module) -> type:
+    """Return the class that a module came with, whatever it became."""
+    now = type(module)
+    named = (now.__module__, now.__qualname__)
+    return [kind for kind in now.__mro__ if (kind.__module__, kind.__qualname__) == named][-1]
+
+
 def _known(kind: type, own: type) -> type | None:
     # type's own list of subclasses is the cache: it holds them weakly, so a model's classes go when the model goes.
     return next((one for one in kind.__subclasses__() if one.__bases__ == (kind, own)), None)

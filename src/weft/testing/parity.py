@@ -225,7 +225,8 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
     mesh = build_mesh(plan, record=ledger.record)
     model = case.model()
     with several_buckets(model):
-        parallelize(model, mesh, layout=getattr(case, "layout", None), norm_group=getattr(case, "norm_group", 0))
+        asked = {name: getattr(case, name) for name in ("layout", "norm_group", "bf16_layers") if hasattr(case, name)}
+        parallelize(model, mesh, **asked)
     step = TrainStep(
         model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=case.max_grad_norm
     )

@@ -2,12 +2,16 @@
 
 Linear layers inside of the repeated blocks do, in front of their norms and behind; embeddings, the head, norms, stacked
 experts, what chooses experts, and a base that is kept as bytes do not. Both sides of a layer's whole weight must be
-multiples of 16: the rule looks at the model and not at the plan, so every plan of a model rounds the same layers.
+multiples of 16, and the user may keep more layers as they are. Both look at the model and not at the plan, so every
+plan of a model rounds the same layers.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +22,9 @@ from weft.parallel.layers.float8 import MULTIPLE, Float8
 from weft.parallel.layers.held import HoldingLayer, linear
 from weft.parallel.private_torch import multiplies_float8
 from weft.structure import become, layers, repeated_blocks
+
+#: Blocks at an end of the model.
+_END = re.compile(r"(first|last):(\d+)")
 
 
 class Float8Linear(HoldingLayer):
@@ -30,29 +37,30 @@ class Float8Linear(HoldingLayer):
         return self.adapt(out, x) if isinstance(self, AdaptedLinear) else out
 
 
-def choose_float8(model: nn.Module, device: torch.device, *, speaks: bool) -> None:
+def choose_float8(model: nn.Module, device: torch.device, keep: Sequence[str] = (), *, speaks: bool) -> None:
     """Choose the layers that shall multiply in float8. Call it on the whole model, before any technique cuts it.
 
     Args:
         model: whole.
         device: that it will run on.
+        keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16.
         speaks: whether this rank warns of layers that stay, and of a device without such products.
 
     Raises:
-        ModelError: where no layer can.
+        ModelError: where no layer can, where all are kept, and where nothing is what `keep` names.
     """
     chosen, left = 0, list[str]()
-    for path, block in repeated_blocks(model).items():
-        routers = _routers(block)
-        for name, module in block.named_modules():
-            if not layers.is_linear(module) or layers.is_packed(module) or id(module) in routers:
-                continue
-            shape = tuple(layers.weight_of(module).shape)
-            if any(side % MULTIPLE for side in shape):
-                left.append(f"{path}.{name} {shape}")
-                continue
+    fitting = _fitting(model, left)
+    kept = _kept(fitting, list(repeated_blocks(model)), keep)
+    for path, module in fitting.items():
+        if path not in kept:
             module._weft_float8 = Float8()  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
             chosen += 1
+    if kept and not chosen:
+        raise ModelError(
+            f"bf16_layers={list(keep)}: all {len(kept)} linear layers that could multiply in float8 stay in bf16. Keep "
+            "fewer, or use precision=bf16."
+        )
     if not chosen:
         raise ModelError(
             f"precision=fp8: model of type {type(model).__name__} has no linear layer in repeated blocks whose sides "
@@ -68,6 +76,40 @@ def choose_float8(model: nn.Module, device: torch.device, *, speaks: bool) -> No
             WeftWarning,
             stacklevel=4,
         )
+
+
+def _fitting(model: nn.Module, left: list[str]) -> dict[str, nn.Module]:
+    """By path, the linear layers in blocks that can multiply in float8; those whose sides do not fit go to `left`."""
+    found: dict[str, nn.Module] = {}
+    for path, block in repeated_blocks(model).items():
+        routers = _routers(block)
+        for name, module in block.named_modules():
+            if not layers.is_linear(module) or layers.is_packed(module) or id(module) in routers:
+                continue
+            shape, whole = tuple(layers.weight_of(module).shape), f"{path}.{name}" if name else path
+            if any(side % MULTIPLE for side in shape):
+                left.append(f"{whole} {shape}")
+            else:
+                found[whole] = module
+    return found
+
+
+def _kept(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Sequence[str]) -> set[str]:
+    """The paths of `fitting` that one of the words names. Raises ModelError where a word names none."""
+    kept = set[str]()
+    for word in keep:
+        named = {path for path in fitting if fnmatchcase(path, word)}
+        if end := _END.fullmatch(word):
+            count = int(end[2])
+            chosen = blocks[:count] if end[1] == "first" else blocks[max(0, len(blocks) - count) :]
+            named = {path for path in fitting if any(path == one or path.startswith(f"{one}.") for one in chosen)}
+        if not named:
+            raise ModelError(
+                f"bf16_layers={word!r}: no linear layer in blocks is called so. Use first:N, last:N or a pattern of "
+                f"paths such as {next(iter(fitting), 'blocks.0.*')!r}, in which * stands for anything."
+            )
+        kept |= named
+    return kept
 
 
 def use_float8(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weft.private_torch import tree_map
-from weft.structure import Chain
+from weft.structure import Chain, class_before
 
 #: What a convolution is called with beside its input.
 _CONVOLUTIONS = {nn.Conv1d: nn.functional.conv1d, nn.Conv2d: nn.functional.conv2d, nn.Conv3d: nn.functional.conv3d}
@@ -29,7 +29,7 @@ class Probes:
         self._copies: dict[type, nn.Module] = {}
         self._lengths: dict[type, int] = {}  # of the tuple that a block gives; 0: a tensor
         for module in modules.values():
-            kind = _class_of(module)
+            kind = class_before(module)
             if kind not in self._copies and _may_give_several(module):
                 self._copies[kind] = _copy_on_meta(module)
 
@@ -51,18 +51,13 @@ class Probes:
         convolve = _CONVOLUTIONS.get(type(module))  # pyright: ignore[reportArgumentType] - any class may be asked for
         if convolve is not None:
             return _convolved(module, convolve, given, args)
-        kind = _class_of(module)
+        kind = class_before(module)
         if kind not in self._copies:
             return given
         if kind not in self._lengths:
             self._lengths[kind] = _length(self._copies[kind], args, kwargs)
         length = self._lengths[kind]
         return (given, *[None] * (length - 1)) if length else given
-
-
-def _class_of(module: nn.Module) -> type:
-    """The class that a block came with, below those that techniques put in front of it."""
-    return next(kind for kind in type(module).__mro__ if kind.__module__ == type(module).__module__)
 
 
 def _names(module: nn.Module) -> dict[str, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -79,6 +79,7 @@ class Run(ScriptState):
         balance_rate: float = 0.0,
         pinned_limit: str = MOST_OF_HOST,
         norm_group: int = 0,
+        bf16_layers: Sequence[str] = (),
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
     ) -> nn.Module:
@@ -98,13 +99,18 @@ class Run(ScriptState):
                 of what the machine has.
             norm_group: batch norms take the statistics of groups of so many samples of the global batch, so that they
                 are the same under every plan; 0: of the samples of one microbatch on one rank. For `run.train_step`.
+            bf16_layers: linear layers that stay in bf16 under precision=fp8: patterns of paths such as `*.down_proj`,
+                `first:N` and `last:N` for the blocks at an end.
             outer_lr, outer_momentum: of the outer step under sync=diloco:H. Replicas meet in `run.train_step`; let the
                 number of steps be a multiple of H.
         """
         if balance_rate:
             balance_routers(model, balance_rate)
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
-        parallelize(model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group)
+        parallelize(
+            model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group,
+            bf16_layers=bf16_layers,
+        )  # fmt: skip
         if (sync := rare_sync(model)) is not None:
             sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum
         self._models.add(model)
