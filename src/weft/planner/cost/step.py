@@ -69,7 +69,7 @@ def device_parts(
         timed: with seconds; without them it is a small part of the work.
         weighed: with bytes.
     """
-    fabric = Fabric.of(tables, cluster.devices_per_node)
+    fabric = Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
     for start in range(0, max(1, len(columns)), _CHUNK):
         some = columns[slice(start, start + _CHUNK)]
         if timed:
@@ -230,7 +230,7 @@ def _step_terms(
     layers = np.where(alone, stages.middle, stages.first)
     forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + idle_f)
     backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b)
-    trained = trained_shares(job, columns, shares, layers)
+    trained = trained_shares(job, columns, shares, layers, (True, alone))
     window = Window(forward=forward, backward=backward, layers=layers / chunks_per_rank(columns))
     moved = shares_in_format(job, columns, shares, layers, job.stack.gather_bytes), trained
     terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, moved, window)

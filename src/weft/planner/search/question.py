@@ -92,19 +92,22 @@ class Question:
         _expect_divisors(decided, machines.num_devices)
         _expect_measured(decided.get("precision"), known, machines.num_devices)
         words = {"seq_len": f"--seq-len {seq_len}", "global_batch": f"--global-batch {global_batch}"}
+        job = Job(
+            shape=planned.shape,
+            seq_len=seq_len,
+            global_batch=_positive("global-batch", global_batch),
+            optimizer=planned.config.optimizer.name if planned.config else "adamw",
+            stack=_stack(planned),
+            adapter=planned.adapter,
+            texts=planned.texts,
+            frozen=planned.frozen,
+        )
+        if planned.config is not None and planned.traced is None:
+            job = job.with_groups(planned.spec, planned.config.optimizer.groups)
         return cls(
             model=planned,
             cluster=machines,
-            job=Job(
-                shape=planned.shape,
-                seq_len=seq_len,
-                global_batch=_positive("global-batch", global_batch),
-                optimizer=planned.config.optimizer.name if planned.config else "adamw",
-                stack=_stack(planned),
-                adapter=planned.adapter,
-                texts=planned.texts,
-                frozen=planned.frozen,
-            ),
+            job=job,
             fixed=decided,
             profile=known,
             assumed=tuple(words[name] for name in assumed),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
 
 from weft.spec import DecoderSpec, TracedModel
 from weft.spec.config import AdapterSection
@@ -20,6 +23,8 @@ BLOCK_BYTES = {"int8": BLOCK + 4, "nf4": BLOCK // 2 + 4}
 #: widened (5), scaled (8) and narrowed (6); of nf4 two codes are taken out of a byte (1.5), widened (2.5) and looked up
 #: (4) for each half, so per weight 15, then brought together (8), scaled (8) and narrowed (6).
 UNPACKED = {"int8": 21.0, "nf4": 37.0}
+#: Weights that are unpacked at a time, as `models/adapters/base_format.py` has it.
+UNPACKED_AT_ONCE = 2**23
 #: Kernels of that.
 UNPACKS = {"int8": 5, "nf4": 11}
 
@@ -46,6 +51,24 @@ class AdapterSize:
     def params(self) -> float:
         """Parameters in a mean layer."""
         return self.rank * self.width
+
+    def params_of_rank(self, layers: Any, t: Any) -> Any:
+        """Return the parameters of `layers` layers on one of `t` tensor-parallel ranks, which cut one of two matrices.
+
+        Numbers or numpy arrays.
+        """
+        return layers * self.params * (0.5 + 0.5 / t)
+
+    def unpacking_bytes(self, t: Any, width: Any) -> Any:
+        """Return the bytes that unpacking the largest weight of a packed base takes: the weight, and two values of 4
+        bytes for each of those that are unpacked at once.
+
+        Args:
+            t: tensor-parallel ranks.
+            width: bytes of a weight in a pass.
+        """
+        largest = self.largest / t
+        return width * largest + 8.0 * np.minimum(largest, UNPACKED_AT_ONCE)
 
     @property
     def unpacked_bytes(self) -> float:
