@@ -279,6 +279,10 @@ def _states(
         kept = np.where((zero == 3) & ~full32, main - master, main)
         kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.apart_bytes(columns), 0.0)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
+    # One mean in place of two: SGD everywhere, Muon for its matrices.
+    single = trained.dense + (trained.ends + trained.experts if job.optimizer == "sgd" else 0.0)
+    if job.optimizer in ("sgd", "muon"):
+        optimizer -= 4.0 * single / np.where(zero >= 1, group, 1.0)
     # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
     gone = ((zero == 3) & ~late & (columns.num_micro == 1)) | (stack.travel_once & stays_loose(columns) & ~late)
     return {

@@ -129,8 +129,10 @@ class AdapterSize:
             rank: of the matrices.
             base: how frozen linear layers keep their weights.
         """
-        dense = [*_attention(shape), *_feed_forward(shape, shape.ffn)] * (shape.layers - shape.moe_layers)
-        moe = [*_attention(shape), *_feed_forward(shape, shape.shared_ffn)] * shape.moe_layers
+        dense = [*attention_products(shape), *feed_forward_products(shape, shape.ffn)] * (
+            shape.layers - shape.moe_layers
+        )
+        moe = [*attention_products(shape), *feed_forward_products(shape, shape.shared_ffn)] * shape.moe_layers
         return cls.of_widths(rank, shape.layers, [*dense, *moe], base, [*dense, *moe])
 
     @classmethod
@@ -151,7 +153,7 @@ def _row_bytes(inputs: float, base: str) -> float:
     return -(-inputs // BLOCK) * BLOCK_BYTES[base]
 
 
-def _attention(shape: DecoderWidths) -> list[Widths]:
+def attention_products(shape: DecoderWidths) -> list[Widths]:
     """Inputs and outputs of each product of an attention layer."""
     h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if not shape.kv_rank:
@@ -161,7 +163,8 @@ def _attention(shape: DecoderWidths) -> list[Widths]:
     return [*low, (h, shape.kv_rank + shape.rope_dim), (shape.kv_rank, 2 * q), (q, h)]
 
 
-def _feed_forward(shape: DecoderWidths, width: int) -> list[Widths]:
+def feed_forward_products(shape: DecoderWidths, width: int) -> list[Widths]:
+    """Inputs and outputs of each product of a feed-forward layer of this width."""
     return [*[(shape.hidden, width)] * (2 if shape.gated else 1), (width, shape.hidden)] if width else []
 
 
