@@ -166,6 +166,15 @@ def test_racks_and_what_is_wrong_with_them():
             ClusterSpec.from_mapping({**table, **wrong})
 
 
+def test_devices_that_share_a_link_to_their_host():
+    table = {"devices_per_node": 8, "device": "a100"}
+    alone, shared = (ClusterSpec.from_mapping({**table, "devices_per_host_link": count}).device for count in (1, 2))
+    assert alone == device("a100")
+    assert shared.host_bytes_per_s == alone.host_bytes_per_s / 2
+    with pytest.raises(ConfigError, match="from 1 to 64"):
+        ClusterSpec.from_mapping({**table, "devices_per_host_link": 0})
+
+
 def test_one_kind_of_device():
     with pytest.raises(ConfigError, match=r"of one kind.*16xa100"):
         ClusterSpec.parse("8xh100+8xa100")

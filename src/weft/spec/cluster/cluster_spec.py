@@ -46,7 +46,7 @@ _LISTS = ("aliases", "torch_names")
 _MAKERS = ("NVIDIA", "Tesla", "AMD", "Instinct")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 _DEVICE_KEYS = (*_NUMBERS, *_TEXTS, *_LISTS, "tflops")
-_CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "rack_nodes", "oversubscription")
+_CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "devices_per_host_link", "rack_nodes", "oversubscription")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,8 @@ class ClusterSpec:
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
         """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers; with
-        rack_nodes and oversubscription where racks share thin links.
+        rack_nodes and oversubscription where racks share thin links, and devices_per_host_link where devices share a
+        link to their host, as behind one PCIe switch.
 
         A device's table starts from a known one where it has `like = "h100"`.
 
@@ -152,6 +153,7 @@ class ClusterSpec:
             spec = _device_of(table.get("device"))
         except ConfigError as error:
             problems += error.problems
+        spec = _sharing_host_link(spec, table.get("devices_per_host_link", 1), problems)
         if spec is None or problems:
             raise ConfigError(replace(problem, origin=problem.origin or origin) for problem in problems)
         return cls(**counts, device=spec, rack_nodes=racks[0], oversubscription=racks[1])
@@ -207,6 +209,23 @@ def device_by_torch_name(name: str) -> DeviceSpec | None:
 
 def _is_known(name: str) -> bool:
     return any(name == one.name or name in one.aliases for one in devices().values())
+
+
+def _sharing_host_link(spec: DeviceSpec | None, count: object, problems: list[Problem]) -> DeviceSpec | None:
+    """The device with its part of a link to the host that so many devices share; what is wrong goes to the problems."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
+        rule = "a whole number from 1 to 64 is needed"
+        problems.append(Problem("devices_per_host_link", f"devices_per_host_link={shown(count)}: {rule}. Use e.g. 2."))
+        return spec
+    if spec is None or count == 1:
+        return spec
+    if not spec.host_bytes_per_s:
+        rule = "the rate of the device's link to its host is not known"
+        remedy = "Give host_gb_s in [device]"
+        problems.append(Problem("devices_per_host_link", f"devices_per_host_link={count}: {rule}. {remedy}."))
+        return spec
+    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
+    return replace(spec, name=name, host_bytes_per_s=spec.host_bytes_per_s / count)
 
 
 def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int, float]:
