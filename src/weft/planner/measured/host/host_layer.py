@@ -179,7 +179,7 @@ def _beside(job: Job, adapter: AdapterSize, clock: CrowdedLaws, tokens: Array, t
 def _embed(job: Job, clock: CrowdedLaws, tokens: Array, t: Array) -> Array:
     """Seconds of the embedding, forward and backward; a frozen table is read, and has no gradient."""
     h = float(job.shape.hidden)
-    if job.adapter is not None:
+    if job.adapter is not None or (job.trained is not None and not job.trained.embedding):
         return clock.of("copy", tokens, h)
     return clock.of("embedding", tokens, h, padded_vocab(job, t) / t)
 
@@ -244,7 +244,8 @@ def _head(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> tupl
     """Products, passes (final norm, loss) and communication of the head, forward and backward."""
     shape, t = job.shape, columns.tp.astype(float)
     h, vocab = float(shape.hidden), padded_vocab(job, t) / t
-    products = clock.linear(tokens, vocab, h)[: 3 if job.adapter is None else 2].sum(axis=0)
+    learnt = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
+    products = (clock.linear(tokens, vocab, h) * np.array([1.0, 1.0, learnt])[:, None]).sum(axis=0)
     norm = clock.passes("layer_norm" if shape.layer_norm else "norm", tokens / np.where(columns.sp, t, 1.0), h).sum(
         axis=0
     )

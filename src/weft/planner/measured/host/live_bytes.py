@@ -59,11 +59,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     both = np.minimum(embedding + head, 1.0) if shape.tied else embedding + head
     params = inside + table * both
     adapter = job.adapter
-    part = job.trained
-    trained = params if adapter is None else adapter.params_of_rank(layers, t)
-    if part is not None:
-        trained = inside * np.where(columns.pp > 1, part.most, part.layers)
-        trained = trained + table * both * part.of_ends(embedding, head)
+    trained = _trained(job, columns, layers, (inside, table * both), (embedding, head))
     one_pass, learnt = tokens * layers * kept * width, trained * np.maximum(width, 4.0)
     piped = columns.pp > 1
     passes, begun = fullest_moment(columns, rank, one_pass, learnt) if piped.any() else (1.0, np.ones(len(columns)))
@@ -90,7 +86,7 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     last = again + working + way_last + np.where(cut, learnt_head, 0.0)
     first = again + working + way_first - saved * (1 - 1 / np.maximum(1.0, layers))
     states = _states(job, columns, trained, width)
-    if adapter is not None or part is not None:
+    if adapter is not None or job.trained is not None:
         beside = params if adapter is not None else params - trained
         states["parameters"] += _frozen_bytes(adapter, columns, (beside, inside, layers), width)
     gradients, made_late = _gradients(columns, trained, width, begun)
@@ -107,6 +103,16 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
         "activations": (saved + ends + np.where(is_late, in_backward, 0.0)) * width,
         "logits": np.where(is_late, 0.0, logits) * width,
     }
+
+
+def _trained(job: Job, columns: Columns, layers: Array, held: tuple[Array, Array], ends: tuple[Array, Array]) -> Array:
+    """Parameters that a rank trains. held: those of its layers and at the ends; ends: 1 where it has them."""
+    part = job.trained
+    if job.adapter is not None:
+        return job.adapter.params_of_rank(layers, columns.tp.astype(float))
+    if part is None:
+        return held[0] + held[1]
+    return held[0] * np.where(columns.pp > 1, part.most, part.layers) + held[1] * part.of_ends(*ends)
 
 
 def _frozen_bytes(
