@@ -71,9 +71,9 @@ def trained_shares(
         ends: whether it holds the embedding and the head.
     """
     part = job.trained
-    if job.adapter is None and part is None:
-        return shares
     if job.adapter is None:
+        if part is None:
+            return shares
         inside = np.where(columns.pp > 1, part.most, part.layers)  # of a stage it may be any layers
         experts = shares.experts * part.experts
         return Shares(dense=shares.dense * inside, experts=experts, ends=shares.ends * part.of_ends(*ends))
