@@ -155,3 +155,26 @@ def test_a_power_cap_costs_rate():
     assert ClusterSpec.from_mapping(table).device.measured_flops == 700e12
     more = ClusterSpec.from_mapping({"devices_per_node": 8, "device": {"like": "h100", "watts": 800}})
     assert more.device.measured_flops == full
+
+
+def test_racks_and_what_is_wrong_with_them():
+    table = {"nodes": 8, "devices_per_node": 8, "device": "h100", "rack_nodes": 4, "oversubscription": 2}
+    cluster = ClusterSpec.from_mapping(table)
+    assert (cluster.rack_nodes, cluster.oversubscription) == (4, 2.0)
+    for wrong in ({"rack_nodes": -1}, {"oversubscription": 0.5}, {"rack_nodes": 0}):
+        with pytest.raises(ConfigError, match=r"Use e\.g\.|Give rack_nodes"):
+            ClusterSpec.from_mapping({**table, **wrong})
+
+
+def test_devices_that_share_a_link_to_their_host():
+    table = {"devices_per_node": 8, "device": "a100"}
+    alone, shared = (ClusterSpec.from_mapping({**table, "devices_per_host_link": count}).device for count in (1, 2))
+    assert alone == device("a100")
+    assert shared.host_bytes_per_s == alone.host_bytes_per_s / 2
+    with pytest.raises(ConfigError, match="from 1 to 64"):
+        ClusterSpec.from_mapping({**table, "devices_per_host_link": 0})
+
+
+def test_one_kind_of_device():
+    with pytest.raises(ConfigError, match=r"of one kind.*16xa100"):
+        ClusterSpec.parse("8xh100+8xa100")

@@ -123,7 +123,9 @@ def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tab
     """Seconds of one layer and of the ends by part: what the terms of `estimate` are made of."""
     if isinstance(tables, HostTables):
         return host.host_layer_costs(job, columns, tables.laws)
-    return layer_costs(job, columns, tables, Fabric.of(tables, cluster.devices_per_node))
+    return layer_costs(
+        job, columns, tables, Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
+    )
 
 
 def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:

@@ -66,11 +66,10 @@ def test_unpacking_takes_time_and_bytes_travel_packed():
 def test_the_formats_are_those_of_the_runtime():
     pytest.importorskip("torch")
     from weft.models.adapters import BASE_FORMATS, base_format
-    from weft.planner.cost.memory_cost import UNPACKED_AT_ONCE
     from weft.planner.space import adapter_size
 
     assert {name: each.block_bytes for name, each in BASE_FORMATS.items()} == adapter_size.BLOCK_BYTES
-    assert (base_format.BLOCK, base_format._AT_ONCE) == (adapter_size.BLOCK, UNPACKED_AT_ONCE)
+    assert (base_format.BLOCK, base_format._AT_ONCE) == (adapter_size.BLOCK, adapter_size.UNPACKED_AT_ONCE)
 
 
 def test_two_texts_are_two_sequences():

@@ -93,3 +93,22 @@ def test_the_domain_of_a_rack_is_wider_than_its_machines():
     rack = Fabric.of(Tables.of(device("gb200")), 4)
     assert np.isclose(rack.inside(64, 1), 64)
     assert Fabric.of(H100, 4).inside(64, 1) == 4
+
+
+def test_links_between_racks_that_are_thin() -> None:
+    """Racks of 4 nodes of 8; between them a quarter, or an eighth, of what the adapters carry."""
+    flat, fourth, eighth = (Fabric.of(H100, 8, 4, thin) for thin in (1.0, 4.0, 8.0))
+    size = 1e10
+    for n, stride in ((8, 1), (32, 1), (4, 8)):  # within a rack
+        assert fourth.ring_s("all_gather", size, n, stride) == flat.ring_s("all_gather", size, n, stride)
+        assert fourth.all_to_all_s(size, n, stride) == flat.all_to_all_s(size, n, stride)
+    # A ring of 64 in order leaves each rack by one of four nodes' adapters: a quarter is enough for it.
+    assert fourth.ring_s("all_reduce", size, 64, 1) == flat.ring_s("all_reduce", size, 64, 1)
+    assert eighth.ring_s("all_reduce", size, 64, 1) > 1.5 * flat.ring_s("all_reduce", size, 64, 1)
+    # One rank a rack: every step leaves it.
+    assert fourth.ring_s("all_reduce", size, 8, 32) == pytest.approx(
+        4 * flat.ring_s("all_reduce", size, 8, 32), rel=0.01
+    )
+    assert fourth.send_s(size, 32) == pytest.approx(4 * flat.send_s(size, 32), rel=0.01)
+    assert fourth.send_s(size, 8) == flat.send_s(size, 8)
+    assert fourth.all_to_all_s(size, 128, 1) > 2 * flat.all_to_all_s(size, 128, 1)

@@ -13,6 +13,7 @@ from weft.planner.measured import measured_tables
 from weft.planner.measured.here import cluster_of
 from weft.planner.measured.host.crowd import crowd_of, ranks_of
 from weft.planner.measured.profile import Lesson, Profile
+from weft.planner.space.adapter_size import AdapterSize
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.spec.plan import Plan
@@ -22,14 +23,15 @@ SHAPE = Shape(vocab=2048, hidden=256, layers=8, heads=8, kv_heads=4, head_dim=32
 JOB = Job(shape=SHAPE, seq_len=128, global_batch=8)
 
 
-def step(text: str, known: Profile | None = None) -> dict[str, float]:
+def step(text: str, known: Profile | None = None, job: Job = JOB) -> dict[str, float]:
     """Seconds by term, and `step` and `bytes`, of one plan."""
     known = known or profile()
     plan = Plan.parse(text)
     cluster = cluster_of(known, f"{max(1, plan.world_size)}xhere")
-    found = estimate(JOB, cluster, Columns.of([plan], JOB), measured_tables(known, cluster, "tables"))
+    found = estimate(job, cluster, Columns.of([plan], job), measured_tables(known, cluster, "tables"))
     terms = {name: float(values[0]) for name, values in found.terms.items()}
-    return terms | {"step": float(found.step_s[0]), "bytes": float(found.total_bytes[0])}
+    classes = {name: float(values[0]) for name, values in found.memory.items()}
+    return classes | terms | {"step": float(found.step_s[0]), "bytes": float(found.total_bytes[0])}
 
 
 def test_terms_are_those_of_every_estimate_and_sum_up() -> None:
@@ -195,3 +197,23 @@ def test_a_gpu_profile_gives_constants() -> None:
     assert tables.host_step_rate == pytest.approx(2 * 40e9)  # of both ranks
     assert {tables.rungs[name] for name in ("gemm_ceiling", "host_rate", "host_step_rate")} == {"here"}
     assert tables.rungs["attn_fwd"] != "here"
+
+
+@pytest.mark.parametrize("layout", ["", "tp=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "pp=2 microbatches=2"])
+def test_frozen_weights_have_no_gradients_no_states_and_no_products_for_them(layout: str) -> None:
+    adapter = AdapterSize.of_shape(SHAPE, 4)
+    whole, lora = step(layout), step(layout, job=replace(JOB, adapter=adapter))
+    assert lora["parameters"] > 0.9 * whole["parameters"] * (1.0 if "zero=3" not in layout else 0.9)
+    assert lora["gradients"] <= 0.1 * whole["gradients"]
+    assert lora["dp_exposed"] <= whole["dp_exposed"]
+    assert 0.6 * whole["gemm"] < lora["gemm"] < 0.85 * whole["gemm"]  # two of three products, and thin ones
+    assert lora["step"] < whole["step"]
+
+
+def test_a_packed_base_takes_less_memory_and_more_time() -> None:
+    stored, packed = (
+        step("", job=replace(JOB, adapter=AdapterSize.of_shape(SHAPE, 4, base))) for base in ("stored", "nf4")
+    )
+    layers = SHAPE.layers * (SHAPE.attention_params + SHAPE.mlp_params(SHAPE.ffn))
+    assert stored["parameters"] - packed["parameters"] == pytest.approx(layers * (4 - 36 / 64), rel=1e-3)
+    assert packed["memory_bound"] > stored["memory_bound"]

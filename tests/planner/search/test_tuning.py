@@ -10,6 +10,7 @@ import pytest
 
 from weft import env
 from weft.cli.app import run
+from weft.errors import ModelError
 from weft.planner.search import read_model, tuned_question, what_fits
 from weft.planner.space import AdapterSize, Shape
 from weft.spec import decoder_spec
@@ -145,3 +146,20 @@ def test_it_needs_no_torch(folder):
     )
     ended = subprocess.run([sys.executable, "-c", code], env=env.child_env(), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_gpt2_of_transformers_has_no_packed_base(tmp_path):
+    """The runtime refuses it (models/adapters/packed_linear.py), so the planner does."""
+    numbers = {
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(numbers))
+    with pytest.raises(ModelError, match=r"base=nf4: .*Use --tune lora"):
+        tuned_question(str(tmp_path), "1xa100", "qlora")
+    found = what_fits(str(tmp_path), "1xa100", fixed="precision=bf16 compile=off")
+    assert [one.tune for one in found] == ["full", "lora"]

@@ -55,7 +55,7 @@ def test_what_lies_in_tensors_fits_and_a_hand_count_agrees() -> None:
 
 
 def test_with_what_an_allocator_keeps_three_of_eight_layers_are_recomputed() -> None:
-    """Meta recomputed none: its schedule holds fewer passes than Weft's interleaved one, a number tuned by hand."""
+    """Meta recomputed none, so its allocator kept less beside its tensors than in the runs that the reserve is from."""
     assert judged().fits < 0.9
     two, three = judged(recompute="full:2"), judged(recompute="full:3")
     assert two.fits < 0.9 <= three.fits

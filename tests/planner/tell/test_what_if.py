@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
+from weft.planner.search import estimated
 from weft.planner.search.question import Question
 from weft.planner.tell.nearest import nearest_yes
 from weft.planner.tell.report import scenario_table
 from weft.planner.tell.scenario import LEVERS, change, what_if
+from weft.spec.plan import Plan
 
 BASE = Question.of("llama3-8b", "2x8xh100", seq_len=4096, global_batch=64, built_only=False, most_plans=20_000)
 
@@ -32,6 +34,8 @@ BASE = Question.of("llama3-8b", "2x8xh100", seq_len=4096, global_batch=64, built
         ("tflops=2x", lambda q: q.cluster.device.peak_flops("fp8"), 3958e12),
         ("device=h200", lambda q: str(q.cluster), "2x8xh200"),
         ("cluster=a100", lambda q: str(q.cluster), "1xa100"),
+        ("optimizer=muon", lambda q: q.job.optimizer, "muon"),
+        ("states=bf16", lambda q: q.job.stack.main_bytes, 8.0),
         ("gpus=8, hbm=2x", lambda q: (q.cluster.num_devices, q.cluster.device.name), (8, "h100*")),
     ],
 )
@@ -95,3 +99,28 @@ def test_products_in_fp8_are_priced_where_a_device_has_them():
         with pytest.raises(ConfigError) as caught:
             what_if(text, BASE)
         assert message in str(caught.value)
+
+
+def test_an_optimizer_of_one_mean_needs_less_memory_and_muon_turns_its_matrices():
+    plan = [Plan.parse("dp_shard=16 zero=1 precision=bf16 compile=on recompute=full")]
+    adamw, sgd, muon, small = (
+        estimated(plan, change(BASE, text) if text else BASE)[0]
+        for text in ("", "optimizer=sgd", "optimizer=muon", "states=fp8")
+    )
+    assert sgd.memory["optimizer"] == pytest.approx(adamw.memory["optimizer"] * 8 / 12)
+    assert small.memory["optimizer"] == pytest.approx(adamw.memory["optimizer"] * 6 / 12)
+    shape = BASE.job.shape
+    matrices = shape.num_params - 2 * shape.table_params
+    assert muon.memory["optimizer"] == pytest.approx(adamw.memory["optimizer"] - 4 * matrices / 16, rel=1e-3)
+    assert sgd.terms["optimizer"] < adamw.terms["optimizer"]
+    # By hand: 5 iterations of 4 m^2 k + 2 m^3 FLOPs for each m x k matrix, 1/16 of them on a rank, at most at the peak.
+    h, kv, ffn = 4096, 1024, 14336
+    flops = sum(5 * (4 * m * m * k + 2 * m**3) for m, k in 2 * [(h, h)] + 2 * [(kv, h)] + 3 * [(h, ffn)]) * 32 / 16
+    turning = muon.terms["optimizer"] - sgd.terms["optimizer"]
+    assert flops / 989e12 < turning < 2 * flops / 989e12
+
+
+def test_words_that_are_no_optimizer():
+    for text in ("optimizer=lion", "states=int8", "optimizer=muon,states=bf16"):
+        with pytest.raises(ConfigError, match=r"Write e\.g\.|Use it with"):
+            change(BASE, text)

@@ -69,7 +69,7 @@ def host_bytes(job: Job, columns: Columns, stages: Stages) -> Array:
     optimizer, params, activations = shares
     layers = np.where(columns.pp > 1, stages.first, stages.middle)
     held = rank_shares(job, columns, layers, True, False)
-    trained = trained_shares(job, columns, held, layers)
+    trained = trained_shares(job, columns, held, layers, (True, False))
     group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
     spread = columns.tp if job.stack.fold_experts else 1
     experts = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)

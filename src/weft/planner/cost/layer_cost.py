@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import context_cost
-from weft.planner.cost.layer_kernels import Ends, beside_adapter, cut_of, kernels, traced_kernels
+from weft.planner.cost.layer_kernels import Ends, beside_adapter, cut_of, kernels, partly_trained, traced_kernels
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, gemm_s
 from weft.planner.space import Columns, Job, TracedShape
 
@@ -85,6 +85,7 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
         made, ends = kernels(job, columns, tables, cut), Ends(embed=bytes_s(tables, tokens * shape.hidden * 16.0))
     if job.adapter is not None:
         made = beside_adapter(job, job.adapter, made, tokens, t)
+    made = partly_trained(job, made)
     moved_f, moved_b = made.moved_f, made.moved_b
     if (columns.cp > 1).any():
         joined_f, joined_b = context_cost.joined_bytes(job, columns, tokens, q, kv)
@@ -111,7 +112,7 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
         ep_f=ep,
         ep_b=ep,
         host_f=calls * tables.host_op_s / stack.host_gain * (0.0 if stack.cuda_graphs else 1.0),
-        head_gemm=head[0] * (1.0 if job.adapter is None else 2 / 3) + ends.after_gemm * width,
+        head_gemm=head[0] * _head_share(job) + ends.after_gemm * width,
         head_memory=head[1] + ends.after_memory * width,
         head_tp=head[2],
         embed=ends.embed,
@@ -119,6 +120,12 @@ def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> Lay
             gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, columns.tp_stride), 0.0
         ),
     )
+
+
+def _head_share(job: Job) -> float:
+    """Of the head's three products, those that are made: a frozen head has no gradient of its weight."""
+    trained = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
+    return (2 + trained) / 3
 
 
 def _head(

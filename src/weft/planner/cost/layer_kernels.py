@@ -120,6 +120,20 @@ def beside_adapter(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array,
     )
 
 
+def partly_trained(job: Job, made: Kernels) -> Kernels:
+    """Of a mean layer where some weights are frozen: without their gradients, or any before the first trained."""
+    part = job.trained
+    if part is None:
+        return made
+    return replace(
+        made,
+        dgrad=made.dgrad * part.reach,
+        wgrad=made.wgrad * part.layers,
+        attn_b=made.attn_b * part.reach,
+        moved_b=made.moved_b * part.reach,
+    )
+
+
 def traced_kernels(job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: OwnCut) -> tuple[Kernels, Ends]:
     """Of a model that was traced: its own products, attention and passes in the place of formulas."""
     own = own_cut(job, columns, rate=cut.rate, half=cut.half)

@@ -21,8 +21,6 @@ from weft.spec.shares import BUCKETS_UNDER_WAY
 
 Array = NDArray[np.float64]
 
-#: As in `models/adapters/base_format.py`, which loads torch: a test holds them together.
-UNPACKED_AT_ONCE = 2**23
 #: Most bytes by logit of a loss that compares a student's logits with a teacher's (tasks/distill/divergence.py): a test
 #: measures it.
 TWO_LOGITS = 36.0
@@ -94,10 +92,8 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
 
 
 def _unpacking_bytes(job: Job, t: Array, width: Array) -> Array:
-    """Bytes that unpacking the largest weight of a packed base takes: the weight, and two values of 4 bytes for each of
-    those that are unpacked at once."""
-    largest = 0.0 if job.adapter is None else job.adapter.largest / t
-    return 2.0 * width * largest + 8.0 * np.minimum(largest, UNPACKED_AT_ONCE)
+    """Bytes that unpacking the largest weight of a packed base takes."""
+    return np.zeros_like(t) if job.adapter is None else job.adapter.unpacking_bytes(t, 2.0 * width)
 
 
 def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) -> LayerBytes:
@@ -191,7 +187,7 @@ def rank_bytes(
     """
     layers, rank, embedding, head = place
     shares = rank_shares(job, columns, layers, embedding, head)
-    trained = trained_shares(job, columns, shares, layers)
+    trained = trained_shares(job, columns, shares, layers, (embedding, head))
     offloaded = 1 - columns.offload_activations
     made = (trained.dense + trained.experts + trained.ends) * job.stack.grad_bytes
     held, begun = fullest_moment(columns, rank, layers * layer.kept * offloaded, made)
@@ -272,6 +268,8 @@ def _states(
     for held, count, size in parts[: 2 if job.shape.moe_layers else 1]:
         if job.adapter is not None:  # frozen weights have no masters
             parameters += held * weight / np.where(zero == 3, size, 1.0)
+        elif job.trained is not None:
+            parameters += (held - count) * weight / np.where(zero == 3, size, 1.0)
         parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
         each = np.where(
             stack.travel_once & stays_loose(columns), np.where(full32, 4.0, stack.weight_bytes), stack.grad_bytes
@@ -281,6 +279,10 @@ def _states(
         kept = np.where((zero == 3) & ~full32, main - master, main)
         kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.apart_bytes(columns), 0.0)
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
+    # One mean in place of two: SGD everywhere, Muon for its matrices.
+    single = trained.dense + (trained.ends + trained.experts if job.optimizer == "sgd" else 0.0)
+    if job.optimizer in ("sgd", "muon"):
+        optimizer -= 4.0 * single / np.where(zero >= 1, group, 1.0)
     # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
     gone = ((zero == 3) & ~late & (columns.num_micro == 1)) | (stack.travel_once & stays_loose(columns) & ~late)
     return {
@@ -359,7 +361,7 @@ def _logits(job: Job, columns: Columns, device_bytes: int) -> Array:
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
         fp32 = columns.precision == PRECISIONS.index("fp32")
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
-        frozen = job.adapter is not None
+        frozen = job.adapter is not None or (job.trained is not None and not job.trained.head)
         cut = cut_loss_bytes(columns, tokens, vocab, h, width, device_bytes, frozen=frozen)
         found = np.where(is_loss_cut(columns, tokens, vocab), cut, found)
     return found + tokens * 4.0 * h

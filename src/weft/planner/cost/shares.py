@@ -58,13 +58,28 @@ def rank_shares(job: Job, columns: Columns, layers: Array, embedding: bool, head
     return Shares(dense=layers * dense / t, experts=experts, ends=ends)
 
 
-def trained_shares(job: Job, columns: Columns, shares: Shares, layers: Array) -> Shares:
-    """Return which of a rank's parameters are trained: all, or an adapter's, of which one of two matrices is cut."""
+def trained_shares(
+    job: Job, columns: Columns, shares: Shares, layers: Array, ends: tuple[bool, bool | NDArray[np.bool_]]
+) -> Shares:
+    """Return which of a rank's parameters are trained: all, an adapter's, or those whose group has no lr=0.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        shares: all parameters of the rank.
+        layers: that the rank holds.
+        ends: whether it holds the embedding and the head.
+    """
+    part = job.trained
     if job.adapter is None:
-        return shares
-    cut = 0.5 + 0.5 / columns.tp.astype(np.float64)
+        if part is None:
+            return shares
+        inside = np.where(columns.pp > 1, part.most, part.layers)  # of a stage it may be any layers
+        experts = shares.experts * part.experts
+        return Shares(dense=shares.dense * inside, experts=experts, ends=shares.ends * part.of_ends(*ends))
     none = np.zeros(len(columns))
-    return Shares(dense=layers * job.adapter.params * cut, experts=none, ends=none)
+    held = job.adapter.params_of_rank(layers, columns.tp.astype(np.float64))
+    return Shares(dense=held, experts=none, ends=none)
 
 
 def shares_in_format(job: Job, columns: Columns, shares: Shares, layers: Array, width: Array | float) -> Shares:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from weft.planner.cost.host_cost import LayerWork, host_bytes, offload_s
 from weft.planner.cost.layer_cost import LayerCosts, layer_costs
-from weft.planner.cost.machine import Fabric, Tables, bytes_s
+from weft.planner.cost.machine import Fabric, Tables, bytes_s, gemm_s
 from weft.planner.cost.memory_cost import memory_bytes
 from weft.planner.cost.overlap import Window, exposed_s, gathered_s
 from weft.planner.cost.pipeline import (
@@ -52,6 +52,8 @@ TERMS = (
 )
 #: Host time of a layer's backward over that of its forward.
 _HOST_BACKWARD = 1.3
+#: Iterations of Muon's orthogonalisation.
+_TURNS = 5
 #: Rows that are worked on at a time: their columns stay in the processor's cache.
 _CHUNK = 1 << 15
 
@@ -69,7 +71,7 @@ def device_parts(
         timed: with seconds; without them it is a small part of the work.
         weighed: with bytes.
     """
-    fabric = Fabric.of(tables, cluster.devices_per_node)
+    fabric = Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
     for start in range(0, max(1, len(columns)), _CHUNK):
         some = columns[slice(start, start + _CHUNK)]
         if timed:
@@ -208,6 +210,21 @@ def _sums_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array
     return (columns.num_micro - 1) * bytes_s(tables, params * each)
 
 
+def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:
+    """Seconds in which Muon orthogonalises its matrices, of so many layers on a rank: each is dealt out whole to one of
+    the ranks that share the optimizer, and ranks of tp all turn the same.
+
+    Five iterations of three products in bf16 (optim/muon.py): X X^T, its square, and that times X.
+    """
+    found = 0.0
+    for rows, wide, often in job.turned:
+        m, k = min(rows, wide), max(rows, wide)
+        sizes = ((m, m, k), (m, m, m), (m, k, m))
+        each = sum(float(gemm_s(tables, *size, 1.0, tables.flops["bf16"])) for size in sizes)
+        found += often * _TURNS * each
+    return found * layers
+
+
 def _step_terms(
     job: Job,
     columns: Columns,
@@ -230,7 +247,7 @@ def _step_terms(
     layers = np.where(alone, stages.middle, stages.first)
     forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + idle_f)
     backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b)
-    trained = trained_shares(job, columns, shares, layers)
+    trained = trained_shares(job, columns, shares, layers, (True, alone))
     window = Window(forward=forward, backward=backward, layers=layers / chunks_per_rank(columns))
     moved = shares_in_format(job, columns, shares, layers, job.stack.gather_bytes), trained
     terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, moved, window)
@@ -242,7 +259,9 @@ def _step_terms(
     nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
     domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
     around = tables.step_s + tables.barrier_s * np.log2(domains)
-    terms["optimizer"] = own * job.stack.adam_bytes / (tables.memory_rate * tables.adam_eff) + around
+    one_mean = 8.0 if job.optimizer in ("sgd", "muon") else 0.0  # one mean is read and written less
+    terms["optimizer"] = own * (job.stack.adam_bytes - one_mean) / (tables.memory_rate * tables.adam_eff) + around
+    terms["optimizer"] = terms["optimizer"] + _turning_s(job, tables, layers / group)
     each = np.maximum(1.0, layers)
     work = LayerWork(forward=forward / each, backward=backward / each, layers=layers, own=own)
     terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)

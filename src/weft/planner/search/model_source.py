@@ -40,7 +40,8 @@ class PlannedModel:
     sample_unit: what a batch consists of, in the plural, where the model's task names it. counted_adapter: the
     config's, where the model's task counts it; None: the planner does. texts: sequences of a sample. frozen: what a
     step computes without gradients. task_limits: what the task allows of a plan, beside the model. folder: that a
-    model of Hugging Face was read from.
+    model of Hugging Face was read from. is_transposed: its linear layers keep weights as (inputs, outputs), which
+    cannot be packed in blocks.
     """
 
     name: str
@@ -53,6 +54,7 @@ class PlannedModel:
     frozen: FrozenWork | None = None
     task_limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     folder: Path | None = None
+    is_transposed: bool = False
 
     @property
     def traced(self) -> TracedModel | None:
@@ -84,7 +86,13 @@ class PlannedModel:
         Args:
             rank: of its matrices.
             base: how frozen linear layers keep their weights: "stored", "int8" or "nf4".
+
+        Raises:
+            ModelError: for a packed base where the runtime packs none.
         """
+        if self.is_transposed and base != "stored":
+            rule = "its layers keep weights as (inputs, outputs), and blocks are of an output's inputs"
+            raise ModelError(f"base={base}: {self.name}: {rule}. Use --tune lora, or base=stored in a config.")
         if self.traced is not None:
             return AdapterSize.of_traced(self.traced, rank, base)
         return AdapterSize.of_shape(self.shape, rank, base)
@@ -184,7 +192,8 @@ def _from_hugging_face(name: str, table: Mapping[str, Any]) -> PlannedModel:
         )
     found = read_numbers(name, table)
     shape = _shape(str(family), table, found)
-    return PlannedModel(name=name, shape=shape, spec=_as_decoder(shape, found.get("positions", 2**20)))
+    spec = _as_decoder(shape, found.get("positions", 2**20))
+    return PlannedModel(name=name, shape=shape, spec=spec, is_transposed=family == "gpt2")  # whose layers are Conv1D
 
 
 def _shape(family: str, table: Mapping[str, Any], found: Mapping[str, int]) -> Shape:

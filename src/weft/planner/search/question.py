@@ -95,16 +95,7 @@ class Question:
         return cls(
             model=planned,
             cluster=machines,
-            job=Job(
-                shape=planned.shape,
-                seq_len=seq_len,
-                global_batch=_positive("global-batch", global_batch),
-                optimizer=planned.config.optimizer.name if planned.config else "adamw",
-                stack=_stack(planned),
-                adapter=planned.adapter,
-                texts=planned.texts,
-                frozen=planned.frozen,
-            ),
+            job=_job(planned, seq_len, _positive("global-batch", global_batch)),
             fixed=decided,
             profile=known,
             assumed=tuple(words[name] for name in assumed),
@@ -159,6 +150,23 @@ class Question:
     def tables(self) -> Tables:
         """The cost model's constants for the device."""
         return _tables(self.profile, self.cluster, self.tier)
+
+
+def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
+    """What of the question no plan changes. Of Weft's own decoders, groups with lr=0 are frozen."""
+    job = Job(
+        shape=planned.shape,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        optimizer=planned.config.optimizer.name if planned.config else "adamw",
+        stack=_stack(planned),
+        adapter=planned.adapter,
+        texts=planned.texts,
+        frozen=planned.frozen,
+    )
+    if planned.config is None or planned.traced is not None:
+        return job
+    return job.with_groups(planned.spec, planned.config.optimizer.groups)
 
 
 def _stack(planned: PlannedModel) -> Stack:

@@ -65,7 +65,7 @@ def tuned_question(model: str | PlannedModel | Any, cluster: str, tune: str, **o
 
 
 def what_fits(model: Any, clusters: str, **options: Any) -> list[Fit]:
-    """Return the best plan of each way to fine-tune, on each cluster.
+    """Return the best plan of each way to fine-tune that the model allows, on each cluster.
 
     Args:
         model: as `read_model` takes it.
@@ -78,6 +78,8 @@ def what_fits(model: Any, clusters: str, **options: Any) -> list[Fit]:
     planned, found = read_model(model), list[Fit]()
     for cluster in filter(None, clusters.split(",")):
         for tune in TUNES:
+            if planned.is_transposed and tune in _PACKED:
+                continue
             asked = tuned_question(planned, cluster, tune, **dict(options))
             found.append(Fit(tune, asked, answer(asked)))
     return found

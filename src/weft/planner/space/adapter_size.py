@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
 
 from weft.spec import DecoderSpec, TracedModel
 from weft.spec.config import AdapterSection
@@ -20,6 +23,8 @@ BLOCK_BYTES = {"int8": BLOCK + 4, "nf4": BLOCK // 2 + 4}
 #: widened (5), scaled (8) and narrowed (6); of nf4 two codes are taken out of a byte (1.5), widened (2.5) and looked up
 #: (4) for each half, so per weight 15, then brought together (8), scaled (8) and narrowed (6).
 UNPACKED = {"int8": 21.0, "nf4": 37.0}
+#: Weights that are unpacked at a time, as `models/adapters/base_format.py` has it.
+UNPACKED_AT_ONCE = 2**23
 #: Kernels of that.
 UNPACKS = {"int8": 5, "nf4": 11}
 
@@ -46,6 +51,24 @@ class AdapterSize:
     def params(self) -> float:
         """Parameters in a mean layer."""
         return self.rank * self.width
+
+    def params_of_rank(self, layers: Any, t: Any) -> Any:
+        """Return the parameters of `layers` layers on one of `t` tensor-parallel ranks, which cut one of two matrices.
+
+        Numbers or numpy arrays.
+        """
+        return layers * self.params * (0.5 + 0.5 / t)
+
+    def unpacking_bytes(self, t: Any, width: Any) -> Any:
+        """Return the bytes that unpacking the largest weight of a packed base takes: the weight, and two values of 4
+        bytes for each of those that are unpacked at once.
+
+        Args:
+            t: tensor-parallel ranks.
+            width: bytes of a weight in a pass.
+        """
+        largest = self.largest / t
+        return width * largest + 8.0 * np.minimum(largest, UNPACKED_AT_ONCE)
 
     @property
     def unpacked_bytes(self) -> float:
@@ -106,8 +129,10 @@ class AdapterSize:
             rank: of the matrices.
             base: how frozen linear layers keep their weights.
         """
-        dense = [*_attention(shape), *_feed_forward(shape, shape.ffn)] * (shape.layers - shape.moe_layers)
-        moe = [*_attention(shape), *_feed_forward(shape, shape.shared_ffn)] * shape.moe_layers
+        dense = [*attention_products(shape), *feed_forward_products(shape, shape.ffn)] * (
+            shape.layers - shape.moe_layers
+        )
+        moe = [*attention_products(shape), *feed_forward_products(shape, shape.shared_ffn)] * shape.moe_layers
         return cls.of_widths(rank, shape.layers, [*dense, *moe], base, [*dense, *moe])
 
     @classmethod
@@ -128,7 +153,7 @@ def _row_bytes(inputs: float, base: str) -> float:
     return -(-inputs // BLOCK) * BLOCK_BYTES[base]
 
 
-def _attention(shape: DecoderWidths) -> list[Widths]:
+def attention_products(shape: DecoderWidths) -> list[Widths]:
     """Inputs and outputs of each product of an attention layer."""
     h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if not shape.kv_rank:
@@ -138,7 +163,8 @@ def _attention(shape: DecoderWidths) -> list[Widths]:
     return [*low, (h, shape.kv_rank + shape.rope_dim), (shape.kv_rank, 2 * q), (q, h)]
 
 
-def _feed_forward(shape: DecoderWidths, width: int) -> list[Widths]:
+def feed_forward_products(shape: DecoderWidths, width: int) -> list[Widths]:
+    """Inputs and outputs of each product of a feed-forward layer of this width."""
     return [*[(shape.hidden, width)] * (2 if shape.gated else 1), (width, shape.hidden)] if width else []
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.space.adapter_size import AdapterSize
+from weft.planner.space.adapter_size import AdapterSize, attention_products, feed_forward_products
 from weft.planner.space.frozen_work import FrozenWork
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
+from weft.planner.space.traced_shape import TracedShape
+from weft.planner.space.trained_part import TrainedPart
+from weft.spec import DecoderSpec
+from weft.spec.config import OptimizerGroup
 from weft.spec.plan import AXES, PLAN_FIELDS, PLANNED_PRECISIONS, RESHARDS, Plan, orders
 from weft.spec.shares import CP_WAYS, choose_cp_mode, samples_per_microbatch
 
@@ -35,7 +39,8 @@ class Job:
 
     seq_len: tokens of a sequence. global_batch: samples of one optimizer step. texts: sequences of a sample, such as
     the two answers of a pair. optimizer: "adamw", "sgd" or "muon". adapter: what is trained in place of all weights;
-    None: these. frozen: what a step computes without gradients; None: nothing.
+    None: these. trained: shares of the weights that are trained where groups have lr=0; None: all of them.
+    frozen: what a step computes without gradients; None: nothing.
     """
 
     shape: Shape
@@ -46,6 +51,31 @@ class Job:
     adapter: AdapterSize | None = None
     texts: int = 1
     frozen: FrozenWork | None = None
+    trained: TrainedPart | None = None
+
+    @property
+    def turned(self) -> list[tuple[float, float, float]]:
+        """(Rows, columns, how often in a mean layer) of the matrices that Muon orthogonalises: all between embedding
+        and head but stacked experts. None for another optimizer."""
+        if self.optimizer != "muon":
+            return []
+        shape = self.shape
+        if self.adapter is not None:
+            thin = self.adapter
+            return [(float(thin.rank), thin.width / 2 / max(1.0, thin.products), 2 * thin.products)]
+        if isinstance(shape, TracedShape):
+            return [(float(rows), float(wide), count / shape.layers) for rows, wide, count in shape.traced.linears]
+        parts = [(attention_products(shape), 1.0), (feed_forward_products(shape, shape.ffn), shape.dense_share)]
+        parts += [(feed_forward_products(shape, shape.shared_ffn), shape.moe_share)]
+        parts += [([(float(shape.hidden), float(shape.num_experts))], shape.moe_share)]  # the router
+        return [(*size, often) for sizes, often in parts for size in sizes if often and min(size)]
+
+    def with_groups(self, spec: DecoderSpec, groups: Sequence[OptimizerGroup]) -> Job:
+        """Return the job with those of a decoder's weights frozen whose group of the optimizer has lr=0.
+
+        spec: of the decoder, one of Weft's own.
+        """
+        return self if self.adapter is not None else replace(self, trained=TrainedPart.of(spec, groups))
 
     @property
     def tokens(self) -> int:

@@ -125,6 +125,27 @@ LEVERS: dict[str, Lever] = {
 }  # fmt: skip
 
 
+#: Conditions that are one of some words.
+_WORDS = {"optimizer": ("adamw", "sgd", "muon"), "states": ("fp32", "bf16", "fp8")}
+#: Bytes of a parameter's master and AdamW's two means in these formats.
+_STATES = {"fp32": 12.0, "bf16": 8.0, "fp8": 6.0}
+
+
+def _worded(question: Question, name: str, value: str) -> Question:
+    """The question with another optimizer, or with AdamW's means in another format."""
+    if value not in _WORDS[name]:
+        rule = f"it is {', '.join(_WORDS[name][:-1])} or {_WORDS[name][-1]}"
+        raise _error(name, f"{name}={value}: {rule}. Write e.g. {name}={_WORDS[name][1]}.")
+    if question.profile is not None and question.profile.machine.kind == "cpu":
+        raise _error(name, f"{name}={value}: a measured host knows AdamW in fp32 alone. Leave it out.")
+    job = question.job
+    if name == "optimizer":
+        return replace(question, job=replace(job, optimizer=value))
+    if job.optimizer != "adamw":
+        raise _error(name, f"states={value}: these are formats of AdamW's means. Use it with optimizer=adamw.")
+    return replace(question, job=replace(job, stack=replace(job.stack, main_bytes=_STATES[value])))
+
+
 def change(question: Question, text: str) -> Question:
     """The question under "gpus=16,nic=2x": each word sets a lever to a number, or to a multiple of what it is.
 
@@ -140,9 +161,12 @@ def change(question: Question, text: str) -> Question:
             )
             question = replace(question, cluster=machines)
             continue
+        if name in _WORDS:
+            question = _worded(question, name, value)
+            continue
         lever = LEVERS.get(name)
         if lever is None:
-            known = ["cluster", "device", "precision", *LEVERS]
+            known = ["cluster", "device", "precision", *_WORDS, *LEVERS]
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
             raise _error("what-if", f"what-if={name}: not a quantity that can be changed.{hint}")
         question = lever.set(question, _number(name, value, lever, lever.now(question)))

@@ -46,7 +46,7 @@ _LISTS = ("aliases", "torch_names")
 _MAKERS = ("NVIDIA", "Tesla", "AMD", "Instinct")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 _DEVICE_KEYS = (*_NUMBERS, *_TEXTS, *_LISTS, "tflops")
-_CLUSTER_KEYS = ("nodes", "devices_per_node", "device")
+_CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "devices_per_host_link", "rack_nodes", "oversubscription")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +90,17 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` gives the shorthand."""
+    """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` gives the shorthand.
+
+    rack_nodes: nodes of a rack (of a leaf of the network); 0: the network is one. oversubscription: how many times the
+    adapters of a rack carry what its links to other racks do.
+    """
 
     nodes: int
     devices_per_node: int
     device: DeviceSpec
+    rack_nodes: int = 0
+    oversubscription: float = 1.0
 
     @property
     def num_devices(self) -> int:
@@ -109,6 +115,9 @@ class ClusterSpec:
             ConfigError: for a text that cannot be read, and a device that is not known.
         """
         match = _SHORTHAND.fullmatch(text.strip().lower())
+        if any(mark in text for mark in "+,"):
+            rule = "a plan gives all devices equal work, so they are of one kind"
+            raise _error(f"cluster={text!r}: {rule}. Plan each kind alone, or all as the slowest: '16xa100'.")
         first, second, name = match.groups() if match else ("", "", "")
         if not _is_known(name):
             _expect_order(text)
@@ -121,7 +130,9 @@ class ClusterSpec:
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
-        """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers.
+        """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers; with
+        rack_nodes and oversubscription where racks share thin links, and devices_per_host_link where devices share a
+        link to their host, as behind one PCIe switch.
 
         A device's table starts from a known one where it has `like = "h100"`.
 
@@ -136,14 +147,16 @@ class ClusterSpec:
                 problems.append(Problem(key, f"{key}={shown(count)}: a whole number from 1 is needed. Use e.g. 8."))
             else:
                 counts[key] = count
+        racks = _racks_of(table, problems)
         spec: DeviceSpec | None = None
         try:
             spec = _device_of(table.get("device"))
         except ConfigError as error:
             problems += error.problems
+        spec = _sharing_host_link(spec, table.get("devices_per_host_link", 1), problems)
         if spec is None or problems:
             raise ConfigError(replace(problem, origin=problem.origin or origin) for problem in problems)
-        return cls(**counts, device=spec)
+        return cls(**counts, device=spec, rack_nodes=racks[0], oversubscription=racks[1])
 
     @classmethod
     def load(cls, path: Path | str) -> ClusterSpec:
@@ -196,6 +209,39 @@ def device_by_torch_name(name: str) -> DeviceSpec | None:
 
 def _is_known(name: str) -> bool:
     return any(name == one.name or name in one.aliases for one in devices().values())
+
+
+def _sharing_host_link(spec: DeviceSpec | None, count: object, problems: list[Problem]) -> DeviceSpec | None:
+    """The device with its part of a link to the host that so many devices share; what is wrong goes to the problems."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
+        rule = "a whole number from 1 to 64 is needed"
+        problems.append(Problem("devices_per_host_link", f"devices_per_host_link={shown(count)}: {rule}. Use e.g. 2."))
+        return spec
+    if spec is None or count == 1:
+        return spec
+    if not spec.host_bytes_per_s:
+        rule = "the rate of the device's link to its host is not known"
+        remedy = "Give host_gb_s in [device]"
+        problems.append(Problem("devices_per_host_link", f"devices_per_host_link={count}: {rule}. {remedy}."))
+        return spec
+    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
+    return replace(spec, name=name, host_bytes_per_s=spec.host_bytes_per_s / count)
+
+
+def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int, float]:
+    """Nodes of a rack and how thin its links to others are, as a table says; what is wrong goes to the problems."""
+    nodes, factor = table.get("rack_nodes", 0), table.get("oversubscription", 1.0)
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
+        problems.append(Problem("rack_nodes", f"rack_nodes={shown(nodes)}: a whole number is needed. Use e.g. 16."))
+        nodes = 0
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 1000:
+        rule = "a number from 1 to 1000 is needed"
+        problems.append(Problem("oversubscription", f"oversubscription={shown(factor)}: {rule}. Use e.g. 2."))
+        factor = 1.0
+    elif factor > 1 and not nodes:
+        rule = "it says how thin the links between racks are, and no rack has a size"
+        problems.append(Problem("oversubscription", f"oversubscription={factor:g}: {rule}. Give rack_nodes too."))
+    return nodes, float(factor)
 
 
 def _expect_order(text: str) -> None:

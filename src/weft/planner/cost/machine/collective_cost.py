@@ -20,7 +20,11 @@ _ALL_TO_ALL_LOSS = 0.44
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """The links of a cluster, as far as collectives need them. Rates in bytes/s that programs reach."""
+    """The links of a cluster, as far as collectives need them. Rates in bytes/s that programs reach.
+
+    rack: devices of a rack, 0: the network is one. thinner: how many times the adapters of a rack carry what its links
+    to other racks do.
+    """
 
     link_rate: float
     link_alpha_s: float
@@ -29,10 +33,19 @@ class Fabric:
     half_bytes: float
     domain: int
     mesh: bool
+    rack: int = 0
+    thinner: float = 1.0
 
     @classmethod
-    def of(cls, tables: Tables, devices_per_node: int) -> Fabric:
-        """Return the links that the tables describe; a node of fewer devices than a domain is a domain of its own."""
+    def of(cls, tables: Tables, devices_per_node: int, rack_nodes: int = 0, oversubscription: float = 1.0) -> Fabric:
+        """Return the links that the tables describe; a node of fewer devices than a domain is a domain of its own.
+
+        Args:
+            tables: constants of the device.
+            devices_per_node: of the cluster.
+            rack_nodes: nodes of a rack; 0: there are none.
+            oversubscription: of the links between racks.
+        """
         domain = min(tables.link_domain, devices_per_node) if tables.link_domain <= 16 else tables.link_domain
         return cls(
             link_rate=tables.link_rate * tables.link_eff,
@@ -42,7 +55,14 @@ class Fabric:
             half_bytes=tables.half_bytes,
             domain=max(1, domain),
             mesh=tables.link_mesh,
+            rack=rack_nodes * devices_per_node,
+            thinner=oversubscription,
         )
+
+    def in_rack(self, n: Any, stride: Any) -> Array:
+        """Count the ranks of a group of n, `stride` apart, that share a rack."""
+        n = np.asarray(n, dtype=np.float64)
+        return np.clip(self.rack // np.maximum(1, np.asarray(stride)), 1, n) if self.rack else n
 
     def inside(self, n: Any, stride: Any) -> Array:
         """Count the ranks of a group of n, `stride` apart, that share a scale-up domain."""
@@ -67,7 +87,10 @@ class Fabric:
         outer = np.ceil(n / inner)
         moved = passes * (n - 1) / n * size
         link = self.link_rate * np.where(self.mesh, (inner - 1) / max(1, self.domain - 1), 1.0)
-        rate = np.where(outer > 1, np.minimum(np.maximum(link, self.nic_rate), self.nic_rate * inner), link)
+        # A ring leaves each rack once, whatever nodes it has there: of a rack's rings that many times fewer leave it.
+        near = self.in_rack(n, stride)
+        nic = self.nic_rate * np.where(near < n, np.minimum(1.0, near / inner / self.thinner), 1.0)
+        rate = np.where(outer > 1, np.minimum(np.maximum(link, nic), nic * inner), link)
         # Rings over few nodes, trees and their like over many.
         hops = np.minimum(outer - 1, (2 if kind == "all_reduce" else 8) * np.log2(np.maximum(2, outer)))
         alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * passes * hops, 0.0)
@@ -93,6 +116,10 @@ class Fabric:
         if copies is not None:  # of a token's copies, those for one node cross once and are spread inside of it
             crossing = size / copies * (outer - 1) * (1 - (1 - 1 / outer) ** copies)
             near = size * (inner - 1) / inner / self.link_rate
+        leaving = (n - self.in_rack(n, stride)) / np.maximum(
+            1.0, n - inner
+        )  # of what crosses, what goes to other racks
+        crossing = crossing * np.maximum(1.0, leaving * self.thinner)
         far = crossing / (self.nic_rate * (1 - _ALL_TO_ALL_LOSS / np.maximum(outer, 2)))
         alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * np.sqrt(outer), 0.0)
         return np.where(n > 1, alpha + far + near, 0.0)
@@ -100,5 +127,6 @@ class Fabric:
     def send_s(self, size: Any, stride: Any) -> Array:
         """Return the seconds to send `size` bytes to the rank `stride` further on."""
         near = np.asarray(stride) < self.domain
-        rate = np.where(near, self.link_rate, self.nic_rate)
+        leaves = (np.asarray(stride) >= self.rack) if self.rack else False
+        rate = np.where(near, self.link_rate, self.nic_rate / np.where(leaves, self.thinner, 1.0))
         return np.where(near, self.link_alpha_s, self.nic_alpha_s) + np.asarray(size, dtype=np.float64) / rate

@@ -21,7 +21,8 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
 
     Last, in how many pieces gradients travel under ZeRO 0 to 2.
     """
-    dense, ends = _params(job, columns, crowd)
+    held = _params(job, columns, crowd)
+    dense, ends = _trained(job, columns, crowd, held)
     params = dense + ends
     shard = (columns.dp_shard * columns.cp).astype(float)
     # cp ranks add up gradients too: without sharding they are replicas.
@@ -47,7 +48,7 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     width = float(job.shape.hidden)
     coded = clock.of("copy", params * (1 + 1 / group) / width, width)
     flat = reduce + gather + np.where((columns.gather > 0) & (group > 1), coded, 0.0)
-    travel = np.where(columns.zero == 3, _sharded(job, columns, clock, dense, ends, m), flat)
+    travel = np.where(columns.zero == 3, _sharded(job, columns, clock, held, (dense, ends), m), flat)
     own = params / group
     added = np.where(columns.zero == 3, own, params)
     sums = (m - 1) * clock.of("add_to", added / job.shape.hidden, float(job.shape.hidden))
@@ -62,6 +63,16 @@ def _params(job: Job, columns: Columns, crowd: Crowd) -> tuple[Array, Array]:
     if job.shape.tied:
         both = np.minimum(both, 1.0)
     return inside.dense + inside.experts, table * both
+
+
+def _trained(job: Job, columns: Columns, crowd: Crowd, held: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Which of them are trained: all, an adapter's, or those whose group has no lr=0."""
+    part = job.trained
+    if part is not None:
+        return held[0] * part.layers, held[1] * part.of_ends(crowd.has_embedding, crowd.has_head)
+    if job.adapter is None:
+        return held
+    return job.adapter.params_of_rank(crowd.layers, columns.tp.astype(float)), np.zeros(len(columns))
 
 
 def _encoding(columns: Columns, clock: CrowdedLaws, params: Array, width: float) -> Array:
@@ -80,15 +91,21 @@ def _encoding(columns: Columns, clock: CrowdedLaws, params: Array, width: float)
     return values + np.where(encodes & (rank > 0), products + clock.of("add_to", rows, _SIDE), 0.0)
 
 
-def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends: Array, m: Array) -> Array:
-    """ZeRO 3: units are gathered for forward and again for backward, and their gradients scattered, in every pass."""
+def _sharded(
+    job: Job, columns: Columns, clock: CrowdedLaws, held: tuple[Array, Array], trained: tuple[Array, Array], m: Array
+) -> Array:
+    """ZeRO 3: units are gathered for forward and again for backward, and their gradients scattered, in every pass.
+
+    held: parameters of the layers and of the ends. trained: those that have gradients.
+    """
     group = (columns.dp_shard * columns.cp).astype(float)
     stride = columns.tp
     once = columns.reduces_once
     again = np.where(columns.reshard == 0, 2.0, 1.0)
     h = float(job.shape.hidden)
     total = np.zeros(len(columns))
-    for params, units in ((dense, float(job.shape.layers) / columns.pp), (ends, 2.0)):
+    layers = float(job.shape.layers) / columns.pp
+    for params, learnt, units in zip(held, trained, (layers, 2.0), strict=True):
         each = wire_columns.weight_bytes(columns, params / units, VALUE)
         # Gathered: into one buffer, and out of it to the parameters; scattered: out of them into one.
         moved = clock.of("copy", params / units / h, h)
@@ -100,12 +117,13 @@ def _sharded(job: Job, columns: Columns, clock: CrowdedLaws, dense: Array, ends:
             clock.travel("all_gather", params / units * VALUE, np.maximum(1.0, columns.reshard_within), stride) + moved
         )
         both = gather + np.where(again == 2.0, np.where(columns.reshard_within > 0, near, gather), 0.0)
-        sent = wire_columns.wire_bytes(columns, params / units, VALUE)
-        reduce = clock.travel("reduce_scatter", sent, group, stride) + moved
-        beside = wire_columns.replica_bytes(columns, params / units / group, VALUE)
+        sent = wire_columns.wire_bytes(columns, learnt / units, VALUE)
+        reduce = clock.travel("reduce_scatter", sent, group, stride)
+        reduce = reduce + clock.of("copy", learnt / units / h, h)
+        beside = wire_columns.replica_bytes(columns, learnt / units / group, VALUE)
         across = clock.travel("all_reduce", beside, columns.dp_replicate, stride * group)
         reduce = reduce + np.where(columns.sync > 0, 0.0, across)
         total = total + np.where(columns.sync > 0, units * across / columns.sync_every, 0.0)
-        reduce = reduce + _encoding(columns, clock, params / units, h)
+        reduce = reduce + _encoding(columns, clock, learnt / units, h)
         total = total + units * (both * np.where(once, 1.0, m) + reduce * np.where(once, 1.0, m))
     return total

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from weft.planner.cost import LayerCosts, padded_vocab
 from weft.planner.measured.laws import TINY, Laws
-from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job
+from weft.planner.space import CP_MODES, PRECISIONS, AdapterSize, Columns, Job
 
 Array = NDArray[np.float64]
 
@@ -93,6 +93,12 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
     tokens = columns.microbatch * (job.seq_len / c)
     q, kv = shape.cut_widths(t)
     products = _products(job, columns, clock, tokens, q, kv)
+    if job.adapter is not None:  # no gradients of frozen weights
+        thin, unpacked = _beside(job, job.adapter, clock, tokens, t)
+        products = products * np.array([1.0, 1.0, 0.0])[:, None] + thin
+    else:
+        made = 1.0 if job.trained is None else job.trained.layers
+        products, unpacked = products * np.array([1.0, 1.0, made])[:, None], np.zeros(len(columns))
     dense = shape.dense_share
     attention = _attention(job, columns, clock, q, kv)
     passes = _passes(job, columns, clock, tokens, q, kv)
@@ -108,8 +114,8 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
         wgrad=products[2],
         attn_f=attention[0],
         attn_b=attention[1],
-        memory_f=passes[0] + host[0],
-        memory_b=passes[1] + host[1],
+        memory_f=passes[0] + host[0] + unpacked,
+        memory_b=passes[1] + host[1] + unpacked,
         tp_f=tp[0],
         tp_b=tp[1],
         cp_f=cp[0],
@@ -120,7 +126,7 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
         head_gemm=head[0],
         head_memory=head[1],
         head_tp=head[2],
-        embed=clock.of("embedding", tokens, float(shape.hidden), padded_vocab(job, t) / t),
+        embed=_embed(job, clock, tokens, t),
         embed_tp=_embed_tp(job, columns, clock, tokens),
     )
 
@@ -154,6 +160,28 @@ def _products(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: 
         expert = ups * clock.linear(each, wide, h) + clock.linear(each, h, wide)
         total = total + (1 - dense) * (local * expert + clock.linear(tokens / t, float(shape.num_experts), h))
     return total
+
+
+def _beside(job: Job, adapter: AdapterSize, clock: CrowdedLaws, tokens: Array, t: Array) -> tuple[Array, Array]:
+    """Seconds of an adapter's products of a mean layer (forward, towards the input, towards the weights), with the sum
+    that joins theirs to the layer's; and of unpacking a packed base once: forward does, and backward again."""
+    if not adapter.products:
+        return np.zeros((3, len(tokens))), np.zeros(len(tokens))
+    side, rank = adapter.width / 2 / adapter.products, float(adapter.rank)  # tensor parallelism cuts one of the two
+    made = clock.linear(tokens, rank, side) + clock.linear(tokens, side / t, rank)
+    added = clock.of("add", tokens, side / t)
+    made = adapter.products * (made + np.stack([added, added, np.zeros_like(added)]))
+    h = float(job.shape.hidden)
+    unpacked = clock.of("copy", adapter.unpacked_bytes / (2 * VALUE) / t / h, h) if adapter.packed else 0.0 * added
+    return made, unpacked
+
+
+def _embed(job: Job, clock: CrowdedLaws, tokens: Array, t: Array) -> Array:
+    """Seconds of the embedding, forward and backward; a frozen table is read, and has no gradient."""
+    h = float(job.shape.hidden)
+    if job.adapter is not None or (job.trained is not None and not job.trained.embedding):
+        return clock.of("copy", tokens, h)
+    return clock.of("embedding", tokens, h, padded_vocab(job, t) / t)
 
 
 def _attention(job: Job, columns: Columns, clock: CrowdedLaws, q: Array, kv: Array) -> Array:
@@ -216,7 +244,8 @@ def _head(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array) -> tupl
     """Products, passes (final norm, loss) and communication of the head, forward and backward."""
     shape, t = job.shape, columns.tp.astype(float)
     h, vocab = float(shape.hidden), padded_vocab(job, t) / t
-    products = clock.linear(tokens, vocab, h).sum(axis=0)
+    learnt = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
+    products = (clock.linear(tokens, vocab, h) * np.array([1.0, 1.0, learnt])[:, None]).sum(axis=0)
     norm = clock.passes("layer_norm" if shape.layer_norm else "norm", tokens / np.where(columns.sp, t, 1.0), h).sum(
         axis=0
     )

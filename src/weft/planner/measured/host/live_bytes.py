@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from weft.planner.cost import CLASSES, cut_loss_bytes, is_loss_cut, padded_vocab, rank_shares, stays_loose
 from weft.planner.cost.pipeline import fullest_moment
 from weft.planner.measured.host.crowd import ranks_of
-from weft.planner.space import CP_MODES, PRECISIONS, Columns, Job, wire_columns
+from weft.planner.space import CP_MODES, PRECISIONS, AdapterSize, Columns, Job, wire_columns
 from weft.spec.plan import RECOMPUTES, RESHARDS
 from weft.spec.shares import BUCKETS_UNDER_WAY, bucket_bytes
 
@@ -58,7 +58,9 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     inside = inside.dense + inside.experts
     both = np.minimum(embedding + head, 1.0) if shape.tied else embedding + head
     params = inside + table * both
-    one_pass, learnt = tokens * layers * kept * width, params * np.maximum(width, 4.0)
+    adapter = job.adapter
+    trained = _trained(job, columns, layers, (inside, table * both), (embedding, head))
+    one_pass, learnt = tokens * layers * kept * width, trained * np.maximum(width, 4.0)
     piped = columns.pp > 1
     passes, begun = fullest_moment(columns, rank, one_pass, learnt) if piped.any() else (1.0, np.ones(len(columns)))
     passes = np.where(piped, passes, 1.0)
@@ -68,19 +70,26 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     ends = tokens * (head * norm + turns)
     # The loss.
     cut = is_loss_cut(columns, tokens, vocab)
-    parts = cut_loss_bytes(columns, tokens, vocab, h, width) / width
+    parts = cut_loss_bytes(columns, tokens, vocab, h, width, frozen=adapter is not None) / width
     logits = head * np.where(cut, parts, tokens * 3 * vocab)
     # Backward of the last layer: the head's gradients of a cut loss, and what the layer makes again; the last norm has
     # let go. Backward of the first layer: the others have let go what they kept, and left gradients.
     ffn = (shape.ffn or shape.top_k * shape.expert_ffn) / t
     working = tokens * (h + (2 if shape.gated else 1) * ffn) - tokens * head * norm
+    if adapter is not None and adapter.packed:
+        working = working + adapter.unpacking_bytes(t, width) / width
     again = np.where(columns.recompute == RECOMPUTES.index("none"), 0.0, tokens * (whole - h / outside))
     unit = inside / np.maximum(1.0, layers)
-    way_last, way_first = _on_their_way(columns, layers, unit, head * vocab * h)
-    last = again + working + way_last + head * np.where(cut, vocab * h, 0.0)
+    learnt_unit = unit if adapter is None else trained / np.maximum(1.0, layers)
+    learnt_head = head * vocab * h * (adapter is None)
+    way_last, way_first = _on_their_way(columns, layers, (unit, learnt_unit), learnt_head)
+    last = again + working + way_last + np.where(cut, learnt_head, 0.0)
     first = again + working + way_first - saved * (1 - 1 / np.maximum(1.0, layers))
-    states = _states(job, columns, params, width)
-    gradients, made_late = _gradients(columns, params, width, begun)
+    states = _states(job, columns, trained, width)
+    if adapter is not None or job.trained is not None:
+        beside = params if adapter is not None else params - trained
+        states["parameters"] += _frozen_bytes(adapter, columns, (beside, inside, layers), width)
+    gradients, made_late = _gradients(columns, trained, width, begun)
     is_first = first + made_late / width > np.maximum(last, logits)
     is_late = is_first | (last > logits)
     in_backward = np.where(is_first, first, last)
@@ -96,13 +105,39 @@ def _rank(job: Job, columns: Columns, rank: int, layers: Array, embedding: Array
     }
 
 
-def _on_their_way(columns: Columns, layers: Array, unit: Array, head: Array) -> tuple[Array, Array]:
+def _trained(job: Job, columns: Columns, layers: Array, held: tuple[Array, Array], ends: tuple[Array, Array]) -> Array:
+    """Parameters that a rank trains. held: those of its layers and at the ends; ends: 1 where it has them."""
+    part = job.trained
+    if job.adapter is not None:
+        return job.adapter.params_of_rank(layers, columns.tp.astype(float))
+    if part is None:
+        return held[0] + held[1]
+    return held[0] * np.where(columns.pp > 1, part.most, part.layers) + held[1] * part.of_ends(*ends)
+
+
+def _frozen_bytes(
+    adapter: AdapterSize | None, columns: Columns, held: tuple[Array, Array, Array], width: Array
+) -> Array:
+    """Bytes of weights that are not trained. held: a rank's, all of those in its layers, its layers."""
+    params, inside, layers = held
+    found = params * width
+    if adapter is not None and adapter.packed:
+        packed = np.minimum(inside, layers * adapter.packed / columns.tp)
+        found = found - packed * (width - adapter.packed_bytes / adapter.packed)
+    divided = np.where(columns.zero == 3, columns.dp_shard * columns.cp, 1)
+    return found / divided * (1 - columns.offload_params)
+
+
+def _on_their_way(columns: Columns, layers: Array, units: tuple[Array, Array], head: Array) -> tuple[Array, Array]:
     """Values of gradients on their way while backward is in the last layer and in the first.
+
+    units: parameters of a layer, and those of them that are trained. head: of the head that are trained.
 
     Those of a single pass travel from where autograd put them, some buckets at once. ZeRO 3 has those of a unit, and,
     where it keeps what it gathered until then, that unit's weights.
     """
     one_pass = columns.num_micro == 1
+    weights, unit = units
     made = np.minimum(head + np.maximum(0.0, layers - 1) * unit, float(BUCKETS_UNDER_WAY * bucket_bytes("cpu") // 4))
     is_divided = columns.dp_replicate * columns.dp_shard * columns.cp > 1
     by_bucket = (columns.zero < 3) & one_pass & is_divided & (columns.pp == 1)
@@ -111,7 +146,7 @@ def _on_their_way(columns: Columns, layers: Array, unit: Array, head: Array) -> 
     keeps = by_unit & ~lets_go
     first = np.where(by_bucket, made, np.where(by_unit, unit, 0.0))
     # What was kept is let go unit by unit, and is more than all else: the first layer is never fullest then.
-    return np.where(keeps, 2 * unit, 0.0), np.where(keeps, -np.inf, first)
+    return np.where(keeps, weights + unit, 0.0), np.where(keeps, -np.inf, first)
 
 
 def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
@@ -140,7 +175,7 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
 
 
 def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str, Array]:
-    """Bytes of parameters and optimizer states. params: the rank's, before ZeRO divides them."""
+    """Bytes of parameters and optimizer states. params: those that the rank trains, before ZeRO divides them."""
     moments = (job.stack.main_bytes - 4.0) / 4.0  # as a share of fp32's for each parameter: 2, or 1 in bf16
     group = (columns.dp_shard * columns.cp).astype(float)
     master = np.where(width < 4, 4.0, 0.0)
