@@ -168,8 +168,11 @@ def test_classify_is_the_task_of_its_model(tmp_path: Path) -> None:
     assert named() == "ImageClassTask"
     assert named(options={"model": "speech-tiny"}) == "AudioClassTask"
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    with pytest.raises(ConfigError, match=r"a 'llava' names no classes\. Give another model\."):
+    with pytest.raises(ConfigError, match=r"a 'llava' does not classify texts, .*\. Leave model\.path out, or"):
         named(model={"path": str(tmp_path)})
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    texts = RunConfig.model_validate({"task": {"name": "classify"}, "model": {"path": str(tmp_path)}})
+    assert type(find_task(texts)).__name__ == "TextClassTask"
     with pytest.raises(ConfigError, match=r"its config\.json cannot be read"):
         named(model={"path": str(tmp_path / "nowhere")})
 

@@ -68,7 +68,7 @@ def classified(config: RunConfig) -> str:
     """Return which of the tasks that name classes `task.name = "classify"` is: by the folder's model, or the option.
 
     Raises:
-        ConfigError: for a folder whose config.json does not say what it classifies.
+        ConfigError: for a folder whose model does not classify texts.
     """
     path = config.model.path
     if not path:
@@ -79,18 +79,15 @@ def classified(config: RunConfig) -> str:
         why = getattr(error, "strerror", None) or error
         rule = f"model.path={path}: its config.json cannot be read ({why}). Give the folder of a Hugging Face model."
         raise ConfigError([Problem("model.path", rule)]) from error
-    from transformers.models.auto import modeling_auto as names
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as OF_TEXT
 
-    tables = {
-        "classify_audio": names.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
-        "classify_images": names.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-        "classify_text": names.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    }
-    found = next((task for task, table in tables.items() if fields.get("model_type") in table), "")
-    if not found:
-        rule = f"model.path={path}: a {fields.get('model_type')!r} names no classes. Give another model."
+    if fields.get("model_type") not in OF_TEXT:
+        rule = (
+            f"model.path={path}: a {fields.get('model_type')!r} does not classify texts, and networks for classes of "
+            "pictures and sound start from new weights. Leave model.path out, or give another folder."
+        )
         raise ConfigError([Problem("model.path", rule)])
-    return found
+    return "classify_text"
 
 
 def _check_batching(task: Task, config: RunConfig) -> None:
