@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.pictures import class_folder
 from weft.data.media import DecodedAhead, Look, Pictures, find_pictures, usual_workers
-from weft.data.media import decode_pool as pool_module
+from weft.data.media.decoding import decode_pool as pool_module
 from weft.errors import DataError
 
 LOOK = Look(16, crops=True, mirrors=True, colour=0.4, noise=3.0)

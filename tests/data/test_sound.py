@@ -26,6 +26,7 @@ from weft.data.media.sound import (
     sound_size,
 )
 from weft.data.media.sound.mel import mel_energy
+from weft.data.media.sound.ogg_header import vorbis_size
 from weft.errors import DataError, MissingExtra
 
 
@@ -226,3 +227,31 @@ def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "soxr", None)
     with pytest.raises(MissingExtra, match=r'soxr is not installed: .* pip install -e "\.\[media\]"'):
         hear(one, sound_size(one), Hearing(16_000, 1.0))
+
+
+def test_an_ogg_is_measured_without_its_codec(tmp_path: Path) -> None:
+    """What the pages say is what libsndfile says; what is not plain is left to it."""
+    wave = tones("abcd", 3, 24_000)
+    for rate, channels in ((24_000, 1), (44_100, 2), (8000, 1)):
+        file = tmp_path / f"{rate}.ogg"
+        soundfile.write(file, np.stack([wave] * channels, 1), rate, format="OGG", subtype="VORBIS")
+        known = soundfile.info(file)
+        assert vorbis_size(Encoded.of_file(file)) == (known.frames, rate, channels) == sound_size(file)
+    whole = (tmp_path / "8000.ogg").read_bytes()
+    opus, silent = encoded(tones("ab", 1, 48_000), 48_000, "OGG", "OPUS"), encoded(np.zeros(24_000), 24_000, "OGG")
+    odd = {
+        "cut": whole[:-40],
+        "two": (tmp_path / "24000.ogg").read_bytes() + whole,
+        "opus": opus,
+        "silent": silent,
+        "head": whole[:100],
+        "none": b"",
+    }
+    for name, data in odd.items():
+        (tmp_path / name).write_bytes(data)
+        assert vorbis_size(Encoded.of_file(tmp_path / name)) is None, name
+    with pytest.raises(DataError, match=r"it is silent, every sample is 0"):
+        sound_size(tmp_path / "silent")
+    with pytest.raises(DataError, match=r"it is cut off"):
+        sound_size(tmp_path / "cut")
+    assert sound_size(tmp_path / "opus")[1] == 48_000

@@ -103,6 +103,8 @@ class Decoder(KeepsTies):
         document_ids_BT: Tensor | None = None,
         cache: Cache | None = None,
         document_starts_BM: Tensor | None = None,
+        features_ND: Tensor | None = None,
+        feature_index_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the logits (B, T, V) of the token after each input token.
 
@@ -113,6 +115,8 @@ class Decoder(KeepsTies):
             cache: keys and values of earlier tokens; it takes up those of this call.
             document_starts_BM: where the documents of document_ids begin, each row filled up with T; found where it is
                 None, for which the host waits on a GPU.
+            features_ND: rows that stand in place of tokens, such as those of pictures.
+            feature_index_BT: the row in place of each token; -1: the token itself.
 
         Raises:
             ModelError: for a sequence that the position table or the cache cannot hold.
@@ -123,6 +127,9 @@ class Decoder(KeepsTies):
             end = num_seen + input_ids_BT.shape[1]
             positions_BT = torch.arange(num_seen, end, device=input_ids_BT.device)[None]
         x_BTD = self.embed(input_ids_BT)
+        if features_ND is not None and feature_index_BT is not None:
+            rows_BTD = features_ND.to(x_BTD.dtype)[feature_index_BT.clamp(min=0)]
+            x_BTD = torch.where(feature_index_BT[..., None] < 0, x_BTD, rows_BTD)
         turn = None
         if self.pos_embed is not None:
             x_BTD = x_BTD + self.pos_embed(positions_BT)

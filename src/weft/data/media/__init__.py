@@ -27,7 +27,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.data.media.class_folder import ClassFolder, find_pictures
-    from weft.data.media.decoded_ahead import DecodedAhead, usual_workers
+    from weft.data.media.decoding import DecodedAhead, usual_workers
     from weft.data.media.file_forms import RecordColumns
     from weft.data.media.media_kinds import SOUND
     from weft.data.media.media_records import MediaRecords, Survey, find_records, record_files, with_classes
@@ -40,7 +40,7 @@ __getattr__ = loads(
     {
         "ClassFolder": ".class_folder",
         "RecordColumns": ".file_forms",
-        "DecodedAhead": ".decoded_ahead",
+        "DecodedAhead": ".decoding",
         "Look": ".pixels",
         "Pictures": ".pictures",
         "MediaRecords": ".media_records",
@@ -52,7 +52,7 @@ __getattr__ = loads(
         "parse_source": ".pictures",
         "read_picture": ".pixels",
         "record_files": ".media_records",
-        "usual_workers": ".decoded_ahead",
+        "usual_workers": ".decoding",
         "with_classes": ".media_records",
     },
 )

@@ -120,12 +120,12 @@ def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns
         DataError: where it is not there any more.
     """
     if kind in (FILE, BELOW):
-        return Encoded(name, str(_inside(path if kind == BELOW else path.parent, name)))
+        return Encoded(name, str(inside(path if kind == BELOW else path.parent, name)))
     if kind == STRETCH:
         return Encoded(f"{path}, {name}", str(path), offset, length)
     if kind == LINE:
         record = json.loads(Encoded(name, str(path), offset, length).whole())
-        held = _held(record[columns.media_column(record, path)])
+        held = held_bytes(record[columns.media_column(record, path)])
     else:
         held = _row(path, offset, columns)
     if held is None:
@@ -150,7 +150,18 @@ def _folder_records(root: Path, columns: RecordColumns) -> Iterator[FoundRecord]
 
 
 def _tar_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
-    """Files that follow one another and share all before the first dot of their names are one sample."""
+    for tar, stem, sample in tar_samples(path):
+        yield _tar_record(path, tar, stem, sample, columns)
+
+
+def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, tarfile.TarInfo]]]:
+    """Yield (archive, name, files by suffix) of files that share all before the first dot, one after another.
+
+    path: of the archive.
+
+    Raises:
+        DataError: where it is damaged or cut off.
+    """
     sample: dict[str, tarfile.TarInfo] = {}
     stem = ""
     try:
@@ -162,12 +173,12 @@ def _tar_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
                 folder, slash, file = member.name.rpartition("/")
                 first, _, suffix = file.partition(".")
                 if folder + slash + first != stem and sample:
-                    yield _tar_record(path, tar, stem, sample, columns)
+                    yield tar, stem, sample
                     sample = {}
                 stem = folder + slash + first
                 sample[suffix.lower()] = member
             if sample:
-                yield _tar_record(path, tar, stem, sample, columns)
+                yield tar, stem, sample
             _check_end(path, tar.offset)
     except tarfile.TarError as error:
         raise _cut_off(path, str(error)) from error
@@ -258,7 +269,7 @@ def _record(
     where = f"{path}, {name}"
     if label is None:
         return FoundRecord(where, reason=f"it has no {columns.learnt}")
-    held = _held(media)
+    held = held_bytes(media)
     if held is not None:
         return FoundRecord(name, *place, "", Encoded(where, held=held), label)
     if isinstance(media, Mapping):
@@ -266,7 +277,7 @@ def _record(
     if not isinstance(media, str) or not media:
         return FoundRecord(where, reason=f"it has neither a path nor bytes of a {columns.kind.one}")
     try:
-        file = _inside(path.parent, media)
+        file = inside(path.parent, media)
     except DataError as error:
         return FoundRecord(where, reason=str(error))
     if not file.is_file():
@@ -274,16 +285,24 @@ def _record(
     return FoundRecord(media, FILE, 0, -1, str(file), Encoded.of_file(file), label)
 
 
-def _inside(root: Path, path: str) -> Path:
-    """The file that a record names. DataError where it lies outside of the folder of the records."""
+def inside(root: Path, path: str) -> Path:
+    """Return the file that a record names.
+
+    Args:
+        root: folder of the records.
+        path: as the record has it.
+
+    Raises:
+        DataError: where it lies outside of the folder.
+    """
     file = root / path
     if not file.resolve().is_relative_to(root.resolve()):
         raise DataError(f"{path!r} lies outside of {root}, the folder of the records")
     return file
 
 
-def _held(value: Any) -> bytes | None:
-    """The bytes of media that stand in the record itself."""
+def held_bytes(value: Any) -> bytes | None:
+    """Return the bytes of media that stand in the record itself; None: there are none."""
     if isinstance(value, Mapping):
         value = value.get("bytes")
         if isinstance(value, str):
@@ -333,7 +352,7 @@ def _class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
 def _row(path: Path, number: int, columns: RecordColumns) -> bytes | None:
     starts, media = _groups(str(path), columns)
     group = max(index for index, start in enumerate(starts) if start <= number)
-    return _held(_group(str(path), group, media)[number - starts[group]].as_py())
+    return held_bytes(_group(str(path), group, media)[number - starts[group]].as_py())
 
 
 @lru_cache(maxsize=256)

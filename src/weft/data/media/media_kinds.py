@@ -35,8 +35,10 @@ SOUND = MediaKind(
     ("audio", "sound", "recording", "wav", "flac", "ogg", "mp3", "file_name", "audio_path", "audio_filepath", "path",
      "bytes"),
 )  # fmt: skip
+#: Text with any number of both.
+SAMPLE = MediaKind("sample", "samples", "text", (), ())
 #: By the word for one.
-KINDS = {kind.one: kind for kind in (PICTURE, SOUND)}
+KINDS = {kind.one: kind for kind in (PICTURE, SOUND, SAMPLE)}
 
 
 def class_files(root: Path, kind: MediaKind) -> list[tuple[str, str]]:

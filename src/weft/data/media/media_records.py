@@ -200,13 +200,9 @@ def find_records(
         DataError: where a file is damaged, there is one class alone, or more than 1 % of the records cannot be used.
     """
     survey = survey or Survey()
-    stats = [_file_stat(file, columns.kind) for file in files]
     asked = [columns.kind.one, columns.is_text, columns.media, columns.label]
-    key: list[Any] = ["media", _VERSION, stats, asked, list(survey.key)]
-    writer = _Writer(path, files, columns, told, survey)
-    table = ready_table(cache, key, writer.write, None)
-    if (now := [_stat(file) for file, _ in table.notes["missing"]]) != [was for _, was in table.notes["missing"]]:
-        table = ready_table(cache, [*key, now], writer.write, None)
+    key = ["media", _VERSION, asked, list(survey.key)]
+    table = records_table(cache, key, files, columns.kind, _Writer(path, files, columns, told, survey).write)
     seen: list[int | str] = table.notes["labels"]
     classes = () if columns.is_text else _in_order(seen)
     if len(classes) < 2 and not columns.is_text:
@@ -218,13 +214,58 @@ def find_records(
     )  # fmt: skip
 
 
+def records_table(
+    cache: Path, key: list[Any], files: Sequence[Path], kind: MediaKind, write: Callable[[RowWriter], dict[str, Any]]
+) -> RowTable:
+    """Return the table of some files, written again when one of them changed, or one that was missing is there.
+
+    Args:
+        cache: folder that keeps it.
+        key: what else decides its rows.
+        files: of records.
+        kind: of their media.
+        write: adds the rows; its notes have `missing`, of (path, what `file_state` said).
+
+    Raises:
+        DataError: what `write` raises.
+    """
+    key = [*key, [_file_stat(file, kind) for file in files]]
+    table = ready_table(cache, key, write, None)
+    now = [file_state(file) for file, _ in table.notes["missing"]]
+    if now != [was for _, was in table.notes["missing"]]:
+        table = ready_table(cache, [*key, now], write, None)
+    return table
+
+
+def refuse_unusable(path: str, kind: MediaKind, count: int, num_bad: int, reasons: Sequence[str]) -> None:
+    """Refuse records of which none is there, or too many cannot be used.
+
+    Args:
+        path: what the user named.
+        kind: of the media.
+        count: of the records.
+        num_bad: of those that cannot be used.
+        reasons: of the first ones.
+
+    Raises:
+        DataError: for such records.
+    """
+    if not count:
+        raise DataError(f"data={path}: its files hold no records. Give files with {kind.many} in them.")
+    if num_bad > MOST_BAD * count:
+        raise DataError(
+            f"data={path}: {num_bad} of {format_count(count)} {kind.many} cannot be used, more than {MOST_BAD:.0%}. "
+            f"The first: {'; '.join(reasons[:3])}"
+        )
+
+
 def _file_stat(file: Path, kind: MediaKind) -> tuple[Any, ...]:
     """What shows that a file, or one below a folder of classes, has changed."""
     if file.is_file():
         return str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns
     hasher = hashlib.blake2b(digest_size=16)
     for name, _ in class_files(file, kind):
-        hasher.update(json.dumps([name, *_stat(str(file / name))]).encode())
+        hasher.update(json.dumps([name, *file_state(str(file / name))]).encode())
     return str(file.absolute()), hasher.hexdigest()
 
 
@@ -279,17 +320,11 @@ class _Writer:
                     num_bad += 1
                     reasons += [reason] if len(reasons) < _MOST_REASONS else []
                     if record.path and len(missing) < _MOST_REASONS:
-                        missing.append((record.path, _stat(record.path)))
+                        missing.append((record.path, file_state(record.path)))
                 if self._told is not None and not count % _TOLD_EVERY:
                     self._told(done + max(0, record.offset), sum(sizes))
             done += sizes[number]
-        if not count:
-            raise DataError(f"data={self._path}: its files hold no records. Give files with {words.many} in them.")
-        if num_bad > MOST_BAD * count:
-            raise DataError(
-                f"data={self._path}: {num_bad} of {format_count(count)} {words.many} cannot be used, more than "
-                f"{MOST_BAD:.0%}. The first: {'; '.join(reasons[:3])}"
-            )
+        refuse_unusable(self._path, words, count, num_bad, reasons)
         return {"labels": list(self._labels), "reasons": reasons, "num_bad": num_bad, "missing": missing}
 
     def _row(self, file: int, record: FoundRecord) -> tuple[dict[str, Any] | None, str]:
@@ -315,7 +350,8 @@ class _Writer:
         return {"place": place, "name": np.frombuffer(record.name.encode(), np.uint8), **more}, ""
 
 
-def _stat(path: str) -> list[int]:
+def file_state(path: str) -> list[int]:
+    """Return what changes when a file does; [-1, -1] where there is none."""
     try:
         found = os.stat(path)
     except OSError:

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 from weft.data.media.class_folder import ClassFolder
 from weft.data.media.encoded import Encoded
+from weft.data.media.media_kinds import SAMPLE
 from weft.data.media.media_records import MediaRecords
+from weft.data.media.mixed import MixedRecords
 from weft.data.media.pixels import Look, read_picture
 
 
@@ -60,10 +62,13 @@ def parse_source(text: str) -> ClassFolder | MediaRecords:
         DataError: for another text.
     """
     try:
-        is_records = "records" in json.loads(text)
-    except (ValueError, TypeError):
-        is_records = False
-    return MediaRecords.parse(text) if is_records else ClassFolder.parse(text)
+        found = json.loads(text)
+        kind = found["columns"]["kind"] if "records" in found else ""
+    except (ValueError, TypeError, KeyError):
+        kind = ""
+    if kind == SAMPLE.one:
+        return MixedRecords.parse(text)
+    return MediaRecords.parse(text) if kind else ClassFolder.parse(text)
 
 
 class Pictures:

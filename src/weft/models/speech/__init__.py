@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from weft.models.speech.speech_encoder import SPEECH_MODELS, build_speech_model
+from weft.models.speech.speech_encoder import SPEECH_MODELS, SpeechBlock, SpeechStem, build_speech_model
 
-__all__ = ["SPEECH_MODELS", "build_speech_model"]
+__all__ = ["SPEECH_MODELS", "SpeechBlock", "SpeechStem", "build_speech_model"]

@@ -46,10 +46,12 @@ CodeName = Annotated[
     WithJsonSchema({"type": "string", "pattern": _CODE, "x-rule": "a class as package.module:Class"}),
 ]
 #: Tasks that have a name; `find_task` knows their classes. These train the model of a Hugging Face folder.
-FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed", "transcribe")
+FOLDER_TASKS = ("masked_lm", "classify_text", "classify_tokens", "seq2seq", "embed")
 #: These train the text decoder by another loss.
 TEXT_TASKS = ("prefer", "distill")
-TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, "classify_images", "classify_audio")
+#: These train networks for pictures, sound and text, from new weights or a folder's.
+MEDIA_TASKS = ("classify", "classify_images", "classify_audio", "caption", "transcribe", "contrast")
+TASK_NAMES = (*FOLDER_TASKS, *TEXT_TASKS, *MEDIA_TASKS)
 #: What a task trains, by its name; what is not here trains something else.
 TRAINS = {**dict.fromkeys(FOLDER_TASKS, "folder"), **dict.fromkeys(TEXT_TASKS, "decoder")}
 _TASK = rf"^(({'|'.join(TASK_NAMES)})|([A-Za-z_][A-Za-z0-9_.]*|[^:]+\.py):[A-Za-z_][A-Za-z0-9_]*)$"

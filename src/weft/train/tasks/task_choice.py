@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.errors import ConfigError, Problem, WeftError, did_you_mean
@@ -19,14 +21,16 @@ _OF_BATCHES = ("data.batching", "data.microbatch_cost")
 
 #: Of the tasks that have a name: the class, and the one for a pretrained folder.
 _CLASSES = {
+    "caption": ("weft.train.tasks.tuned:CaptionTask",) * 2,
     "classify_audio": ("weft.train.tasks.tuned:AudioClassTask",) * 2,
     "classify_images": ("weft.train.tasks.tuned:ImageClassTask",) * 2,
     "classify_text": ("weft.train.tasks.tuned:TextClassTask",) * 2,
     "classify_tokens": ("weft.train.tasks.tuned:TokenClassTask",) * 2,
+    "contrast": ("weft.train.tasks.tuned:ContrastTask",) * 2,
     "embed": ("weft.train.tasks.tuned:EmbedTask",) * 2,
     "masked_lm": ("weft.train.tasks.tuned:MaskedTask",) * 2,
     "seq2seq": ("weft.train.tasks.tuned:Seq2SeqTask",) * 2,
-    "transcribe": ("weft.train.tasks.tuned:TranscribeTask",) * 2,
+    "transcribe": ("weft.train.tasks.tuned:CaptionTask", "weft.train.tasks.tuned:TranscribeTask"),
     "distill": ("weft.train.tasks.distill:DistillTask", "weft.train.tasks.distill:PretrainedDistillTask"),
     "prefer": ("weft.train.tasks.preference:PreferTask", "weft.train.tasks.preference:PretrainedPreferTask"),
 }
@@ -47,7 +51,8 @@ def find_task(config: RunConfig) -> Task:
 
         task = DecoderTask()
     else:
-        plain, tuned = _CLASSES.get(config.task.name, (config.task.name, config.task.name))
+        name = classified(config) if config.task.name == "classify" else config.task.name
+        plain, tuned = _CLASSES.get(name, (name, name))
         kind = _found(config.task.name, tuned if config.model.path else plain)
         task = _made(kind, config.task.name, config.task.options)
         _refuse_unread(task, config)
@@ -57,6 +62,32 @@ def find_task(config: RunConfig) -> Task:
         raise ConfigError([Problem("data.workers", rule)])
     task.config = config
     return task
+
+
+def classified(config: RunConfig) -> str:
+    """Return which of the tasks that name classes `task.name = "classify"` is: by the folder's model, or the option.
+
+    Raises:
+        ConfigError: for a folder whose model does not classify texts.
+    """
+    path = config.model.path
+    if not path:
+        return "classify_audio" if str(config.task.options.get("model", "")).startswith("speech") else "classify_images"
+    try:
+        fields = json.loads((Path(path).expanduser() / "config.json").read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        rule = f"model.path={path}: its config.json cannot be read ({why}). Give the folder of a Hugging Face model."
+        raise ConfigError([Problem("model.path", rule)]) from error
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as OF_TEXT
+
+    if fields.get("model_type") not in OF_TEXT:
+        rule = (
+            f"model.path={path}: a {fields.get('model_type')!r} does not classify texts, and networks for classes of "
+            "pictures and sound start from new weights. Leave model.path out, or give another folder."
+        )
+        raise ConfigError([Problem("model.path", rule)])
+    return "classify_text"
 
 
 def _check_batching(task: Task, config: RunConfig) -> None:

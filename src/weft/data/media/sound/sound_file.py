@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.media.encoded import Encoded
+from weft.data.media.sound.ogg_header import PAGE_BYTES, vorbis_size
 from weft.errors import DataError, MissingExtra
 
 #: Frames a second that a recording may have.
@@ -26,8 +27,6 @@ RATES = range(1000, 768_001)
 _FIRST_BLOCK, _LARGEST_BLOCK = 256, 65536
 #: A header that promises more does not know.
 _MOST_FRAMES = 2**48
-#: A page of an Ogg file is at most so long.
-_OGG_PAGE_BYTES = 65_307
 #: Sizes that programs write where they do not know how much will follow.
 _OPEN_ENDED = 0x7FFFF000
 
@@ -52,6 +51,9 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
         DataError: where the file is no sound, has no samples, is cut off, or is silent from end to end.
     """
     encoded = source if isinstance(source, Encoded) else Encoded.of_file(source)
+    plain = vorbis_size(encoded)
+    if plain is not None and plain[1] in RATES:
+        return plain
     with _opened(encoded) as sound:
         frames, rate, channels = sound.frames, sound.samplerate, sound.channels
         if _is_cut_off(encoded, sound):
@@ -204,8 +206,8 @@ def _chunk_end(encoded: Encoded, order: str, wanted: bytes) -> int:
 
 def _last_page_end(encoded: Encoded) -> int:
     """Where the last page of an Ogg file ends by its own table; 0 where none is found."""
-    start = max(0, encoded.size() - 2 * _OGG_PAGE_BYTES)
-    tail = encoded.part(start, 2 * _OGG_PAGE_BYTES)
+    start = max(0, encoded.size() - 2 * PAGE_BYTES)
+    tail = encoded.part(start, 2 * PAGE_BYTES)
     at = tail.rfind(b"OggS")
     if at < 0:
         return 0

@@ -8,6 +8,8 @@ from weft.lazy import loads
 
 __all__ = [
     "AudioClassTask",
+    "CaptionTask",
+    "ContrastTask",
     "EmbedTask",
     "FolderTask",
     "ImageClassTask",
@@ -23,7 +25,14 @@ if TYPE_CHECKING:
     from weft.train.tasks.tuned.embed_task import EmbedTask
     from weft.train.tasks.tuned.folder_task import FolderTask
     from weft.train.tasks.tuned.masked_task import MaskedTask
-    from weft.train.tasks.tuned.media import AudioClassTask, ImageClassTask, MediaTask, TranscribeTask
+    from weft.train.tasks.tuned.media import (
+        AudioClassTask,
+        CaptionTask,
+        ContrastTask,
+        ImageClassTask,
+        MediaTask,
+        TranscribeTask,
+    )
     from weft.train.tasks.tuned.seq2seq_task import Seq2SeqTask
     from weft.train.tasks.tuned.text_class_task import TextClassTask
     from weft.train.tasks.tuned.token_class_task import TokenClassTask
@@ -34,6 +43,8 @@ __getattr__ = loads(
         "EmbedTask": ".embed_task",
         "FolderTask": ".folder_task",
         "AudioClassTask": ".media",
+        "CaptionTask": ".media",
+        "ContrastTask": ".media",
         "ImageClassTask": ".media",
         "MediaTask": ".media",
         "TranscribeTask": ".media",

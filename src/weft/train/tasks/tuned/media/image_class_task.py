@@ -28,9 +28,7 @@ from weft.models.vision import build_image_model
 from weft.monitor.screen import SheetEntry
 from weft.train.task import Metric
 from weft.train.tasks.tuned.media.media_task import MediaTask
-
-#: Mean and deviation of each channel over ImageNet, which published weights were trained with (0 to 255).
-_MEAN, _STD = np.array(((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)), np.float32)[..., None, None]
+from weft.train.tasks.tuned.media.pixel_values import normalised
 
 
 @dataclass(eq=False)
@@ -113,10 +111,7 @@ class ImageClassTask(MediaTask):
         return SheetEntry(self.sheet_title(place, split), picture=pixels, text=said)
 
     def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
-        # With numpy: in the thread that builds batches, torch would start threads that take cores from the step.
-        values = np.stack([pixels for pixels, _ in samples]).astype(np.float32)
-        values -= _MEAN
-        values /= _STD
+        values = normalised(np.stack([pixels for pixels, _ in samples]))
         return torch.from_numpy(values), torch.tensor([label for _, label in samples])
 
     # --- the model ---

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft import env
-from weft.data.media.decode_worker import ANSWER, DONE, FAULTY, JOB, Decodable, described, in_slot, slot_bytes
+from weft.data.media.decoding.decode_worker import ANSWER, DONE, FAULTY, JOB, Decodable, described, in_slot, slot_bytes
 from weft.errors import DataError
 from weft.units import format_bytes
 
@@ -179,7 +179,7 @@ class _Worker:
 
     def __init__(self, ring_fd: int, num_slots: int, told: bytes):
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        command = [sys.executable, "-m", "weft.data.media.decode_worker", str(ring_fd), str(num_slots)]
+        command = [sys.executable, "-m", "weft.data.media.decoding.decode_worker", str(ring_fd), str(num_slots)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(ring_fd,), bufsize=0,
             env={**env.bare_env(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},

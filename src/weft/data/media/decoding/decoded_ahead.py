@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
-from weft.data.media.decode_pool import DecodePool, Key
-from weft.data.media.decode_worker import Decodable
+from weft.data.media.decoding.decode_pool import DecodePool, Key
+from weft.data.media.decoding.decode_worker import Decodable
 
 _MOST_WORKERS = 8
 

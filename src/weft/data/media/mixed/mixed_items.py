@@ -1,0 +1,191 @@
+"""Samples of text, pictures and sound as a model gets them; pictures and recordings are decoded ahead, each alone.
+
+What is drawn at random for one follows from (seed, epoch, its number among all), on any rank and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.media.decoding import DecodedAhead, Key
+from weft.data.media.mixed.mixed_records import MixedRecords
+from weft.data.media.pixels import Look, read_picture
+from weft.data.media.sound import Hearing, LogMel, hear, masked, parse_features
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSample:
+    """tokens: ids, and a mark for each medium, (T,). learnt: which count in the loss, (T,). index: of the sample.
+
+    media: pixels (3, side, side) uint8, or bands (M, F) float32, in order. items: their numbers among all media.
+    """
+
+    tokens: NDArray[np.int32]
+    learnt: NDArray[np.uint8]
+    media: tuple[NDArray[Any], ...]
+    items: tuple[int, ...]
+    index: int
+
+
+class _Source:
+    """Says where an item is found, for errors of the processes that decode."""
+
+    def __init__(self, items: MixedItems):
+        self._items = items
+
+    def file(self, item: int) -> str:
+        index, number = self._items.place(item)
+        return self._items.records.medium(index, number).name
+
+
+class MixedItems:
+    """Pictures and recordings of samples, by number: what processes decode, as bytes.
+
+    Args:
+        records: the samples.
+        look: how pictures are seen.
+        hearing: how recordings are heard.
+        features: bands that are made of them.
+        seed: of the run.
+    """
+
+    dtype = np.dtype(np.uint8)
+    #: The option that makes what is decoded smaller.
+    smaller = "seconds"
+
+    def __init__(self, records: MixedRecords, look: Look, hearing: Hearing, features: LogMel, seed: int):
+        self.records, self.look, self.hearing, self.features, self.seed = records, look, hearing, features, seed
+        self._starts = np.concatenate(([0], np.cumsum(records.num_media())))
+        self.bands_shape = features.shape(hearing.most_samples)
+        #: The largest shape of an item.
+        self.shape = (max(3 * look.side**2, 4 * int(np.prod(self.bands_shape))),)
+        self.source = _Source(self)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def of_sample(self, index: int) -> range:
+        """Return the numbers of a sample's items."""
+        return range(int(self._starts[index]), int(self._starts[index + 1]))
+
+    def place(self, item: int) -> tuple[int, int]:
+        """Return the sample of an item, and its number there."""
+        index = int(np.searchsorted(self._starts, item, "right")) - 1
+        return index, item - int(self._starts[index])
+
+    def learnt(self, item: int) -> None:
+        """Nothing is learnt of an item alone."""
+
+    def decoded(self, epoch: int, item: int) -> NDArray[np.uint8]:
+        """Return an item as it is in an epoch, as bytes, (B,)."""
+        return np.ascontiguousarray(self.medium(epoch, item)).view(np.uint8).reshape(-1)
+
+    def shaped(self, item: int, values: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return the picture or the bands that bytes are of."""
+        index, number = self.place(item)
+        if not self.records.sizes(index)[number][0]:
+            return values.reshape(3, self.look.side, self.look.side)
+        return values.view(np.float32).reshape(self.bands_shape[0], -1)
+
+    def medium(self, epoch: int, item: int) -> NDArray[Any]:
+        """Return an item as it is in an epoch: pixels (3, side, side), or bands (M, F)."""
+        index, number = self.place(item)
+        encoded, key = self.records.medium(index, number), (self.seed, epoch, item)
+        is_sound, size = self.records.sizes(index)[number]
+        if not is_sound:
+            return read_picture(encoded, self.look, key)
+        wave = hear(encoded, size, self.hearing, key)
+        made = self.features(wave)
+        if not self.hearing.masks:
+            return made
+        frames = max(1, min(made.shape[1], self.features.frames(len(wave))))
+        return masked(made, self.hearing.masks, frames, key)
+
+    def told(self) -> dict[str, Any]:
+        """Return it as JSON values, for processes that decode."""
+        return {
+            "kind": "mixed",
+            "source": self.records.format(),
+            "look": asdict(self.look),
+            "hearing": asdict(self.hearing),
+            "features": self.features.told(),
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> MixedItems:
+        """Return what `told` described."""
+        features = parse_features(told["features"])
+        assert isinstance(features, LogMel)
+        return cls(MixedRecords.parse(told["source"]), Look(**told["look"]), Hearing(**told["hearing"]), features,
+                   told["seed"])  # fmt: skip
+
+
+class MixedAhead:
+    """Samples by index, whose pictures and recordings are decoded by processes that start when many are asked for.
+
+    Args:
+        items: what is decoded.
+        workers: processes; 0: the rank decodes.
+        left_out: whether media are not decoded at all, since what encoders make of them is kept.
+    """
+
+    def __init__(self, items: MixedItems, workers: int, *, left_out: bool = False):
+        self.items, self.left_out = items, left_out
+        self._ahead = DecodedAhead(items, workers)
+
+    def __len__(self) -> int:
+        return len(self.items.records)
+
+    def __getitem__(self, index: int) -> MixedSample:
+        return self.in_epoch(0, index)
+
+    def __iter__(self) -> Iterator[MixedSample]:
+        return (self[index] for index in range(len(self)))
+
+    def in_epoch(self, epoch: int, index: int) -> MixedSample:
+        """Return a sample as it is in an epoch."""
+        wanted = () if self.left_out else self.items.of_sample(index)
+        return self._sample(index, tuple(self.items.medium(epoch, item) for item in wanted))
+
+    def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[MixedSample]:
+        """Return samples, and have the media of others decoded while they are used.
+
+        Args:
+            wanted: (epoch, index) of each.
+            soon: what is asked for next.
+
+        Raises:
+            DataError: for a picture or a recording that cannot be decoded.
+        """
+        if self.left_out:
+            return [self.in_epoch(*key) for key in wanted]
+        keys, later = (
+            [(epoch, item) for epoch, index in some for item in self.items.of_sample(index)] for some in (wanted, soon)
+        )
+        made = iter(self._ahead.many(keys, later) if keys or later else ())
+        return [
+            self._sample(index, tuple(self._shaped(item, next(made)[0]) for item in self.items.of_sample(index)))
+            for _, index in wanted
+        ]
+
+    def _shaped(self, item: int, values: NDArray[Any]) -> NDArray[Any]:
+        return self.items.shaped(item, values)
+
+    def _sample(self, index: int, media: tuple[NDArray[Any], ...]) -> MixedSample:
+        records = self.items.records
+        items = tuple(self.items.of_sample(index))
+        return MixedSample(records.tokens(index), records.learnt(index), media, items, index)
+
+    def pids(self) -> list[int]:
+        """Return the processes that decode now."""
+        return self._ahead.pids()
+
+    def close(self) -> None:
+        """End the processes; the next call starts others."""
+        self._ahead.close()

@@ -1,0 +1,175 @@
+"""Text written after pictures and sound: `task.name = "caption"`, and `"transcribe"` without a pretrained model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.data.media.mixed import PICTURE_MARK, MixedSample
+from weft.errors import DataError
+from weft.models.multimodal import build_media_decoder, sound_tokens
+from weft.parallel.pipeline import pipeline_of
+from weft.train.task import Forwards, Metric
+from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
+from weft.train.tasks.tuned.media.edit_distance import edit_distance
+from weft.train.tasks.tuned.media.mixed_task import MixedTask
+
+#: Tokens of a batch are rounded up to so many.
+_MULTIPLE = 8
+#: Tokens that an evaluation writes between two looks at whether every text has ended.
+_LOOK_EVERY = 8
+
+
+@dataclass(eq=False)
+class CaptionTask(MixedTask):
+    """Trains a small model to write text after pictures, sound and text.
+
+    data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files; each has a text with any number
+    of pictures and recordings, or a chat with marks for them. eval: other records; by default a share `holdout`.
+    model: vlm-tiny (pictures), omni-tiny (pictures and sound). side, grid: pixels and patches to a side of a picture.
+    augment: crop and mirror pictures at random. colour: change brightness, contrast and saturation by up to this share.
+    rate, mels: samples a second and bands of recordings. seconds: longer recordings are left out. gain, noise, masks:
+    change recordings at random, as in classify_audio. text_len: tokens (bytes) of a text at most. dropout: rate within
+    the encoders. generate: tokens that evaluations write of each text; 0: none. picture, audio, text: columns.
+    """
+
+    generate: int = 32
+
+    unit = "tokens"
+    metrics = (
+        Metric("token_accuracy", "", "share of the tokens that the model names, given those before"),
+        Metric("character_error_rate", "", "letters to change in what the model writes, for each that is right"),
+        Metric("accuracy", "", "share of the texts that the model writes without a wrong letter"),
+    )
+    sum_names = ("named", "edits", "letters", "right", "texts")
+
+    _forwards: Forwards | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.generate <= 2**16:
+            raise DataError(f"generate={self.generate}: it is a number of tokens. Use 0 to 65536.")
+
+    # --- batches ---
+
+    def collate(self, samples: list[MixedSample]) -> dict[str, Tensor]:
+        media = self.media_tensors(samples)
+        rows = [(self.grid // 2) ** 2, sound_tokens(media["features"].shape[-1]) if "features" in media else 0]
+        first = [0, rows[0] * len(media["pixels"])]
+        laid = [self._laid(sample, rows, first, media) for sample in samples]
+        length = -(-max(len(ids) for ids, _, _ in laid) // _MULTIPLE) * _MULTIPLE
+        found = {
+            name: torch.full((len(samples), length), blank)
+            for name, blank in (("input_ids", self.codec.pad), ("media_index", -1), ("labels", IGNORE))
+        }
+        for number, columns in enumerate(laid):
+            for values, column in zip(found.values(), columns, strict=True):
+                values[number, : len(column)] = torch.tensor(column)
+        return {**found, **media}
+
+    def _laid(
+        self, sample: MixedSample, rows: Sequence[int], first: list[int], media: Mapping[str, Tensor]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Ids, rows of media and labels of a sample. first: row at which the next picture and the next sound begin."""
+        ids: list[int] = []
+        index: list[int] = []
+        own: list[int] = []
+        for token, counts in zip(sample.tokens.tolist(), sample.learnt.tolist(), strict=True):
+            if token >= 0:
+                ids, index, own = [*ids, token], [*index, -1], [*own, token if counts else IGNORE]
+                continue
+            kind = int(token != PICTURE_MARK)
+            count = rows[0]
+            if kind:
+                number = (first[1] - rows[0] * len(media["pixels"])) // rows[1]
+                count = int(sound_tokens(media["frames"][number]))
+            ids += [self.codec.pad] * count
+            index += range(first[kind], first[kind] + count)
+            own += [IGNORE] * count
+            first[kind] += rows[kind]
+        return ids, index, [*own[1:], IGNORE]
+
+    def nominal_count(self) -> int:
+        return self.config.train.global_batch * self.text_len // 4
+
+    # --- the model ---
+
+    def build(self) -> nn.Module:
+        return build_media_decoder(self.model, self.inputs())
+
+    def begin(self, forwards: Forwards) -> None:
+        self._forwards = forwards
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        """Return logits; in an evaluation with `generate`, also the tokens that the model writes by itself."""
+        logits = super().forward(model, batch)
+        if model.training or not self.generate or pipeline_of(model) is not None:
+            return logits
+        return logits, self.written(model, batch)
+
+    @torch.no_grad()
+    def written(self, model: Any, batch: Any) -> Tensor:
+        """Return the likeliest token after token that the model writes where texts begin, (B, at most `generate`).
+
+        All ranks call the model equally often: where its weights are spread over them, each call is a collective.
+        """
+        labels, rows = batch["labels"], torch.arange(len(batch["labels"]), device=batch["labels"].device)
+        starts = (labels != IGNORE).int().argmax(1) + 1
+        ids, index = (
+            nn.functional.pad(batch[name], (0, self.generate), value=blank)
+            for name, blank in (("input_ids", self.codec.pad), ("media_index", -1))
+        )
+        places = torch.arange(ids.shape[1], device=ids.device)
+        ids = ids.masked_fill((places >= starts[:, None]) & (index < 0), self.codec.pad)
+        index = index.masked_fill(places >= starts[:, None], -1)
+        has_ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        found: list[Tensor] = []
+        for step in range(self.generate):
+            asked = {**batch, "input_ids": ids, "media_index": index}
+            logits = super().forward(model, asked)
+            said = logits[rows, starts + step - 1].argmax(-1).masked_fill(has_ended, self.codec.end)
+            found.append(said)
+            has_ended = has_ended | (said == self.codec.end) | (said == self.codec.turn_end)
+            if step % _LOOK_EVERY == _LOOK_EVERY - 1 and not self._left(has_ended):
+                break
+            ids = ids.index_put((rows, starts + step), said)
+        return torch.stack(found, 1)
+
+    def _left(self, has_ended: Tensor) -> bool:
+        """Whether any rank has a text that goes on."""
+        if self._forwards is None:
+            return True
+        return bool(self._forwards.total((~has_ended).sum(dtype=torch.float64)) > 0)
+
+    def loss(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        return token_cross_entropy(output[0] if isinstance(output, tuple) else output, batch)
+
+    def sums(self, output: Any, batch: Any) -> Mapping[str, Tensor | float]:
+        logits, written = output if isinstance(output, tuple) else (output, None)
+        labels = batch["labels"]
+        edits = letters = right = 0
+        for row, said in enumerate(() if written is None else written.tolist()):
+            learnt = labels[row].tolist()
+            begins = next((place for place, one in enumerate(learnt) if one != IGNORE), len(learnt))
+            true = self.codec.text([one for one in learnt[begins:] if one != IGNORE])
+            wrong = edit_distance(self.codec.text(said), true)
+            edits, letters, right = edits + wrong, letters + len(true), right + (wrong == 0)
+        texts = 0 if written is None else len(written)
+        return {
+            "named": (logits.argmax(-1) == labels).sum(), "edits": float(edits), "letters": float(letters),
+            "right": float(right), "texts": float(texts),
+        }  # fmt: skip
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        def share(one: str, of: str) -> float | None:
+            return sums[one] / sums[of] if sums[of] else None
+
+        return {
+            "token_accuracy": share("named", "count"),
+            "character_error_rate": share("edits", "letters"),
+            "accuracy": share("right", "texts"),
+        }

@@ -1,0 +1,229 @@
+"""What tasks on samples of pictures, sound and text share: the records, what becomes of them, and how batches hold it.
+
+Letters: B samples, T tokens, N pictures, S pixels to a side, A recordings, M mel bands, F frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.data.media import Look, MediaRecords, record_files
+from weft.data.media.media_kinds import SAMPLE
+from weft.data.media.mixed import (
+    SOUND_MARK,
+    ByteText,
+    MixedAhead,
+    MixedColumns,
+    MixedItems,
+    MixedRecords,
+    MixedSample,
+    MixedSurvey,
+    find_mixed,
+)
+from weft.data.media.sound import Hearing, LogMel
+from weft.data.prepared import cache_folder
+from weft.errors import DataError
+from weft.models.multimodal import Inputs, hears
+from weft.monitor.screen import SheetEntry
+from weft.planner.search import PlannedModel
+from weft.train.task.traced_task import describe_by_samples
+from weft.train.tasks.tuned.media.media_task import MediaTask
+from weft.train.tasks.tuned.media.pixel_values import normalised
+
+#: Frames of a batch's recordings are rounded up to so many.
+_FRAMES = 16
+#: Samples that are looked at for two that stand for all.
+_TYPICAL = 64
+
+
+@dataclass(eq=False)
+class MixedTask(MediaTask):
+    """Trains on samples of text with pictures and recordings. A subclass says what it learns of them."""
+
+    data: str
+    eval: str = ""
+    holdout: float = 0.1
+    model: str = "vlm-tiny"
+    side: int = 32
+    grid: int = 8
+    augment: bool = True
+    colour: float = 0.0
+    rate: int = 16_000
+    mels: int = 40
+    seconds: float = 10.0
+    gain: float = 0.0
+    noise: float = 0.0
+    masks: int = 0
+    text_len: int = 256
+    dropout: float = 0.0
+    picture: str = ""
+    audio: str = ""
+    text: str = ""
+
+    sample_unit = "samples"
+    media_file = "samples.json"
+    codec = ByteText()
+
+    def __post_init__(self) -> None:
+        self.check_share()
+        for name, least, most in (
+            ("side", 8, 4096), ("grid", 2, 64), ("colour", 0.0, 0.99), ("rate", 4000, 96_000), ("mels", 8, 128),
+            ("seconds", 0.1, 600.0), ("gain", 0.0, 60.0), ("noise", 0.0, 10.0), ("masks", 0, 16),
+            ("text_len", 4, 2**16), ("dropout", 0.0, 0.99),
+        ):  # fmt: skip
+            if not least <= getattr(self, name) <= most:
+                raise DataError(f"{name}={getattr(self, name)}: it is {least:g} to {most:g}. Use a number between.")
+        if self.side % self.grid:
+            raise DataError(f"side={self.side}: grid={self.grid} patches to a side must divide it. Use 32 and 8.")
+        hears(self.model)
+
+    # --- the samples ---
+
+    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> MediaRecords:
+        """Find the samples of a path.
+
+        Args:
+            option: that names the path.
+            path: as the user typed it.
+            told: of (done, all).
+
+        Raises:
+            DataError: for what is wrong with the data.
+        """
+        files = record_files(path, SAMPLE)
+        if not files:
+            raise DataError(
+                f"task.options.{option}={path}: there is no .tar, .jsonl or .parquet file. Give files of records, each "
+                "with a text and its pictures or recordings."
+            )
+        columns = MixedColumns(self.text, self.picture, self.audio)
+        key = (type(self).__name__, hears(self.model), self.text_len, self.seconds)
+        survey = MixedSurvey(columns, self.codec, self.refused, key)
+        return find_mixed(path, files, survey, cache_folder(self.config.data), told)
+
+    def refused(self, tokens: np.ndarray, media: Sequence[tuple[bool, tuple[int, ...]]]) -> str:
+        """Return why a sample is left out; "": it is not.
+
+        Args:
+            tokens: of its text, with marks.
+            media: whether each is a sound, and its size.
+        """
+        if len(tokens) - len(media) > self.text_len:
+            return f"its text has {len(tokens) - len(media)} tokens, more than task.options.text_len={self.text_len}"
+        for is_sound, size in media:
+            if is_sound and not hears(self.model):
+                return f"it has a recording, and {self.model} hears nothing; model=omni-tiny does"
+            if is_sound and size[0] > self.seconds * size[1]:
+                return f"a recording lasts {size[0] / size[1]:.1f} s, longer than task.options.seconds={self.seconds:g}"
+        return ""
+
+    def made(self, source: Any, split: str) -> MixedItems:
+        look, hearing = Look(self.side), Hearing(self.rate, self.seconds)
+        if split == "train":
+            look = Look(self.side, self.augment, self.augment, self.colour)
+            hearing = Hearing(self.rate, self.seconds, False, self.gain, self.noise, self.masks)
+        scale = self.rate / 16_000  # windows of 25 ms, 10 ms apart
+        features = LogMel(self.rate, self.mels, 2 * round(200 * scale), round(160 * scale))
+        return MixedItems(source, look, hearing, features, self.config.seed)
+
+    def samples(self, split: str) -> Any:
+        return MixedAhead(self.made(self.media(split), split), self._workers())
+
+    def inputs(self) -> Inputs:
+        """Return what the model reads."""
+        return Inputs(self.codec.num_ids, self.text_len, self.side, self.grid, self.mels, self.dropout)
+
+    # --- batches ---
+
+    def media_tensors(self, samples: Sequence[MixedSample]) -> dict[str, Tensor]:
+        """Return the pictures and recordings of samples, in their order; a blank one where there are none.
+
+        So every rank calls every encoder in every microbatch, and none waits for another.
+
+        Args:
+            samples: of a microbatch.
+        """
+        kinds = [list(zip(_are_sounds(one), one.media, strict=True)) for one in samples]
+        pictures = [made for own in kinds for is_sound, made in own if not is_sound]
+        sounds = [made for own in kinds for is_sound, made in own if is_sound]
+        blank = np.zeros((3, self.side, self.side), np.uint8)
+        found = {"pixels": torch.from_numpy(normalised(np.stack(pictures or [blank])))}
+        if not hears(self.model):
+            return found
+        sounds = sounds or [np.zeros((self.mels, _FRAMES), np.float32)]
+        frames = [made.shape[1] for made in sounds]
+        length = -(-max(frames) // _FRAMES) * _FRAMES
+        features = np.zeros((len(sounds), self.mels, length), np.float32)
+        for row, made in zip(features, sounds, strict=True):
+            row[:, : made.shape[1]] = made
+        return {**found, "features": torch.from_numpy(features), "frames": torch.tensor(frames)}
+
+    # --- for the planner ---
+
+    def describe(self) -> PlannedModel:
+        """Describe the model by two samples whose text, pictures and sound together are nearest to those of all."""
+        return describe_by_samples(_Typical(self))
+
+    # --- what people see ---
+
+    def name(self) -> str:
+        return self.model
+
+    def described(self, index: int, split: str = "train") -> str:
+        source = self.media(split)
+        return f"{source.file(index)}: {self.codec.whole(source.tokens(index).tolist())!r}"
+
+    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+        source, (epoch, index) = self.media(split), self.shown(place, split)
+        sample = self.made(source, split)
+        tokens, learnt = source.tokens(index).tolist(), source.learnt(index).tolist()
+        cuts = [0, *(at for at in range(1, len(tokens)) if learnt[at] != learnt[at - 1]), len(tokens)]
+        said = [(self.codec.whole(tokens[a:b]), float(learnt[a])) for a, b in pairwise(cuts) if a < b]
+        entry = SheetEntry(self.sheet_title(place, split), text=said)
+        for item, (is_sound, _) in zip(sample.of_sample(index), source.sizes(index), strict=True):
+            if is_sound and entry.bands is None:
+                entry = replace(entry, bands=sample.medium(epoch, item))
+            elif not is_sound and entry.picture is None:
+                entry = replace(entry, picture=sample.medium(epoch, item))
+        return entry
+
+
+class _Typical:
+    """A task of which tracing sees two samples that stand for all."""
+
+    def __init__(self, task: MixedTask):
+        self._task = task
+        self.config, self.sample_unit = task.config, task.sample_unit
+        self.name, self.shapes, self.collate = task.name, task.shapes, task.collate
+
+    def samples(self, split: str) -> Any:
+        records: MixedRecords = self._task.media(split)
+        every = min(len(records), _TYPICAL)
+        if every < 2:
+            return [None] * every
+        counts = np.array([_counts(records, index) for index in range(every)], float)
+        wanted, scale = counts.mean(0), np.maximum(counts.mean(0), 1e-9)
+        best = min(
+            combinations(range(every), 2),
+            key=lambda two: float((np.abs((counts[two[0]] + counts[two[1]]) / 2 - wanted) / scale).sum()),
+        )
+        samples = self._task.samples(split)
+        return [samples[index] for index in best]
+
+
+def _counts(records: MixedRecords, index: int) -> tuple[int, int, int]:
+    """Tokens, pictures and recordings of a sample."""
+    sizes = records.sizes(index)
+    sounds = sum(is_sound for is_sound, _ in sizes)
+    return len(records.tokens(index)), len(sizes) - sounds, sounds
+
+
+def _are_sounds(sample: MixedSample) -> list[bool]:
+    return [bool(one == SOUND_MARK) for one in sample.tokens if one < 0]
