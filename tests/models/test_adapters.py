@@ -22,7 +22,8 @@ from weft.models.adapters import (
     without_adapter,
 )
 from weft.spec import DecoderSpec
-from weft.structure import find_layout, layers
+from weft.structure import layers
+from weft.structure.layouts import find_layout
 
 #: peft asks transformers what that calls otherwise now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

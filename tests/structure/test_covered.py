@@ -11,8 +11,7 @@ from tests.parallel.tensor_cases import LLAMA
 from weft.errors import LayoutError
 from weft.models import build_decoder
 from weft.spec.layout import Layout
-from weft.structure import find_layout
-from weft.structure.layouts import expect_parts_named
+from weft.structure.layouts import expect_parts_named, find_layout
 from weft.structure.layouts.covered import says_too_little
 
 CUT = "embed=vocab blocks.*.{q,k,v}=colwise blocks.*.out=rowwise"

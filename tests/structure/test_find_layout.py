@@ -15,8 +15,9 @@ from weft.errors import LayoutError, PlanError
 from weft.models import build_decoder
 from weft.parallel.tensor.read_layout import check_layout, read_own
 from weft.spec.layout import Layout
-from weft.structure import explain_layout, find_layout, hugging_face
+from weft.structure import explain_layout, hugging_face
 from weft.structure.feature_flow import follow_reshape
+from weft.structure.layouts import find_layout
 from weft.structure.layouts.layout_trace import trace_layout
 
 FOUND = {

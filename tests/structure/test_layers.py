@@ -13,7 +13,8 @@ from weft.models import build_decoder
 from weft.spec import DecoderSpec
 from weft.spec.layout import Layout
 from weft.spec.model import decoder_shape, image_shape, number, read_numbers
-from weft.structure import Heads, call_function, dry_run, explain_layout, find_layout, hugging_face, layers, token_flow
+from weft.structure import Heads, call_function, dry_run, explain_layout, hugging_face, layers, token_flow
+from weft.structure.layouts import find_layout
 
 SPEC = DecoderSpec(vocab_size=32, dim=16, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=64)
 

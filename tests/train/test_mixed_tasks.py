@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.data.mixed_records import as_tar, mixed
 from weft.errors import ConfigError, DataError, ModelError
 from weft.mesh import build_mesh
-from weft.models.multimodal import Inputs, build_media_decoder
+from weft.models.multimodal import ModelInputs, build_media_decoder
 from weft.parallel import parallelize
 from weft.spec import RunConfig
 from weft.spec.plan import Plan
@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused(root: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no \.tar, \.jsonl or \.parquet file\. Give files of records"):
         task.samples("train")
     with pytest.raises(ModelError, match=r"^side=30: 8 patches to a side must divide it"):
-        build_media_decoder("vlm-tiny", Inputs(260, 64, side=30))
+        build_media_decoder("vlm-tiny", ModelInputs(260, 64, side=30))
 
 
 def test_classify_is_the_task_of_its_model(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from weft.structure.blocks import repeated_blocks
 from weft.structure.chain import Chain, find_chain
 from weft.structure.from_code import call_function
 from weft.structure.heads import Heads
-from weft.structure.layouts import explain_layout, find_layout
+from weft.structure.layouts import explain_layout
 from weft.structure.surgery import become, class_before, revert
 
 __all__ = [
     "Chain", "Heads", "become", "blocks", "call_function", "class_before", "dry_run", "explain_layout",
-    "find_chain", "find_layout", "hugging_face", "layers", "repeated_blocks", "revert", "token_flow",
+    "find_chain", "hugging_face", "layers", "repeated_blocks", "revert", "token_flow",
 ]  # fmt: skip

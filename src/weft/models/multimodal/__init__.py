@@ -6,7 +6,7 @@ from weft.models.multimodal.media_decoder import MediaDecoder
 from weft.models.multimodal.media_pairs import MediaPairs
 from weft.models.multimodal.named_models import (
     MULTIMODAL_MODELS,
-    Inputs,
+    ModelInputs,
     build_media_decoder,
     build_media_pairs,
     hears,
@@ -15,7 +15,7 @@ from weft.models.multimodal.towers import sound_tokens
 
 __all__ = [
     "MULTIMODAL_MODELS",
-    "Inputs",
+    "ModelInputs",
     "MediaDecoder",
     "MediaPairs",
     "build_media_decoder",

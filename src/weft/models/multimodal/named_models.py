@@ -35,7 +35,7 @@ MULTIMODAL_MODELS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class ModelInputs:
     """What a model reads. vocab_size: ids of its text. most_tokens: of a sample. side: pixels to a side of a picture.
 
     grid: patches to a side. mels: bands of pitch. dropout: rate within the encoders.
@@ -49,7 +49,7 @@ class Inputs:
     dropout: float = 0.0
 
 
-def build_media_decoder(name: str, inputs: Inputs) -> MediaDecoder:
+def build_media_decoder(name: str, inputs: ModelInputs) -> MediaDecoder:
     """Build a model that writes text, with new weights from torch's generator.
 
     Args:
@@ -69,7 +69,7 @@ def build_media_decoder(name: str, inputs: Inputs) -> MediaDecoder:
     return _begun(MediaDecoder(Decoder(spec), *_towers(shape, inputs)))
 
 
-def build_media_pairs(name: str, inputs: Inputs, width: int = 128) -> MediaPairs:
+def build_media_pairs(name: str, inputs: ModelInputs, width: int = 128) -> MediaPairs:
     """Build a model that compares pictures or sound with texts, with new weights from torch's generator.
 
     Args:
@@ -86,7 +86,7 @@ def build_media_pairs(name: str, inputs: Inputs, width: int = 128) -> MediaPairs
 
 
 def hears(name: str) -> bool:
-    """Whether a model of a name reads sound.
+    """Return whether a model of a name reads sound.
 
     Raises:
         ModelError: for a name that is not known.
@@ -101,7 +101,7 @@ def _named(name: str) -> MultimodalShape:
     return MULTIMODAL_MODELS[name]
 
 
-def _shape(name: str, inputs: Inputs) -> MultimodalShape:
+def _shape(name: str, inputs: ModelInputs) -> MultimodalShape:
     found = _named(name)
     if inputs.grid % PATCHES_JOINED or inputs.side % inputs.grid:
         raise ModelError(
@@ -111,7 +111,7 @@ def _shape(name: str, inputs: Inputs) -> MultimodalShape:
     return found
 
 
-def _towers(shape: MultimodalShape, inputs: Inputs) -> tuple[PictureTower, SoundTower | None]:
+def _towers(shape: MultimodalShape, inputs: ModelInputs) -> tuple[PictureTower, SoundTower | None]:
     vision = PictureTower(shape.tower, inputs.side, inputs.grid, inputs.dropout)
     return vision, SoundTower(shape.tower, inputs.mels, inputs.dropout) if shape.hears else None
 

@@ -55,7 +55,13 @@ class SpeechAttention(nn.Module):
 
 
 class SpeechBlock(nn.Module):
-    """Attention, then two layers, each behind a norm and added to what came in."""
+    """Attention, then two layers, each behind a norm and added to what came in.
+
+    Args:
+        dim: width.
+        num_heads: of attention.
+        dropout: rate behind each part.
+    """
 
     def __init__(self, dim: int, num_heads: int, dropout: float):
         super().__init__()
@@ -65,7 +71,7 @@ class SpeechBlock(nn.Module):
         self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, heard_BT: Tensor) -> Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Return (B, T, D) of (B, T, D). heard_BT: whether a frame belongs to its recording."""
         x_BTD = x_BTD + self.dropout1(self.attention(self.norm1(x_BTD), heard_BT))
         return x_BTD + self.dropout2(self.down(F.gelu(self.up(self.norm2(x_BTD)))))
 
@@ -74,6 +80,10 @@ class SpeechStem(nn.Module):
     """Two convolutions, each of which halves the number of frames, and one that tells places apart by what is around.
 
     So a word sounds the same to the blocks wherever it stands in a recording (as in wav2vec 2.0, arXiv 2006.11477).
+
+    Args:
+        mels: bands.
+        dim: width.
     """
 
     def __init__(self, mels: int, dim: int):
@@ -83,7 +93,7 @@ class SpeechStem(nn.Module):
         self.around = nn.Conv1d(dim, dim, _AROUND, padding=_AROUND // 2, groups=dim)
 
     def forward(self, features_BMS: Tensor, frames_B: Tensor) -> Tensor:
-        """(B, M, S) to (B, T, D). frames_B: of each recording."""
+        """Return (B, T, D) of bands (B, M, S). frames_B: frames of each recording."""
         # What a band has throughout a recording, such as hiss or a dull microphone, says nothing of the words in it.
         heard_B1S = _heard(frames_B, features_BMS.shape[-1])[:, None]
         x_BDT = features_BMS - (features_BMS * heard_B1S).sum(-1, keepdim=True) / frames_B[:, None, None]

@@ -43,8 +43,8 @@ from weft.parallel.tensor.read_layout import (
 )
 from weft.parallel.tensor.sequence import TokenCut, blocks_outside, cut_tokens, plan_sequence, second_states
 from weft.spec import Layout, Style
-from weft.structure import Heads, become, find_layout, hugging_face, layers, token_flow
-from weft.structure.layouts import rms_form
+from weft.structure import Heads, become, hugging_face, layers, token_flow
+from weft.structure.layouts import find_layout, rms_form
 
 
 def cut_tensors(

@@ -60,8 +60,9 @@ class AdapterSize:
         return layers * self.params * (0.5 + 0.5 / t)
 
     def unpacking_bytes(self, t: Any, width: Any) -> Any:
-        """Return the bytes that unpacking the largest weight of a packed base takes: the weight, and two values of 4
-        bytes for each of those that are unpacked at once.
+        """Return the bytes that unpacking the largest weight of a packed base takes.
+
+        The weight, and two values of 4 bytes for each of those that are unpacked at once.
 
         Args:
             t: tensor-parallel ranks.

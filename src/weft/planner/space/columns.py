@@ -55,8 +55,10 @@ class Job:
 
     @property
     def turned(self) -> list[tuple[float, float, float]]:
-        """(Rows, columns, how often in a mean layer) of the matrices that Muon orthogonalises: all between embedding
-        and head but stacked experts. None for another optimizer."""
+        """(Rows, columns, how often in a mean layer) of the matrices that Muon orthogonalises.
+
+        All between embedding and head but stacked experts. None for another optimizer.
+        """
         if self.optimizer != "muon":
             return []
         shape = self.shape

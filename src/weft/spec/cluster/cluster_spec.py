@@ -130,9 +130,10 @@ class ClusterSpec:
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
-        """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers; with
-        rack_nodes and oversubscription where racks share thin links, and devices_per_host_link where devices share a
-        link to their host, as behind one PCIe switch.
+        """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers.
+
+        It has rack_nodes and oversubscription where racks share thin links, and devices_per_host_link where devices
+        share a link to their host, as behind one PCIe switch.
 
         A device's table starts from a known one where it has `like = "h100"`.
 

@@ -38,7 +38,11 @@ class SampledTask(Protocol):
 def describe_by_samples(task: SampledTask) -> PlannedModel:
     """Trace a task's model on the meta device, on a batch of two of its samples.
 
-    Raises ModelError where a method of the task fails, or the model does not run without numbers.
+    Args:
+        task: whose model is traced.
+
+    Raises:
+        ModelError: where a method of the task fails, or the model does not run without numbers.
     """
     field = f"task.name={task.config.task.name}"
     samples = _call(task, "samples", lambda: task.samples("train")) or ()

@@ -79,7 +79,7 @@ class MixedItems:
         return index, item - int(self._starts[index])
 
     def learnt(self, item: int) -> None:
-        """Nothing is learnt of an item alone."""
+        """Take no notice: an item alone teaches nothing."""
 
     def decoded(self, epoch: int, item: int) -> NDArray[np.uint8]:
         """Return an item as it is in an epoch, as bytes, (B,)."""

@@ -59,7 +59,7 @@ class MixedRecords(MediaRecords):
         return found if self._chosen is None else found[self._chosen]
 
     def sizes(self, index: int) -> list[tuple[bool, tuple[int, ...]]]:
-        """Return of each picture or recording whether it is a sound, and its size as headers say it."""
+        """Return for each picture or recording whether it is a sound, and its size as headers say it."""
         places = self._row(index)["places"].reshape(-1, _NUMBERS)
         return [(bool(row[0]), tuple(map(int, row[6:]))) for row in places]
 

@@ -20,7 +20,7 @@ from weft.data.media.file_forms import (
     tar_samples,
 )
 from weft.data.media.media_kinds import PICTURE, SOUND
-from weft.data.media.mixed.sample_parts import MixedColumns, Part, UnusableSample
+from weft.data.media.mixed.sample_parts import MixedColumns, SamplePart, UnusableSample
 from weft.errors import DataError
 
 _MOST_TEXT_BYTES = 2**20
@@ -49,7 +49,7 @@ class FoundSample:
 
     name: str
     offset: int = 0
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SamplePart, ...] = ()
     media: tuple[FoundMedia, ...] = ()
     reason: str = ""
     missing: str = ""

@@ -29,7 +29,7 @@ What = Literal["text", "picture", "recording", "turn", "end"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SamplePart:
     """A piece of a sample. what: "turn" begins one, of the role `text`; "end" ends it, or a sample without turns.
 
     text: of a text. media: of a picture or a recording: a path, bytes, or a mapping of them. is_learnt: whether it
@@ -54,7 +54,7 @@ class MixedColumns:
     picture: str = ""
     audio: str = ""
 
-    def parts(self, record: Mapping[str, Any]) -> list[Part]:
+    def parts(self, record: Mapping[str, Any]) -> list[SamplePart]:
         """Return the pieces of a record.
 
         Raises:
@@ -70,7 +70,7 @@ class MixedColumns:
             raise UnusableSample("it has no text that could be learnt")
         return found
 
-    def _plain_parts(self, record: Mapping[str, Any], given: _Media) -> Iterator[Part]:
+    def _plain_parts(self, record: Mapping[str, Any], given: _Media) -> Iterator[SamplePart]:
         text = _text(record, [self.text] if self.text else _TEXTS)
         asked = _text(record, _ASKED)
         if text is None:
@@ -80,7 +80,7 @@ class MixedColumns:
         if asked:
             yield from _marked(asked, given, is_learnt=False)
         yield from _marked(text, given, is_learnt=True)
-        yield Part("end", is_learnt=True)
+        yield SamplePart("end", is_learnt=True)
 
 
 class _Media:
@@ -90,12 +90,12 @@ class _Media:
         self._lists = lists
         self._used = dict.fromkeys(lists, 0)
 
-    def at(self, mark: str) -> Part:
+    def at(self, mark: str) -> SamplePart:
         what, media = self._lists[mark]
         self._used[mark] += 1
-        return Part(what, media=media[self._used[mark] - 1] if self._used[mark] <= len(media) else None)
+        return SamplePart(what, media=media[self._used[mark] - 1] if self._used[mark] <= len(media) else None)
 
-    def rest(self) -> Iterator[Part]:
+    def rest(self) -> Iterator[SamplePart]:
         """All that is left, pictures first."""
         for mark, (_, media) in self._lists.items():
             for _ in range(self._used[mark], len(media)):
@@ -121,7 +121,7 @@ def _text(record: Mapping[str, Any], names: Sequence[str]) -> str | None:
     return found.strip() or None if isinstance(found, str) else None
 
 
-def _chat_parts(chat: list[Any], given: _Media) -> Iterator[Part]:
+def _chat_parts(chat: list[Any], given: _Media) -> Iterator[SamplePart]:
     for turn in chat:
         if not isinstance(turn, Mapping):
             raise UnusableSample("a turn of its chat is not an object")
@@ -129,20 +129,20 @@ def _chat_parts(chat: list[Any], given: _Media) -> Iterator[Part]:
         if not isinstance(role, str) or not isinstance(content, str | list):
             raise UnusableSample("a turn of its chat has no role, or no content")
         is_learnt = role in _LEARNT_ROLES
-        yield Part("turn", _ROLES.get(role, role))
+        yield SamplePart("turn", _ROLES.get(role, role))
         if isinstance(content, str):
             yield from _marked(content, given, is_learnt)
         else:
             for each in content:
                 yield from _content_part(each, given, is_learnt)
-        yield Part("end", is_learnt=is_learnt)
+        yield SamplePart("end", is_learnt=is_learnt)
 
 
-def _content_part(each: Any, given: _Media, is_learnt: bool) -> Iterator[Part]:
+def _content_part(each: Any, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
     """One part of a content; a part without media of its own stands for the next of the lists."""
     kind = each.get("type") if isinstance(each, Mapping) else None
     if kind == "text":
-        yield Part("text", str(each.get("text", "")), is_learnt=is_learnt)
+        yield SamplePart("text", str(each.get("text", "")), is_learnt=is_learnt)
         return
     marks = {"image": "<image>", "image_url": "<image>", "audio": "<audio>", "audio_url": "<audio>"}
     if kind not in marks:
@@ -156,12 +156,12 @@ def _content_part(each: Any, given: _Media, is_learnt: bool) -> Iterator[Part]:
     if own is None:
         yield given.at(marks[kind])
     else:
-        yield Part("picture" if marks[kind] == "<image>" else "recording", media=own)
+        yield SamplePart("picture" if marks[kind] == "<image>" else "recording", media=own)
 
 
-def _marked(text: str, given: _Media, is_learnt: bool) -> Iterator[Part]:
+def _marked(text: str, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
     for piece in _MARKS.split(text):
         if piece in ("<image>", "<audio>"):
             yield given.at(piece)
         elif piece:
-            yield Part("text", piece, is_learnt=is_learnt)
+            yield SamplePart("text", piece, is_learnt=is_learnt)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.data.media.mixed.sample_parts import Part
+from weft.data.media.mixed.sample_parts import SamplePart
 
 #: What stands in place of a picture's or a recording's tokens.
 PICTURE_MARK, SOUND_MARK = -1, -2
@@ -67,7 +67,7 @@ class SampleTokens:
     learnt: NDArray[np.uint8]
 
 
-def sample_tokens(parts: Sequence[Part], codec: TextCodec) -> SampleTokens:
+def sample_tokens(parts: Sequence[SamplePart], codec: TextCodec) -> SampleTokens:
     """Return the tokens of a sample's pieces.
 
     Args:

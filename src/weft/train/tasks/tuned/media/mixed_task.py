@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.data.media import Look, MediaRecords, record_files
-from weft.data.media.media_kinds import SAMPLE
+from weft.data.media import SAMPLE, Look, MediaRecords, record_files
 from weft.data.media.mixed import (
     SOUND_MARK,
     ByteText,
@@ -30,10 +29,10 @@ from weft.data.media.mixed import (
 from weft.data.media.sound import Hearing, LogMel
 from weft.data.prepared import cache_folder
 from weft.errors import DataError
-from weft.models.multimodal import Inputs, hears
+from weft.models.multimodal import ModelInputs, hears
 from weft.monitor.screen import SheetEntry
 from weft.planner.search import PlannedModel
-from weft.train.task.traced_task import describe_by_samples
+from weft.train.task import describe_by_samples
 from weft.train.tasks.tuned.media.media_task import MediaTask
 from weft.train.tasks.tuned.media.pixel_values import normalised
 
@@ -136,9 +135,9 @@ class MixedTask(MediaTask):
     def samples(self, split: str) -> Any:
         return MixedAhead(self.made(self.media(split), split), self._workers())
 
-    def inputs(self) -> Inputs:
+    def inputs(self) -> ModelInputs:
         """Return what the model reads."""
-        return Inputs(self.codec.num_ids, self.text_len, self.side, self.grid, self.mels, self.dropout)
+        return ModelInputs(self.codec.num_ids, self.text_len, self.side, self.grid, self.mels, self.dropout)
 
     # --- batches ---
 
