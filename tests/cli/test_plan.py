@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.data.record_pictures import add, labelled
 from weft.cli.app import run
 from weft.cli.launcher.world import count_ranks
 from weft.cli.planning.plan_verb import NOTHING_FITS
@@ -86,7 +89,18 @@ def test_a_config_is_kept_but_for_its_plan(capsys, tmp_path):
 @pytest.mark.parametrize(
     "recipe", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda path: path.stem
 )
-def test_shipped_recipes_get_a_plan_that_the_rules_allow(capsys, tmp_path, recipe):
+def test_shipped_recipes_get_a_plan_that_the_rules_allow(capsys, tmp_path, monkeypatch, recipe):
+    """Those for pictures and sound name data that their users bring: here coloured pictures."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
+    with tarfile.open(tmp_path / "captions.tar", "w") as tar:
+        for place, (data, name) in enumerate(labelled(96)):
+            add(tar, f"{place}.png", data)
+            add(tar, f"{place}.txt", f"a {name} picture".encode())
+            folder = tmp_path / "pictures" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{place}.png").write_bytes(data)
+    shutil.copy(tmp_path / "captions.tar", tmp_path / "samples.tar")
     path = tmp_path / "plan.toml"
     assert run(["plan", str(recipe), "4xa100", "--out", str(path)]) == 0
     load_config(path).check(world_size=4, device=device("a100"))

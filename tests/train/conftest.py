@@ -43,6 +43,9 @@ class NoArtist:
     def draw_soon(self) -> None:
         pass
 
+    def draw_when_late(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -76,9 +76,7 @@ class Stage:
                 self._has_looked = True
                 self._refuse_other_paths(output)
                 if not with_gradient:
-                    output = (
-                        output.detach() if isinstance(output, Carried) else map_tensors(torch.Tensor.detach, output)
-                    )
+                    output = output.detach() if isinstance(output, Carried) else map_tensors(_without_graph, output)
             return output
         finally:
             self._flow.end()
@@ -171,3 +169,8 @@ class Stage:
 def _real(site: blocks.Site) -> nn.Module:
     module = site.module
     return module.stands_for if isinstance(module, Absent) else module
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where it has no graph: a head's loss knows the labels of its batch by identity."""
+    return tensor.detach() if tensor.requires_grad else tensor

@@ -15,6 +15,8 @@ def format_config(config: RunConfig) -> str:
     tables = config.model_dump(by_alias=True, exclude_none=True)
     if config.task.name is None and not config.task.options:
         del tables["task"]
+    if config.train.epochs is not None:
+        del tables["train"]["steps"]  # a file may have one of the two; epochs decide
     for name in ("train", "eval"):  # a table for each source reads better than one long line
         for source in tables["data"][name]:
             if not source["columns"]:
