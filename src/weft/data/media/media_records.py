@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,7 +93,7 @@ class MediaRecords:
         return json.dumps({"records": 1, **{name: getattr(self, name) for name in names}, "columns": columns})
 
     @classmethod
-    def parse(cls, text: str) -> MediaRecords:
+    def parse(cls, text: str) -> Self:
         """Read what `format` wrote.
 
         Raises:

@@ -78,12 +78,12 @@ class MixedItems:
         index = int(np.searchsorted(self._starts, item, "right")) - 1
         return index, item - int(self._starts[index])
 
-    def learnt(self, item: int) -> None:
+    def learnt(self, index: int) -> None:
         """Take no notice: an item alone teaches nothing."""
 
-    def decoded(self, epoch: int, item: int) -> NDArray[np.uint8]:
+    def decoded(self, epoch: int, index: int) -> NDArray[np.uint8]:
         """Return an item as it is in an epoch, as bytes, (B,)."""
-        return np.ascontiguousarray(self.medium(epoch, item)).view(np.uint8).reshape(-1)
+        return np.ascontiguousarray(self.medium(epoch, index)).view(np.uint8).reshape(-1)
 
     def shaped(self, item: int, values: NDArray[np.uint8]) -> NDArray[Any]:
         """Return the picture or the bands that bytes are of."""

@@ -86,11 +86,11 @@ class ContrastTask(MixedTask):
 
     def _compare(self, own: Any, every: Any, places: Tensor) -> tuple[Tensor, int]:
         """InfoNCE both ways: the own text among all texts, and the own picture or recording among all."""
-        losses = sum(
+        losses = [
             F.cross_entropy(one @ others.T / self.temperature, places, reduction="sum")
             for one, others in zip(own, reversed(every), strict=True)
-        )
-        return losses / 2, len(places)
+        ]
+        return torch.stack(losses).sum() / 2, len(places)
 
     def _score(self, own: Any, every: Any, places: Tensor) -> Mapping[str, Tensor]:
         """Of how many at most so many texts of the set are nearer than their own."""

@@ -197,9 +197,10 @@ class MixedTask(MediaTask):
 class _Typical:
     """A task of which tracing sees two samples that stand for all."""
 
+    sample_unit = MixedTask.sample_unit
+
     def __init__(self, task: MixedTask):
-        self._task = task
-        self.config, self.sample_unit = task.config, task.sample_unit
+        self._task, self.config = task, task.config
         self.name, self.shapes, self.collate = task.name, task.shapes, task.collate
 
     def samples(self, split: str) -> Any:
