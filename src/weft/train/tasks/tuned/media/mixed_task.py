@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -197,7 +197,7 @@ class MixedTask(MediaTask):
 class _Typical:
     """A task of which tracing sees two samples that stand for all."""
 
-    sample_unit = MixedTask.sample_unit
+    sample_unit: ClassVar[str] = MixedTask.sample_unit
 
     def __init__(self, task: MixedTask):
         self._task, self.config = task, task.config
