@@ -51,7 +51,8 @@ def test_output_and_gradients_are_those_of_the_mask(way, heads, monkeypatch):
 
 def test_the_operator_is_well_formed():
     given = [torch.randn(2, 4, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    torch.library.opcheck(documents._one_by_one, (*given, find_starts(IDS_BT)))
+    for is_causal in (True, False):
+        torch.library.opcheck(documents._one_by_one, (*given, find_starts(IDS_BT), is_causal))
 
 
 def test_a_decoder_holds_nothing_over_pairs_of_tokens_and_gives_the_numbers_of_the_mask(make_spec):

@@ -64,7 +64,8 @@ def test_a_toml_table_is_read():
 
 
 GOLDEN = {
-    "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, partial, expert. Did you mean 'vocab'?",
+    "embed=vocb": "embed=vocb: not one of colwise, rowwise, vocab, replicate, partial, expert, spread, spread:data. "
+    "Did you mean 'vocab'?",
     "embed": "layout word 'embed': a layout consists of pattern=style words. Use e.g. embed=vocab.",
     "a..b=vocab": (
         "layout pattern 'a..b': a module path is needed, and '*' or {a,b} may replace its parts. Use e.g. "

@@ -155,7 +155,8 @@ def test_a_model_and_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "a.wav: its text has 5 tokens, more than target_len=4" in found
     assert "target_len=99: the model writes at most 64 tokens. Use 64 or less." in refusal(target_len=99)
     assert "data=nowhere: it names no .tar, .jsonl or .parquet file" in refusal(data="nowhere")
-    assert "model.path=: this task trains a model of a folder. Give that of a Whisper." in refusal(model="")
+    # Without a folder it is the task of Weft's own small model, which has options of its own.
+    assert "task.options.target_len: transcribe has no such option. Did you mean 'text_len'?" in refusal(model="")
     (tmp_path / "whisper" / "preprocessor_config.json").write_text(
         (tmp_path / "whisper" / "preprocessor_config.json")
         .read_text()

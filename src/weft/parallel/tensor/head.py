@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from weft.parallel.layers import check_labels
 from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer
 from weft.parallel.tensor.cut_modules import Entry
 from weft.parallel.tensor.head_log_probs import token_log_probs
-from weft.parallel.tensor.head_loss import LossWay, token_loss, trained_rows
+from weft.parallel.tensor.head_loss import LossWay, token_loss
 from weft.private_torch import register_pytree_node
 from weft.structure import become, layers
 
@@ -39,6 +39,10 @@ class _InPlaceOfLogits:
     """What a model must not change after the head, because it is no logits."""
 
     __slots__ = ()
+
+    def contiguous(self) -> Self:
+        """Return this: models may ask it of their logits, and no number changes."""
+        return self
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -128,8 +132,7 @@ class Head:
             shape[TOKENS] *= self.line.axis.size
         if tuple(shape) != tuple(labels.shape):
             return False
-        is_large = labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
-        return self.line.axis.size > 1 or is_large or trained_rows(labels.reshape(-1), self.ignore) is not None
+        return self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
 
 
 class LossHead(nn.Module):

@@ -19,6 +19,7 @@ __all__ = [
     "microbatches_of",
     "samples_in",
     "samples_of",
+    "stands_in",
     "traced_costs",
     "values_in",
 ]
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         microbatches_of,
         samples_in,
         samples_of,
+        stands_in,
         values_in,
     )
 
@@ -52,6 +54,7 @@ __getattr__ = loads(
         "microbatches_of": ".microbatches",
         "samples_in": ".microbatches",
         "samples_of": ".microbatches",
+        "stands_in": ".microbatches",
         "traced_costs": ".by_cost",
         "values_in": ".microbatches",
     },

@@ -185,6 +185,12 @@ def mark(batch: Any, samples: SampleNumbers) -> Any:
     return batch
 
 
+def stands_in(batch: Any) -> bool:
+    """Return whether a marked batch stands in for a microbatch without samples, and so counts for nothing."""
+    found = _marked(batch)
+    return found is not None and found.is_empty
+
+
 def _marked(batch: Any) -> SampleNumbers | None:
     return next((found for one in tensors_in(batch) if (found := getattr(one, _MARK, None)) is not None), None)
 

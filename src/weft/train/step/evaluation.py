@@ -16,7 +16,7 @@ from weft.parallel.pipeline import pipeline_of
 from weft.parallel.tensor import expect_labels
 from weft.private_torch import tree_map
 from weft.train.engine import Evaluation
-from weft.train.microbatch import Microbatches
+from weft.train.microbatch import Microbatches, stands_in
 from weft.train.step.loss_check import LossFn
 from weft.train.step.train_step import ForwardFn
 from weft.train.step.whole_batch import GatheredFeatures, WholeBatchLoss
@@ -34,14 +34,15 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
     """
     totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
 
-    def add(output: Any, local: Any) -> None:
-        loss_sum, count = task.loss(output, local)
-        totals[0] += loss_sum
-        totals[1] += count
+    def add(output: Any, local: Any, counts: bool) -> None:
+        # What stands in is measured too: to measure may take the model, whose weights other ranks gather meanwhile.
+        found = list(task.loss(output, local))
         if task.sum_names:
-            found = task.sums(output, local)
-            for place, name in enumerate(task.sum_names, 2):
-                totals[place] += found[name]
+            sums = task.sums(output, local)
+            found += [sums[name] for name in task.sum_names]
+        if counts:
+            for place, one in enumerate(found):
+                totals[place] += one
 
     if isinstance(task.loss, WholeBatchLoss):
         _compare_all(model, batches, mesh, task, totals)
@@ -59,11 +60,11 @@ def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Tas
     every, parts = GatheredFeatures(mesh.data), list[GatheredFeatures]()
     per_batch = mesh.plan.microbatches_per_step
 
-    def add(output: Any, local: Any) -> None:
+    def add(output: Any, local: Any, counts: bool) -> None:
         del local
         if not parts or parts[-1].num_added == per_batch:
             parts.append(GatheredFeatures(mesh.data))
-        parts[-1].add(output)
+        parts[-1].add(output, counts=counts)
         every.take(parts[-1])
 
     each_output(model, batches, mesh, loss, task.forward, add)
@@ -92,18 +93,14 @@ def mean_loss(
         forward: as `TrainStep` takes it.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    counts = True  # of the batch that is under way
 
     def one_by_one() -> Iterator[Any]:
-        nonlocal counts
         for batch in batches:
-            for one, is_counted in batch.counted() if isinstance(batch, Microbatches) else [(batch, True)]:
-                counts = is_counted
-                yield one
+            yield from batch.marked() if isinstance(batch, Microbatches) else [batch]
 
-    def add(output: Any, local: Any) -> None:
-        loss_sum, number = loss_fn(output, local)
+    def add(output: Any, local: Any, counts: bool) -> None:
         if counts:
+            loss_sum, number = loss_fn(output, local)
             totals[0] += loss_sum
             totals[1] += number
 
@@ -119,15 +116,21 @@ def each_output(
     mesh: Mesh,
     loss_fn: LossFn,
     forward: ForwardFn,
-    add: Callable[[Any, Any], None],
+    add: Callable[[Any, Any, bool], None],
 ) -> None:
-    """Forward each batch in evaluation mode; `add` gets output and batch, on the last stage alone under a pipeline."""
+    """Forward each batch in evaluation mode; `add` gets what came of it, on the last stage alone under a pipeline.
+
+    That is the output, the batch, and whether it counts: not where it stands in for a microbatch without samples.
+    """
+    counts = True  # of the batch that is under way
 
     def forward_to_loss(model: nn.Module, local: Any) -> Any:
         with expect_labels(model, loss_fn, local):
             return forward(model, local)
 
     def here(batch: Any) -> Any:
+        nonlocal counts
+        counts = not stands_in(batch)
         moved = tree_map(lambda one: one.to(mesh.device) if isinstance(one, torch.Tensor) else one, batch)
         return cut_sequence(model, moved)
 
@@ -138,10 +141,10 @@ def each_output(
     try:
         with sequence_in_use(model):
             if pipeline is not None:
-                pipeline.evaluate(map(here, batches), forward_to_loss, add)
+                pipeline.evaluate(map(here, batches), forward_to_loss, lambda *found: add(*found, counts))
             else:
                 for local in map(here, batches):
-                    add(forward_to_loss(model, local), local)
+                    add(forward_to_loss(model, local), local, counts)
     finally:
         model.train(was_training)
 

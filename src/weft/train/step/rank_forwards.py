@@ -66,7 +66,7 @@ class RankForwards:
         with _without_adapter(model) if of == "base" else nullcontext():
             each_output(
                 model, batches, self._mesh, self._task.loss, self._task.forward,
-                lambda output, local: found.append(each(output, local).double()),
+                lambda output, local, _: found.append(each(output, local).double()),
             )  # fmt: skip
         if pipeline_of(model) is not None and not found:
             found = [torch.zeros(len(one["labels"]), dtype=torch.float64, device=self._mesh.device) for one in batches]

@@ -181,7 +181,7 @@ class StepTracer:
         task, watch = self._task, ModuleWatch(self._model)
         found: list[torch.Tensor] = []
 
-        def add(output: Any, local: Any) -> None:
+        def add(output: Any, local: Any, _: bool) -> None:
             if isinstance(task.loss, WholeBatchLoss):
                 size = size_of(output)
                 pair = [torch.zeros(()) if size is None else size * 0.0, torch.zeros(())]
