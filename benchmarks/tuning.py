@@ -4,8 +4,8 @@ python benchmarks/tuning.py --python VENV/bin/python [--rounds 3] [--steps 8] [-
 
 VENV has the rivals: pip install torch==2.13.0 trl==1.16.0 peft accelerate. Two ranks on the CPU, one thread each, train
 LoRA of rank 16 on all linear layers of a Llama of 57 M random weights: `sft` on chats, `dpo` on pairs with the adapter
-switched off as reference. All samples have one length, so nobody packs or pads. Everybody is started as users start
-it, with torchrun or `weft train`. A process beside them reads the clock when a step is logged, the processor time of
+switched off as reference. All samples have one length, so no trainer packs or pads. Each is started as users start it,
+with torchrun or `weft train`. A process beside them reads the clock when a step is logged, the processor time of
 all processes that were started, and the fullest moment of each rank (VmHWM).
 """
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import typer
 
 from weft import env
 from weft.cli.ckpt.which import ONE_HELP, one_of
-from weft.cli.console import say
+from weft.cli.console import say, table
 from weft.errors import ConfigError, MissingExtra, did_you_mean
 
 if TYPE_CHECKING:
@@ -144,20 +145,18 @@ def _kept(file: Path, found: dict[str, dict[str, Any]]) -> Path:
     """Keep figures beside those of other tasks for the same step."""
     file.parent.mkdir(exist_ok=True)
     before = json.loads(file.read_text()) if file.is_file() else {}
-    file.write_text(json.dumps(before | found, indent=1) + "\n")
+    draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    draft.write_text(json.dumps(before | found, indent=1) + "\n")
+    os.replace(draft, file)
     return file
 
 
 def _table(found: dict[str, dict[str, Any]]) -> list[str]:
-    rows = [("task", "figure", "value", "+-")]
+    rows: list[tuple[str, ...]] = [("task", "figure", "value", "+-")]
     for task, figures in found.items():
         for key, value in figures.items():
             if isinstance(value, float) and "_stderr" not in key:
                 name, _, kind = key.partition(",")
                 error = figures.get(f"{name}_stderr" + (f",{kind}" if kind else ""))
                 rows.append((task, key, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return [
-        f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}".rstrip()
-        for row in rows
-    ]
+    return table(rows, right=(2, 3))

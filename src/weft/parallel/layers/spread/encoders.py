@@ -3,7 +3,7 @@
     pictures of the batch -> this rank's -> encoder -> features of this rank's -> features of all, in order
 
 A hook in front of the encoder keeps this rank's items, one behind it brings features together. A rank without items
-encodes one more of another's, whose features nobody reads: its collectives take place, and its time is no longer than
+encodes one more of another's, whose features are not used: its collectives take place, and its time is no longer than
 theirs. Where data ranks must do alike (zero=3, `spread:data`) they tell each other how many items they have; a rank
 whose model does not call the encoder calls it before its first block of text, as the others do.
 """
@@ -51,7 +51,7 @@ class Encoder:
 
     def __init__(self, path: str, module: nn.Module, mesh: Mesh, *, shares: bool, over_data: bool):
         self.path, self._module, self._device = path, module, mesh.device
-        alone = Axis("nobody", 1, 0, (mesh.rank,))
+        alone = Axis("alone", 1, 0, (mesh.rank,))
         self._over_data = over_data and mesh.data.size > 1
         self._ranks = Ranks(mesh.data if self._over_data else alone, mesh["tp"] if shares else alone)
         #: Ranks that must call the module alike.

@@ -17,11 +17,10 @@ from weft.train.task import Forwards, Metric
 from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
 from weft.train.tasks.tuned.media.edit_distance import edit_distance
 from weft.train.tasks.tuned.media.mixed_task import MixedTask
+from weft.train.tasks.tuned.media.writing import LOOK_EVERY, any_goes_on
 
 #: Tokens of a batch are rounded up to so many.
 _MULTIPLE = 8
-#: Tokens that an evaluation writes between two looks at whether every text has ended.
-_LOOK_EVERY = 8
 
 
 @dataclass(eq=False)
@@ -134,16 +133,10 @@ class CaptionTask(MixedTask):
             said = logits[rows, starts + step - 1].argmax(-1).masked_fill(has_ended, self.codec.end)
             found.append(said)
             has_ended = has_ended | (said == self.codec.end) | (said == self.codec.turn_end)
-            if step % _LOOK_EVERY == _LOOK_EVERY - 1 and not self._left(has_ended):
+            if step % LOOK_EVERY == LOOK_EVERY - 1 and not any_goes_on(self._forwards, has_ended):
                 break
             ids = ids.index_put((rows, starts + step), said)
         return torch.stack(found, 1)
-
-    def _left(self, has_ended: Tensor) -> bool:
-        """Whether any rank has a text that goes on."""
-        if self._forwards is None:
-            return True
-        return bool(self._forwards.total((~has_ended).sum(dtype=torch.float64)) > 0)
 
     def loss(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         return token_cross_entropy(output[0] if isinstance(output, tuple) else output, batch)

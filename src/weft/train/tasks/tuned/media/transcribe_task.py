@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,12 +26,11 @@ from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.train.tasks.tuned.folder_task import IGNORED, FolderTask
 from weft.train.tasks.tuned.media.edit_distance import edit_distance
 from weft.train.tasks.tuned.media.media_task import MediaTask
+from weft.train.tasks.tuned.media.writing import LOOK_EVERY, any_goes_on
 from weft.train.tasks.tuned.padding import padded, padded_length
 
 #: Why no plan shares out the tokens of a text between layers.
 _NO_SP = Limit((0,), "evaluations write token by token, which is none to share out; task.options.generate=0 leaves it")
-#: Tokens that an evaluation writes between two looks at whether every text has ended.
-_LOOK_EVERY = 8
 
 
 @dataclass(eq=False)
@@ -70,7 +69,7 @@ class TranscribeTask(MediaTask, FolderTask):
         Metric("character_error_rate", "", "letters to change in what the model writes, for each that was said"),
     )
 
-    _forwards: Forwards | None = None
+    _forwards: Forwards | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.check_share()
@@ -256,18 +255,12 @@ class TranscribeTask(MediaTask, FolderTask):
             said = output.logits[:, -1].argmax(-1).masked_fill(has_ended, words.end)
             found.append(said)
             has_ended = has_ended | (said == words.end)
-            if place % _LOOK_EVERY == _LOOK_EVERY - 1 and not self._left(has_ended):
+            if place % LOOK_EVERY == LOOK_EVERY - 1 and not any_goes_on(self._forwards, has_ended):
                 break
             given = said[:, None]
             encoded = (output.encoder_last_hidden_state,)
             options = {"encoder_outputs": encoded, cache: getattr(output, cache)}
         return torch.stack(found, 1)
-
-    def _left(self, has_ended: Tensor) -> bool:
-        """Whether any rank has a text that goes on."""
-        if self._forwards is None:
-            return True
-        return bool(self._forwards.total((~has_ended).sum(dtype=torch.float64)) > 0)
 
     def loss(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
         return token_cross_entropy(output[0] if isinstance(output, tuple) else output, batch)
