@@ -141,7 +141,7 @@ def each_output(
     try:
         with sequence_in_use(model):
             if pipeline is not None:
-                pipeline.evaluate(map(here, batches), forward_to_loss, lambda *found: add(*found, counts))
+                pipeline.evaluate(map(here, batches), forward_to_loss, lambda output, local: add(output, local, counts))
             else:
                 for local in map(here, batches):
                     add(forward_to_loss(model, local), local, counts)
