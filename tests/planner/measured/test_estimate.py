@@ -47,6 +47,15 @@ def test_two_cores_take_half_and_four_ranks_no_less() -> None:
     assert compute[2] == pytest.approx(compute[1], rel=0.02)
 
 
+def test_sgd_updates_faster_than_adamw_and_keeps_less_and_muon_turns_its_matrices() -> None:
+    adamw, sgd, muon = (step("dp_shard=2 zero=1", job=replace(JOB, optimizer=name)) for name in ("adamw", "sgd", "muon"))
+    assert sgd["optimizer"] < adamw["optimizer"] < muon["optimizer"]
+    for other in (sgd, muon):
+        assert {name for name in TERMS if other[name] != adamw[name]} == {"optimizer"}
+    params = SHAPE.num_params
+    assert adamw["bytes"] - sgd["bytes"] == pytest.approx(4 * params / 2, rel=0.01)  # fp32, over two ranks
+
+
 @pytest.mark.parametrize("layout", ["dp_replicate=2", "dp_shard=2 zero=2", "dp_shard=2 zero=3"])
 def test_gradients_travel_as_the_wire_says(layout: str) -> None:
     exact, half = step(layout)["dp_exposed"], step(f"{layout} reduce=bf16")["dp_exposed"]

@@ -28,6 +28,15 @@ SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in a seque
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", help="Sequences in an optimizer step.", show_default=False)
 ]
+Documents = Annotated[
+    str | None,
+    typer.Option(
+        "--documents",
+        metavar="512:9,8k:1",
+        help="Lengths of the documents packed into sequences, and how many there are of each: attention stays in each.",
+        show_default=False,
+    ),
+]
 Tune = Annotated[
     str | None,
     typer.Option(

@@ -30,6 +30,7 @@ def plan(
     cluster: options.Cluster = None,
     seq_len: options.SeqLen = None,
     global_batch: options.GlobalBatch = None,
+    documents: options.Documents = None,
     tune: options.Tune = None,
     run: options.Run = None,
     fix: options.Fix = "",
@@ -61,7 +62,7 @@ def plan(
             return
         if model is None or cluster is None:
             raise ConfigError("weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
-        sizes = {"seq_len": seq_len, "global_batch": global_batch}
+        sizes = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents}
         search = {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
         described = _described(model, save_model)
         if _told_as_list(described, cluster, (tune, run, price), {**sizes, **search}, as_json=json):

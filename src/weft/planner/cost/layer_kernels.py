@@ -138,7 +138,7 @@ def traced_kernels(job: Job, shape: TracedShape, columns: Columns, tables: Table
     """Of a model that was traced: its own products, attention and passes in the place of formulas."""
     own = own_cut(job, columns, rate=cut.rate, half=cut.half)
     gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
-    attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables))
+    attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables), job.pieces)
     if (columns.cp > 1).any():
         is_cut = context_cost.is_cut(columns)
         pieces = [context_cost.pieces_s(job, columns, tables, cut.q, backward, cut.half) for backward in (False, True)]
@@ -221,23 +221,35 @@ def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array
         return _unfused_attention(job, columns, tables, rows, q, peak)
     forward, backward = np.zeros_like(rows), np.zeros_like(rows)
     cut = context_cost.is_cut(columns)
-    for seen, layers in ((s, shape.layers - shape.windowed_layers), (min(shape.window, s), shape.windowed_layers)):
+    width = q * (1 + shape.rope_dim / (2 * shape.head_dim))
+    for window, layers in ((s, shape.layers - shape.windowed_layers), (min(shape.window, s), shape.windowed_layers)):
         if not layers:
             continue
-        mean = (seen + 128) / 2 if seen == s else seen - seen * seen / (2 * s)
-        width = q * (1 + shape.rope_dim / (2 * shape.head_dim))
-        flops = 4.0 * rows * mean * width
         share = layers / shape.layers / attention_gain(job, tables)
-        pair = [
-            flash_s(tables, (2.5 if back else 1.0) * flops, seen, shape.head_dim, back, peak) for back in (False, True)
-        ]
-        if seen == s and cut.any():
+        pair = [_packed_s(job, tables, window, 4.0 * rows * width, back, peak) for back in (False, True)]
+        if window == s and cut.any():  # pieces of ranks are attended to whole, whatever documents they hold
             pair = [
                 np.where(cut, context_cost.pieces_s(job, columns, tables, width, back, peak), whole)
                 for back, whole in zip((False, True), pair, strict=True)
             ]
         forward, backward = forward + share * pair[0], backward + share * pair[1]
     return forward, backward
+
+
+def _packed_s(
+    job: Job, tables: Tables, window: float, flops: Array, backward: bool, peak: Array
+) -> NDArray[np.float64]:
+    """Seconds of one call over sequences of documents, of which a query sees its own up to `window` keys back.
+
+    flops: of each key that all queries see.
+    """
+    found = np.zeros_like(flops)
+    for length, share in job.pieces:
+        seen = min(window, float(length))
+        mean = (seen + 128) / 2 if seen == length else seen - seen * seen / (2 * length)
+        work = (2.5 if backward else 1.0) * share * mean * flops
+        found = found + flash_s(tables, work, seen, job.shape.head_dim, backward, peak) - tables.launch_s
+    return found + tables.launch_s
 
 
 def attention_gain(job: Job, tables: Tables) -> float:

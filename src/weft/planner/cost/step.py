@@ -52,8 +52,6 @@ TERMS = (
 )
 #: Host time of a layer's backward over that of its forward.
 _HOST_BACKWARD = 1.3
-#: Iterations of Muon's orthogonalisation.
-_TURNS = 5
 #: Rows that are worked on at a time: their columns stay in the processor's cache.
 _CHUNK = 1 << 15
 
@@ -213,16 +211,9 @@ def _sums_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array
 def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:
     """Seconds in which Muon orthogonalises its matrices, of so many layers on a rank: each is dealt out whole to one of
     the ranks that share the optimizer, and ranks of tp all turn the same.
-
-    Five iterations of three products in bf16 (optim/muon.py): X X^T, its square, and that times X.
     """
-    found = 0.0
-    for rows, wide, often in job.turned:
-        m, k = min(rows, wide), max(rows, wide)
-        sizes = ((m, m, k), (m, m, m), (m, k, m))
-        each = sum(float(gemm_s(tables, *size, 1.0, tables.flops["bf16"])) for size in sizes)
-        found += often * _TURNS * each
-    return found * layers
+    each = [times * gemm_s(tables, *size, 1.0, tables.flops["bf16"]) for *size, times in job.turning_products]
+    return sum((float(one) for one in each), 0.0) * layers
 
 
 def _step_terms(

@@ -5,7 +5,7 @@ A layer is the mean over the model's layers, as everywhere in the estimate. Lett
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,17 +50,26 @@ def products_s(shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: 
 
 
 def attention_s(
-    shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: Tables, gain: float
-) -> tuple[Array, Array]:
-    """Seconds of fused attention over whole sequences: forward, backward. gain: speed over the table's."""
+    shape: TracedShape, layer: TracedLayer | None, cut: Cut, tables: Tables, gain: float,
+    pieces: Sequence[tuple[int, float]] = (),
+) -> tuple[Array, Array]:  # fmt: skip
+    """Seconds of fused attention: forward, backward.
+
+    gain: speed over the table's. pieces: (tokens, share of all tokens) of the documents in a sequence, each of which
+    causal attention takes as a sequence of its own; none: whole sequences.
+    """
+    whole = cut.seq * cut.c
     found = [np.zeros_like(cut.batch), np.zeros_like(cut.batch)]
     for one, share in _weighted(shape, layer):
         for each in one.attentions:
-            flops = each.flops(cut.batch, cut.seq, cut.t, cut.c)
-            keys = each.keys.at(cut.batch, cut.seq * cut.c)
-            for place, times in enumerate((1.0, _ATTENTION_BACKWARD)):
-                seconds = flash_s(tables, times * flops, keys, each.head_dim, bool(place), cut.half, masked=each.causal)
-                found[place] = found[place] + share / gain * seconds
+            for length, part in pieces if pieces and each.causal else ((whole, 1.0),):
+                # As many sequences of a document's length as hold its share of the tokens.
+                batch = cut.batch * part * whole / length
+                flops = each.flops(batch, length / cut.c, cut.t, cut.c)
+                keys = each.keys.at(batch, length)
+                for back, times in enumerate((1.0, _ATTENTION_BACKWARD)):
+                    took = flash_s(tables, times * flops, keys, each.head_dim, bool(back), cut.half, masked=each.causal)
+                    found[back] = found[back] + share / gain * took
     return found[0], found[1]
 
 

@@ -14,7 +14,7 @@ from weft.planner import measured
 from weft.planner.cost.machine import Tables
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
-from weft.planner.space import Job, Shape, Stack
+from weft.planner.space import DocumentMix, Job, Shape, Stack
 from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, common_divisors
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan, split_plan
@@ -59,6 +59,7 @@ class Question:
         global_batch: int | None = None,
         fixed: str | Mapping[str, Any] = "",
         profile: Path | str | None = None,
+        documents: str | None = None,
         **options: Any,
     ) -> Question:
         """Return a question from names: model and cluster as on the command line, `fixed` as plan text ("tp=8 zero=1").
@@ -70,6 +71,8 @@ class Question:
             global_batch: sequences of a step; None: the config's, else a usual one.
             fixed: decided fields, as plan text or by name.
             profile: of a machine that was measured: its file.
+            documents: lengths of what is packed into sequences, as `DocumentMix.parse` takes them; None: each sequence
+                is one document.
             **options: further fields of the question.
 
         Raises:
@@ -95,7 +98,10 @@ class Question:
         return cls(
             model=planned,
             cluster=machines,
-            job=_job(planned, seq_len, _positive("global-batch", global_batch)),
+            job=replace(
+                _job(planned, seq_len, _positive("global-batch", global_batch)),
+                documents=_documents(documents, planned, known),
+            ),
             fixed=decided,
             profile=known,
             assumed=tuple(words[name] for name in assumed),
@@ -127,7 +133,8 @@ class Question:
         job, name = self.job, self.model.sample_unit
         name = "sequences" if name == "samples" else name
         several = f"{job.texts} texts of " if job.texts > 1 else ""
-        return f"{job.global_batch} {name} of {several}{job.seq_len} tokens a step"
+        packed = f", {job.documents}" if job.documents else ""
+        return f"{job.global_batch} {name} of {several}{job.seq_len} tokens a step{packed}"
 
     @property
     def limit(self) -> int:
@@ -167,6 +174,17 @@ def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
     if planned.config is None or planned.traced is not None:
         return job
     return job.with_groups(planned.spec, planned.config.optimizer.groups)
+
+
+def _documents(text: str | None, planned: PlannedModel, profile: Profile | None) -> DocumentMix | None:
+    """What sequences are packed from. Raises ConfigError for a text or a question that it does not fit."""
+    if text is None:
+        return None
+    if not planned.reads_sequence:
+        raise _error("documents", f"documents={text}: {planned.name} has no sequence dimension. Leave it out.")
+    if profile is not None and profile.machine.kind == "cpu":
+        raise _error("documents", f"documents={text}: a measured host knows whole sequences alone. Leave it out.")
+    return DocumentMix.parse(text)
 
 
 def _stack(planned: PlannedModel) -> Stack:

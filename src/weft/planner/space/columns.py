@@ -29,6 +29,9 @@ CP_MODES = CP_WAYS
 #: What a code in `Columns.order` stands for: the axes from outermost to innermost, first the usual order.
 ORDERS = orders(AXES)
 
+#: Iterations of Muon's orthogonalisation.
+_TURNS = 5
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
@@ -40,7 +43,8 @@ class Job:
     seq_len: tokens of a sequence. global_batch: samples of one optimizer step. texts: sequences of a sample, such as
     the two answers of a pair. optimizer: "adamw", "sgd" or "muon". adapter: what is trained in place of all weights;
     None: these. trained: shares of the weights that are trained where groups have lr=0; None: all of them.
-    frozen: what a step computes without gradients; None: nothing.
+    frozen: what a step computes without gradients; None: nothing. documents: what sequences are packed from; None: each
+    sequence is one document.
     """
 
     shape: Shape
@@ -52,6 +56,7 @@ class Job:
     texts: int = 1
     frozen: FrozenWork | None = None
     trained: TrainedPart | None = None
+    documents: DocumentMix | None = None
 
     @property
     def turned(self) -> list[tuple[float, float, float]]:
@@ -78,6 +83,23 @@ class Job:
         spec: of the decoder, one of Weft's own.
         """
         return self if self.adapter is not None else replace(self, trained=TrainedPart.of(spec, groups))
+
+    @property
+    def turning_products(self) -> list[tuple[float, float, float, float]]:
+        """(m, n, k, how often in a mean layer) of the products with which Muon orthogonalises its matrices.
+
+        Five iterations (optim/muon.py), each of three products: X X^T, its square, and that times X.
+        """
+        found: list[tuple[float, float, float, float]] = []
+        for rows, wide, often in self.turned:
+            short, long = sorted((rows, wide))
+            found += [(*size, often * _TURNS) for size in ((short, short, long), (short,) * 3, (short, long, short))]
+        return found
+
+    @property
+    def pieces(self) -> list[tuple[int, float]]:
+        """(Tokens, share of all tokens) of what attention sees in one piece: documents, or whole sequences."""
+        return [(self.seq_len, 1.0)] if self.documents is None else list(self.documents.pieces(self.seq_len))
 
     @property
     def tokens(self) -> int:

@@ -136,11 +136,11 @@ def _worded(question: Question, name: str, value: str) -> Question:
     if value not in _WORDS[name]:
         rule = f"it is {', '.join(_WORDS[name][:-1])} or {_WORDS[name][-1]}"
         raise _error(name, f"{name}={value}: {rule}. Write e.g. {name}={_WORDS[name][1]}.")
-    if question.profile is not None and question.profile.machine.kind == "cpu":
-        raise _error(name, f"{name}={value}: a measured host knows AdamW in fp32 alone. Leave it out.")
     job = question.job
     if name == "optimizer":
         return replace(question, job=replace(job, optimizer=value))
+    if question.profile is not None and question.profile.machine.kind == "cpu":
+        raise _error(name, f"{name}={value}: a measured host's AdamW keeps its means in fp32. Leave it out.")
     if job.optimizer != "adamw":
         raise _error(name, f"states={value}: these are formats of AdamW's means. Use it with optimizer=adamw.")
     return replace(question, job=replace(job, stack=replace(job.stack, main_bytes=_STATES[value])))

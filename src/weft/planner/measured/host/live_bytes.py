@@ -177,6 +177,7 @@ def _layer(job: Job, columns: Columns) -> tuple[Array, Array]:
 def _states(job: Job, columns: Columns, params: Array, width: Array) -> dict[str, Array]:
     """Bytes of parameters and optimizer states. params: those that the rank trains, before ZeRO divides them."""
     moments = (job.stack.main_bytes - 4.0) / 4.0  # as a share of fp32's for each parameter: 2, or 1 in bf16
+    moments = 1.0 if job.optimizer == "sgd" else moments  # Muon's matrices have one, embedding and head two: not less
     group = (columns.dp_shard * columns.cp).astype(float)
     master = np.where(width < 4, 4.0, 0.0)
     main = np.maximum(width, 4.0)
