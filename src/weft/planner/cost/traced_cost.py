@@ -62,7 +62,10 @@ def attention_s(
     found = [np.zeros_like(cut.batch), np.zeros_like(cut.batch)]
     for one, share in _weighted(shape, layer):
         for each in one.attentions:
-            for length, part in pieces if pieces and each.causal else ((whole, 1.0),):
+            several = pieces if pieces and each.causal else ((whole, 1.0),)
+            for back in (0, 1):  # one launch takes all documents
+                found[back] = found[back] - share / gain * (len(several) - 1) * tables.launch_s
+            for length, part in several:
                 # As many sequences of a document's length as hold its share of the tokens.
                 batch = cut.batch * part * whole / length
                 flops = each.flops(batch, length / cut.c, cut.t, cut.c)

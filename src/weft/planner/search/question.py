@@ -182,6 +182,9 @@ def _documents(text: str | None, planned: PlannedModel, profile: Profile | None)
         return None
     if not planned.reads_sequence:
         raise _error("documents", f"documents={text}: {planned.name} has no sequence dimension. Leave it out.")
+    traced = planned.traced
+    if traced is not None and not any(each.causal for layer in traced.layers for each in layer.attentions):
+        raise _error("documents", f"documents={text}: {planned.name} has no causal attention. Leave it out.")
     if profile is not None and profile.machine.kind == "cpu":
         raise _error("documents", f"documents={text}: a measured host knows whole sequences alone. Leave it out.")
     return DocumentMix.parse(text)
