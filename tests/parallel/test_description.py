@@ -18,6 +18,7 @@ from weft.errors import ModelError
 from weft.memory.trace import trace_block
 from weft.models import build_decoder
 from weft.planner import estimate
+from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory_cost import layer_bytes
 from weft.planner.search.figures import flops_per_token
 from weft.planner.search.model_source import _from_hugging_face, read_model
@@ -26,7 +27,7 @@ from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
 from weft.planner.space.traced_shape import TracedShape
 from weft.planner.tell.explained import search
-from weft.spec import DecoderSpec
+from weft.spec import ClusterSpec, DecoderSpec
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check
@@ -164,6 +165,23 @@ def test_experts_of_transformers_are_counted_as_far_as_tokens_visit_them():
     assert found.flops(1, 64) / 64 == pytest.approx(flops_per_token(shape, 64, causal=True), rel=0.01)
     assert found.num_params == shape.num_params
     assert "config.json" in dict(found.limits)["ep"].reason
+
+
+def test_an_encoders_output_travels_beside_what_its_decoder_makes():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(d_model=64, d_ff=128, num_layers=3, num_decoder_layers=4, num_heads=4, d_kv=16)
+    with torch.device("meta"):
+        found = describe_by_tracing(transformers.T5ForConditionalGeneration(config))
+    # Of six borders three are in the encoder or at its end, and three in the decoder.
+    assert found.crossings == pytest.approx((3 + 2 * 3) / 6)
+    job = Job(shape=TracedShape.of(found), seq_len=SEQ, global_batch=8)
+    alone = replace(job, shape=TracedShape.of(replace(found, crossings=1.0)))
+    plan, cluster = Plan.parse("pp=2 microbatches=4 precision=bf16"), ClusterSpec.parse("2xh100")
+    two, one = (
+        estimate(each, cluster, Columns.of([plan], each), Tables.of(cluster.device, "tables")).terms["pp_p2p"][0]
+        for each in (job, alone)
+    )
+    assert one < two < 1.5 * one
 
 
 def test_what_the_runtime_cannot_divide_is_said_with_the_reason():

@@ -48,7 +48,9 @@ def test_two_cores_take_half_and_four_ranks_no_less() -> None:
 
 
 def test_sgd_updates_faster_than_adamw_and_keeps_less_and_muon_turns_its_matrices() -> None:
-    adamw, sgd, muon = (step("dp_shard=2 zero=1", job=replace(JOB, optimizer=name)) for name in ("adamw", "sgd", "muon"))
+    adamw, sgd, muon = (
+        step("dp_shard=2 zero=1", job=replace(JOB, optimizer=name)) for name in ("adamw", "sgd", "muon")
+    )
     assert sgd["optimizer"] < adamw["optimizer"] < muon["optimizer"]
     for other in (sgd, muon):
         assert {name for name in TERMS if other[name] != adamw[name]} == {"optimizer"}

@@ -37,7 +37,8 @@ def test_pieces_hold_all_tokens_and_are_no_longer_than_a_sequence(counts: dict[i
     mean = sum(length * count for length, count in counts.items())
     for length, share in pieces:  # by hand: whole sequences of longer documents, and rests
         of_it = sum(
-            count * (length * (each // seq_len) if length == seq_len else 0) + count * length * (each % seq_len == length)
+            count * (length * (each // seq_len) if length == seq_len else 0)
+            + count * length * (each % seq_len == length)
             for each, count in counts.items()
         )
         assert share == pytest.approx(of_it / mean)

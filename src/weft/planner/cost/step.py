@@ -164,7 +164,7 @@ def _pipeline_terms(
     terms["bubble"] = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     slices = np.where(columns.sp | job.stack.scatter_p2p, columns.tp, 1)
-    each = fabric.send_s(tokens * job.shape.hidden * 2.0 / slices, columns.stride("pp"))
+    each = fabric.send_s(tokens * job.shape.crossings * job.shape.hidden * 2.0 / slices, columns.stride("pp"))
     many = hidden_sends(columns) if job.stack.overlap_p2p else sends(columns)
     terms["pp_p2p"] = many * each
 

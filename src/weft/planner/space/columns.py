@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.space.adapter_size import AdapterSize, attention_products, feed_forward_products
+from weft.planner.space.document_mix import DocumentMix
 from weft.planner.space.frozen_work import FrozenWork
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack

@@ -30,6 +30,11 @@ class Shape(DecoderWidths):
         return np.ceil(self.heads / t) * self.head_dim, np.ceil(self.kv_heads / t) * self.head_dim
 
     @property
+    def crossings(self) -> float:
+        """Tensors of a token that go from a stage of a pipeline to the next."""
+        return 1.0
+
+    @property
     def layer_weights(self) -> float:
         """What the runtime weighs a layer with to divide layers into stages: the parameters of the commonest kind."""
         mostly_mixtures = 2 * self.moe_layers >= self.layers

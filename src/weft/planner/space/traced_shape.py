@@ -26,6 +26,10 @@ class TracedShape(Shape):
     def dense_layer_params(self) -> int:
         return round(self.mean(lambda layer: layer.num_params))
 
+    @property
+    def crossings(self) -> float:
+        return self.traced.crossings
+
     def mean(self, value: Callable[[TracedLayer], Any]) -> Any:
         """Return the mean of a number over all layers."""
         return sum(layer.count * value(layer) for layer in self.traced.layers) / self.traced.num_layers

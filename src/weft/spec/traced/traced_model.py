@@ -17,7 +17,7 @@ from weft.errors import ModelError
 from weft.spec.traced.layer_terms import DividedBytes, Growth, Matmul, TracedAttention
 
 #: What a saved description begins with, and its version.
-FORMAT, VERSION = "weft-traced-model", 2
+FORMAT, VERSION = "weft-traced-model", 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,8 @@ class TracedModel:
     hidden: values that go from one layer to the next, for each token, or for each sample where nothing is a sequence.
     reads_sequence: whether S means anything. max_seq_len: what it reads at most. default_seq_len: of the example.
     limits: fields of a plan that cannot take every value with it. linears: inputs and outputs of the linear layers that
-    may have an adapter, and how many there are of each.
+    may have an adapter, and how many there are of each. crossings: tensors of `hidden` values a token that go from a
+    stage of a pipeline to the next, in the mean over all borders: an encoder's output travels on beside its decoder's.
     """
 
     name: str
@@ -131,6 +132,7 @@ class TracedModel:
     num_params: int
     limits: tuple[tuple[str, Limit], ...] = ()
     linears: tuple[tuple[int, int, int], ...] = ()
+    crossings: float = 1.0
 
     @property
     def num_layers(self) -> int:

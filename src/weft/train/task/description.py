@@ -104,8 +104,24 @@ def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
     usual = inputs.seq_len if step and inputs.given else 0
     usual = usual or (0 if step else 1)
     return replace(
-        found, limits=tuple(limits.items()), max_seq_len=longest, default_seq_len=usual, linears=_linears(model)
-    )  # fmt: skip
+        found,
+        limits=tuple(limits.items()),
+        max_seq_len=longest,
+        default_seq_len=usual,
+        linears=_linears(model),
+        crossings=_crossings(model),
+    )
+
+
+def _crossings(model: nn.Module) -> float:
+    """Tensors of a token that cross a border between two blocks, in the mean: within a decoder, the encoder's output
+    too."""
+    try:
+        chain = find_chain(model)
+    except ModelError:
+        return 1.0
+    borders = len(chain.blocks) - 1
+    return 1.0 + (borders - chain.joint) / borders if chain.joint and borders > 0 else 1.0
 
 
 def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:

@@ -130,6 +130,6 @@ def _pipeline(job: Job, columns: Columns, laws: Laws, dtype: str, crowd: Crowd, 
     bubble = share * (slots - (p - 1) * full)
     clock = CrowdedLaws(laws, crowd.steady, dtype)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
-    size = tokens * job.shape.hidden * VALUE / np.where(columns.sp, columns.tp, 1)
+    size = tokens * job.shape.crossings * job.shape.hidden * VALUE / np.where(columns.sp, columns.tp, 1)
     each = clock.travel("send", size, np.full(len(columns), 2))
     return bubble, each * crowd.sends
