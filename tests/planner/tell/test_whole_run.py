@@ -47,6 +47,24 @@ def test_a_budget_buys_what_its_tokens_cost() -> None:
     assert bought.co2_kg == pytest.approx(0.4 * (bought.kwh or 0.0))
 
 
+def test_a_slow_store_sets_the_interval_of_checkpoints() -> None:
+    """8.03 B weights and two means in fp32 are 96 GB: at 10 MB/s they take 160 minutes, more than the best interval."""
+    ((_, free),) = whole_runs("llama3-8b", "8xh100", "tokens=1T", fixed=FIXED)
+    ((_, fast),) = whole_runs("llama3-8b", "8xh100", "tokens=1T,store=10GB/s", fixed=FIXED)
+    ((_, slow),) = whole_runs("llama3-8b", "8xh100", "tokens=1T,store=10MB/s", fixed=FIXED)
+    assert free is not None
+    assert fast is not None
+    assert slow is not None
+    assert fast.write_s == pytest.approx(9.6, rel=0.01)
+    assert (fast.save_s, fast.goodput) == (free.save_s, free.goodput)
+    assert slow.save_s == slow.write_s == pytest.approx(9636, rel=0.01)
+    assert slow.goodput < free.goodput
+    with pytest.raises(
+        ConfigError, match=r"save=5:00: the store takes .* for the 89\.7 GiB of a checkpoint\. Save less"
+    ):
+        whole_runs("llama3-8b", "8xh100", "tokens=1T,store=10MB/s,save=5m", fixed=FIXED)
+
+
 def test_clusters_are_listed_by_what_a_token_costs() -> None:
     """What holds the model comes first, the cheapest before the others."""
     fixed = "zero=3 precision=bf16 recompute=full"

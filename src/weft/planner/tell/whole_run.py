@@ -36,7 +36,8 @@ class RunTerms:
 
     device_hours: between failures of one device. restart_s: from a failure to the next step.
     save_s: seconds between checkpoints, None for the best interval. stall_s: of training for one, None for a copy of
-    the states to the host. grid: grams of CO2 for a kWh, None where unknown.
+    the states to the host. grid: grams of CO2 for a kWh, None where unknown. store_rate: bytes/s that all ranks
+    together write to the disks or the object store of checkpoints; None: as fast as they are wanted.
     """
 
     tokens: float | None = None
@@ -47,6 +48,7 @@ class RunTerms:
     save_s: float | None = None
     stall_s: float | None = None
     grid: float | None = None
+    store_rate: float | None = None
     price: float | None = None
 
 
@@ -54,8 +56,8 @@ class RunTerms:
 class WholeRun:
     """A run with one plan. goodput: share of the time in which steps that last are made. seconds: with everything.
 
-    failure_s: between failures of any device. dollars, kwh: None where no price or power is known. loss: None for what
-    the law does not know.
+    failure_s: between failures of any device. write_s: in which the store takes one checkpoint. dollars, kwh: None where
+    no price or power is known. loss: None for what the law does not know.
     """
 
     terms: RunTerms
@@ -66,6 +68,7 @@ class WholeRun:
     failure_s: float
     save_s: float
     stall_s: float
+    write_s: float | None
     dollars: float | None
     kwh: float | None
     loss: float | None
@@ -100,7 +103,8 @@ class WholeRun:
             f"run     {units.format_count(self.tokens)} tokens, {steps:,} steps: {self.days:.3g} days{words}"
             + "".join(f", {each}" for each in known),
             f"goodput {self.goodput:.1%}: {failures}; a checkpoint every {units.format_seconds(self.save_s)}, "
-            f"for which training stands {units.format_seconds(self.stall_s)}",
+            f"for which training stands {units.format_seconds(self.stall_s)}"
+            + ("" if self.write_s is None else f" and the store writes {units.format_seconds(self.write_s)}"),
         ]
         if self.loss is not None:
             lines.append(
@@ -114,7 +118,7 @@ class WholeRun:
         return {
             "tokens": self.tokens, "days": self.days, "goodput": self.goodput, "dollars": self.dollars,
             "kwh": self.kwh, "co2_kg": self.co2_kg, "loss": self.loss, "save_s": self.save_s, "stall_s": self.stall_s,
-            "failure_s": self.failure_s,
+            "write_s": self.write_s, "failure_s": self.failure_s,
             "days_low": None if self.band is None else self.days * self.band.low,
             "days_high": None if self.band is None else self.days * self.band.high,
         }  # fmt: skip
@@ -136,12 +140,14 @@ def whole_run(one: Candidate, terms: RunTerms) -> WholeRun:
         terms: of the run.
 
     Raises:
-        ConfigError: where the terms do not say where the run ends, or a loss is out of reach.
+        ConfigError: where the terms do not say where the run ends, a loss is out of reach, or checkpoints are wanted
+            faster than the store takes them.
     """
     question = one.question
     failure_s = terms.device_hours * 3600 / question.cluster.num_devices
     stall_s = _copy_s(one) if terms.stall_s is None else terms.stall_s
-    save_s = terms.save_s or _best_interval(stall_s, failure_s, one.step_s)
+    write_s = _write_s(question, terms)
+    save_s = terms.save_s or max(_best_interval(stall_s, failure_s, one.step_s), write_s or 0.0)
     good = goodput(failure_s, save_s, stall_s, terms.restart_s)
     if good < _LEAST_GOODPUT:
         raise _no_headway(terms, question.cluster.num_devices, failure_s)
@@ -166,6 +172,7 @@ def whole_run(one: Candidate, terms: RunTerms) -> WholeRun:
         failure_s=failure_s,
         save_s=save_s,
         stall_s=stall_s,
+        write_s=write_s,
         dollars=None if price is None else price * seconds,
         kwh=None if cost.energy_kwh is None else cost.energy_kwh / one.step_s * seconds,
         loss=expected_loss(question, tokens),
@@ -206,6 +213,21 @@ def _best_interval(stall_s: float, failure_s: float, step_s: float) -> float:
 def _copy_s(one: Candidate) -> float:
     states = one.memory.get("parameters", 0.0) + one.memory.get("optimizer", 0.0)
     return _LEAST_STALL_S + states / (one.question.cluster.device.host_bytes_per_s or _COPY_RATE)
+
+
+def _write_s(question: Question, terms: RunTerms) -> float | None:
+    """Seconds in which the store takes the weights and states that are trained. One checkpoint lies there before the
+    next is taken."""
+    if terms.store_rate is None:
+        return None
+    job = question.job
+    trained = job.shape.num_params if job.adapter is None else job.adapter.params * job.shape.layers
+    size = trained * job.stack.main_bytes
+    found = size / terms.store_rate
+    if terms.save_s is not None and terms.save_s < found:
+        rule = f"the store takes {units.format_seconds(found)} for the {units.format_bytes(size)} of a checkpoint"
+        raise _error("save", f"save={units.format_seconds(terms.save_s)}: {rule}. Save less often, or leave it out.")
+    return found
 
 
 def _tokens_for(question: Question, loss: float | None) -> float:
@@ -315,4 +337,5 @@ _WORDS: dict[str, tuple[str, Callable[[str], float], str]] = {
     "save": ("save_s", units.parse_seconds, "15m"),
     "stall": ("stall_s", units.parse_seconds, "5s"),
     "grid": ("grid", _grams, "369g"),
+    "store": ("store_rate", lambda text: float(units.parse_bytes(text.removesuffix("/s"))), "10GB/s"),
 }
