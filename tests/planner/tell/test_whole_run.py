@@ -48,7 +48,7 @@ def test_a_budget_buys_what_its_tokens_cost() -> None:
 
 
 def test_a_slow_store_sets_the_interval_of_checkpoints() -> None:
-    """8.03 B weights and two means in fp32 are 96 GB: at 10 MB/s they take 160 minutes, more than the best interval."""
+    """8.03 B weights and their means are 96 GB in fp32: at 10 MB/s 160 minutes, more than the best interval."""
     ((_, free),) = whole_runs("llama3-8b", "8xh100", "tokens=1T", fixed=FIXED)
     ((_, fast),) = whole_runs("llama3-8b", "8xh100", "tokens=1T,store=10GB/s", fixed=FIXED)
     ((_, slow),) = whole_runs("llama3-8b", "8xh100", "tokens=1T,store=10MB/s", fixed=FIXED)
