@@ -56,8 +56,8 @@ class RunTerms:
 class WholeRun:
     """A run with one plan. goodput: share of the time in which steps that last are made. seconds: with everything.
 
-    failure_s: between failures of any device. write_s: in which the store takes one checkpoint. dollars, kwh: None where
-    no price or power is known. loss: None for what the law does not know.
+    failure_s: between failures of any device. write_s: in which the store takes one checkpoint. dollars, kwh: None
+    where no price or power is known. loss: None for what the law does not know.
     """
 
     terms: RunTerms
