@@ -11,7 +11,8 @@ from weft.errors import ConfigError
 from weft.planner import estimate
 from weft.planner.cost.machine import Tables
 from weft.planner.search import Question
-from weft.planner.space import Columns, DocumentMix, Job, Shape
+from weft.planner.space import Columns, Job, Shape
+from weft.planner.space.document_mix import DocumentMix
 from weft.spec import ClusterSpec
 from weft.spec.plan import Plan
 

@@ -14,7 +14,7 @@ from weft.planner import measured
 from weft.planner.cost.machine import Tables
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
-from weft.planner.space import DocumentMix, Job, Shape, Stack
+from weft.planner.space import Job, Shape, Stack
 from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, common_divisors
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan, split_plan
@@ -98,10 +98,7 @@ class Question:
         return cls(
             model=planned,
             cluster=machines,
-            job=replace(
-                _job(planned, seq_len, _positive("global-batch", global_batch)),
-                documents=_documents(documents, planned, known),
-            ),
+            job=_packed(_job(planned, seq_len, _positive("global-batch", global_batch)), documents, planned, known),
             fixed=decided,
             profile=known,
             assumed=tuple(words[name] for name in assumed),
@@ -176,10 +173,10 @@ def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
     return job.with_groups(planned.spec, planned.config.optimizer.groups)
 
 
-def _documents(text: str | None, planned: PlannedModel, profile: Profile | None) -> DocumentMix | None:
-    """What sequences are packed from. Raises ConfigError for a text or a question that it does not fit."""
+def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile | None) -> Job:
+    """The job with sequences of such documents. Raises ConfigError for a text, or a question that it does not fit."""
     if text is None:
-        return None
+        return job
     if not planned.reads_sequence:
         raise _error("documents", f"documents={text}: {planned.name} has no sequence dimension. Leave it out.")
     traced = planned.traced
@@ -187,7 +184,7 @@ def _documents(text: str | None, planned: PlannedModel, profile: Profile | None)
         raise _error("documents", f"documents={text}: {planned.name} has no causal attention. Leave it out.")
     if profile is not None and profile.machine.kind == "cpu":
         raise _error("documents", f"documents={text}: a measured host knows whole sequences alone. Leave it out.")
-    return DocumentMix.parse(text)
+    return job.with_documents(text)
 
 
 def _stack(planned: PlannedModel) -> Stack:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from weft.planner.space import plan_space, wire_columns
 from weft.planner.space.adapter_size import AdapterSize
 from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns, Job
-from weft.planner.space.document_mix import DocumentMix
 from weft.planner.space.enumerate import PlanGrid, Refused, Tally, enumerate_space
 from weft.planner.space.frozen_work import FrozenWork
 from weft.planner.space.plan_space import Space
@@ -17,7 +16,6 @@ __all__ = [
     "AdapterSize",
     "CP_MODES",
     "Columns",
-    "DocumentMix",
     "FrozenWork",
     "Job",
     "PRECISIONS",

@@ -97,6 +97,14 @@ class Job:
             found += [(*size, often * _TURNS) for size in ((short, short, long), (short,) * 3, (short, long, short))]
         return found
 
+    def with_documents(self, text: str) -> Job:
+        """Return the job with sequences packed from documents, as `DocumentMix.parse` takes them.
+
+        Raises:
+            ConfigError: for a text that says no lengths.
+        """
+        return replace(self, documents=DocumentMix.parse(text))
+
     @property
     def pieces(self) -> list[tuple[int, float]]:
         """(Tokens, share of all tokens) of what attention sees in one piece: documents, or whole sequences."""
