@@ -38,10 +38,12 @@ RANKS, BATCH, LENGTH = 2, 8, 64
 MODEL = DecoderSpec(
     vocab_size=256, dim=96, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=256, max_seq_len=LENGTH, tied=True
 )
+#: What the second plan computes is the same but for the order of its sums: how far it ends from the first is chance.
 #: Steps that warm up, and that powersgd leaves exact.
 WARM_UP, EXACT_STEPS = 10, 20
 PLANS = {
     "exact": "dp_replicate=2",
+    "exact, other sums": "dp_replicate=2 accumulation=2",
     "int8": "dp_replicate=2 compress=int8",
     "gather=int8": "dp_shard=2 zero=3 gather=int8",
     "diff4": "dp_shard=2 zero=1 gather=diff4",

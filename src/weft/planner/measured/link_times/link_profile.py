@@ -23,6 +23,7 @@ from weft.errors import ConfigError, Problem
 from weft.planner.measured.laws import fit_law
 from weft.planner.measured.link_times.faster import Ways
 from weft.planner.measured.profile import Machine, Measurement, read_row, write_whole
+from weft.units import format_bytes
 
 VERSION = 1
 #: A way leaves the fixed rule's only where it took less than this share of its time: less is chance.
@@ -88,12 +89,12 @@ class LinkProfile:
         for op in (op for op in OPS if (op, fixed) in of):
             found = _best({way: samples for (name, way), samples in of.items() if name == op}, fixed)
             best[op] = [(least, transport) for least, transport, _ in found]
-            gains += [f"{op} by {way}: {share:.2f} of the time at best" for _, way, share in found if way != fixed]
+            gains += _told(op, found, fixed)
         laws: dict[str, dict[str, tuple[float, ...]]] = {op: {} for op in best}
         for (op, transport), samples in of.items():
             if op in laws:
                 laws[op][transport] = _law(op, samples)
-        return Ways(best=best, laws=laws, gains=tuple(dict.fromkeys(gains)))
+        return Ways(best=best, laws=laws, gains=tuple(gains))
 
     def to_text(self) -> str:
         """Return the file's text: one sample a line."""
@@ -180,6 +181,17 @@ def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[in
             found.append((math.isqrt(before * size), way, at[way]))
         before = size
     return [*found, *([(_REACH * before, fixed, 1.0)] if found and found[-1][1] != fixed else [])]
+
+
+def _told(op: str, found: Sequence[tuple[int, str, float]], fixed: str) -> list[str]:
+    """Where another way than the fixed one is taken: "all_reduce below 181 KiB by gloo exchange (0.59 of the time)"."""
+    told: list[str] = []
+    for (least, way, share), after in zip(found, [*found[1:], None], strict=True):
+        if way != fixed:
+            start = f" from {format_bytes(least)}" if least else ""
+            end = f" below {format_bytes(after[0])}" if after else ""
+            told.append(f"{op}{start}{end} by {way} ({share:.2f} of the time)")
+    return told
 
 
 def _law(op: str, samples: Sequence[LinkSample]) -> tuple[float, ...]:
