@@ -102,6 +102,23 @@ def test_waits_may_come_in_any_order_and_bytes_are_those_of_the_formula(ranks4):
         assert left == number * share * size_bytes + (10 / 2 * 12 if kind == "all_reduce" else 0), kind
 
 
+def crossed_waits() -> float:
+    """Half of the ranks wait for what passes through levels before they start what the others wait for first."""
+    axis = build_mesh(Plan(dp_replicate=4)).data
+    sums = 0.0
+    for _ in range(5):
+        large = start_all_reduce(torch.ones(40000), axis)
+        if axis.rank in (1, 2):
+            large.wait()
+        little = start_all_reduce(torch.ones(3), axis)
+        sums += float(little.wait()[0] + large.wait()[0])
+    return sums
+
+
+def test_a_wait_for_little_carries_on_what_passes_through_levels(ranks4):
+    assert ranks4.run(on_hosts, 2, crossed_waits) == [40.0] * 4
+
+
 def sent_by_exchange() -> int:
     ledger = Ledger()
     axis = build_mesh(Plan(dp_replicate=4), record=ledger.record, route="flat").data

@@ -21,9 +21,10 @@ from weft.mesh import build_mesh
 from weft.optim import clip_factor, global_norm
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.zero import seen_stretches
+from weft.parallel.zero.flat.flat_model import FlatModel
 from weft.spec.plan import Plan
 from weft.testing import DecoderCase, ParityResult, train_case
-from weft.testing.parity import local_microbatches
+from weft.testing.parity import local_microbatches, several_buckets
 
 CASE = DecoderCase(LLAMA, num_steps=4, max_grad_norm=0.5)
 TWO = ("dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=1 accumulation=2", "cp=2 zero=1")
@@ -37,8 +38,44 @@ def train_all(plans: tuple[str, ...]) -> list[tuple[ParityResult, Layout]]:
     ]
 
 
-def train_alone(layout: Layout, parts: int) -> ParityResult:
-    """Masters and what is seen of them. parts: so many ranks divide each bucket."""
+#: Of a bucket: its elements, and by parameter where they lie in it and which of the whole parameter's they are.
+Held = list[tuple[int, dict[str, tuple[torch.Tensor, torch.Tensor]]]]
+
+
+def hold(plan: str) -> Held:
+    """What this rank's buckets have of the whole parameters, which are numbered for that."""
+    mesh, model = build_mesh(Plan.parse(plan)), CASE.model()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.arange(1, param.numel() + 1).view_as(param))  # 0 fills up what does not divide evenly
+    with several_buckets(model):
+        engine = data_parallel(parallelize(model, mesh))
+    assert isinstance(engine, FlatModel)
+    found: Held = []
+    for bucket in engine.reducer.buckets:
+        spans = {slot.name: slot.start + torch.arange(slot.numel) for slot in bucket.slots}
+        spans = {name: span[bucket.weights[span] > 0] for name, span in spans.items()}
+        found.append((bucket.size, {name: (span, bucket.weights[span].long() - 1) for name, span in spans.items()}))
+    return found
+
+
+def train_cut(plans: tuple[str, ...]) -> list[tuple[ParityResult, Held]]:
+    texts = [f"{plan} gather=diff4 precision=fp64" for plan in plans]
+    return [(train_case(text, CASE), hold(text)) for text in texts]
+
+
+def whole(layout: Layout) -> Held:
+    """Buckets that have whole parameters."""
+    return [
+        (size, {name: (where, torch.arange(len(where))) for name, where in places.items()}) for size, places in layout
+    ]
+
+
+def train_alone(held: list[Held], parts: int) -> ParityResult:
+    """Masters and what is seen of them.
+
+    held: the buckets of each rank that holds another part of the model. parts: so many ranks divide each bucket.
+    """
     model, result, wire = CASE.model(), ParityResult(), find_wire("int4")
     params = dict(model.named_parameters())
     masters = {name: torch.nn.Parameter(param.detach().clone()) for name, param in params.items()}
@@ -53,15 +90,18 @@ def train_alone(layout: Layout, parts: int) -> ParityResult:
         for name, param in params.items():
             masters[name].grad = param.grad * clip_factor(norm, CASE.max_grad_norm)
         optimizer.step()
-        with torch.no_grad():
-            for size, places in layout:
-                flat = torch.zeros(size, dtype=torch.float64)
-                for name, where in places.items():
-                    flat[where] = (masters[name] - params[name]).reshape(-1)
-                codes = [wire.encode(part[None], None)[0] for part in flat.chunk(parts)]
-                found = torch.cat([wire.decode(one, size // parts, flat.dtype).view(-1) for one in codes])
-                for name, where in places.items():
-                    params[name] += found[where].view_as(params[name])
+        before = {name: param.detach().clone() for name, param in params.items()}
+        for size, places in itertools.chain(*held):
+            if not places.keys() <= params.keys():
+                continue  # the head of the last stage, tied to the embedding of the first: a bucket of the same values
+            flat = torch.zeros(size, dtype=torch.float64)
+            for name, (where, of) in places.items():
+                flat[where] = (masters[name].detach() - before[name]).reshape(-1)[of]
+            codes = [wire.encode(part[None], None)[0] for part in flat.chunk(parts)]
+            found = torch.cat([wire.decode(one, size // parts, flat.dtype).view(-1) for one in codes])
+            for name, (where, of) in places.items():
+                # Ranks that hold the same see the same.
+                params[name].detach().view(-1)[of] = before[name].view(-1)[of] + found[where]
         result.losses.append(float(loss_sum.detach()) / int(number))
         result.grad_norms.append(norm)
     result.grads = {name: one.grad for name, one in masters.items()}
@@ -74,7 +114,7 @@ def check(pool, plans: tuple[str, ...]) -> None:
     answers = pool.run(train_all, plans)
     for index, plan in enumerate(plans):
         read = Plan.parse(plan)
-        wanted = train_alone(answers[0][index][1], read.dp_shard * read.cp)
+        wanted = train_alone([whole(answers[0][index][1])], read.dp_shard * read.cp)
         assert wanted.largest_difference(exact) > 1e-6, "nothing was rounded"
         assert wanted.losses == pytest.approx(exact.losses, rel=2e-3)
         for rank, answer in enumerate(answers):
@@ -88,6 +128,23 @@ def test_layouts_train_as_one_process_that_encodes_the_same_differences(ranks2):
 @pytest.mark.full
 def test_so_do_more(ranks4):
     check(ranks4, FOUR)
+
+
+CUT = ("pp=2 dp_shard=2 zero=1 microbatches=2", "tp=2 dp_shard=2 zero=1", "tp=2 sp=on dp_shard=2 zero=2")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", CUT)
+def test_so_do_models_that_are_cut(plan, ranks4):
+    """Under tp and pp ranks hold parts of the model, and buckets of their own."""
+    exact = train_case("precision=fp64", CASE)
+    answers = [one[0] for one in ranks4.run(train_cut, (plan,))]
+    # Neighbours on tp, or stages: the ranks of one place on dp_shard.
+    mesh_ranks = (0, 2) if "pp" in plan else (0, 1)
+    wanted = train_alone([answers[rank][1] for rank in mesh_ranks], 2)
+    assert wanted.largest_difference(exact) > 1e-6, "nothing was rounded"
+    for result, _ in answers:
+        assert result.largest_difference(wanted) < 1e-10
 
 
 class Script:

@@ -13,7 +13,7 @@ import torch
 
 from weft.calibrate.compute import Place, linear_f
 from weft.calibrate.stopwatch import Stopwatch, Timing
-from weft.comm import all_gather, all_reduce, reduce_scatter
+from weft.comm import all_gather, all_reduce, broadcast, reduce_scatter
 from weft.comm.peer import all_to_all, shift, start_receive, start_send
 from weft.mesh import Axis
 from weft.planner.measured import BETWEEN
@@ -55,6 +55,8 @@ def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Ca
         return lambda: all_gather(part, axis, out=whole)
     if op == "reduce_scatter":
         return lambda: reduce_scatter(whole, axis, out=part)
+    if op == "broadcast":
+        return lambda: broadcast(whole, axis)
     if op == "all_to_all":
         received = torch.empty_like(whole).view(axis.size, shard)
         return lambda: all_to_all(whole.view(axis.size, shard), axis, out=received)

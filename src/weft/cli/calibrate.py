@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.console import progress_report, say
+from weft import env
+from weft.cli.console import progress_report, say, table
 from weft.errors import ConfigError, Problem
-from weft.units import counted
+from weft.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from weft.planner.measured import Profile
+    from weft.planner.measured.link_times import LinkProfile
 
 _BUDGET = re.compile(r"([0-9]*\.?[0-9]+)\s*(s|m|min)?")
 
@@ -40,14 +43,27 @@ def calibrate(
     device: Annotated[
         str, typer.Option("--device", help="cpu, cuda, or auto: the GPUs if there are any, else the CPU.")
     ] = "auto",
+    hosts: Annotated[
+        bool,
+        typer.Option(
+            "--hosts",
+            help="Measure the links between ranks that torchrun or srun started, on one host or several, for "
+            "launch.route=auto.",
+        ),
+    ] = False,
 ) -> None:
     """Measure this machine: matrix products, attention, memory, collectives, calls, the optimizer's step.
+
+    With --hosts: the links between ranks, for launch.route=auto.
 
     The profile is written at the end; Ctrl-C before that keeps the older one.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError([Problem("device", f"device={device}: not one of auto, cpu, cuda. Use auto.")])
     seconds, counts = _seconds(budget), _counts(ranks)
+    if hosts:
+        _measure_links(seconds, out)
+        return
     from weft.calibrate import calibrate as measure
     from weft.planner.measured import default_path
 
@@ -64,6 +80,44 @@ def calibrate(
     say(
         f"{path}: {len(found.samples)} measurements in {found.took_s:.0f} s. To plan with it, run: weft plan MODEL here"
     )
+
+
+def _measure_links(seconds: float, out: Path | None) -> None:
+    """As one of the ranks: measure with the others; the first of each host writes the file, the first of all tells."""
+    from weft.calibrate import calibrate_links
+    from weft.planner.measured.link_times import LinkProfile
+
+    place = env.rank_env()
+    is_first = place is None or place.rank == 0
+    with progress_report(sys.stderr) if is_first else contextlib.nullcontext(_silent) as report:
+        found, writes = calibrate_links(seconds, lambda what, done, total: report("measuring", done, total))
+    path = out or LinkProfile.default_path()
+    if writes:
+        found.save(path)
+    if is_first:
+        print("\n".join(_link_lines(found)))
+        say(
+            f"{path} on each host: {len(found.samples)} measurements in {found.took_s:.0f} s. launch.route=auto "
+            + ("reads it." if out is None else f"reads it with: weft train ... launch.links={path}")
+        )
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """The report of ranks that say nothing."""
+
+
+def _link_lines(profile: LinkProfile) -> list[str]:
+    """What was found, for people: the time of an all_reduce by layout, transport and size."""
+    sizes = sorted({sample.size for sample in profile.samples})
+    head = ("all_reduce", "by", *(format_bytes(size) for size in sizes))
+    rows: list[tuple[str, ...]] = []
+    for hosts, ranks in profile.layouts:
+        here = [one for one in profile.samples if (one.hosts, one.ranks, one.op) == (hosts, ranks, "all_reduce")]
+        for transport in dict.fromkeys(one.transport for one in here):
+            seconds = {one.size: one.seconds for one in here if one.transport == transport}
+            told = [format_seconds(seconds[size]) if size in seconds else "-" for size in sizes]
+            rows.append((f"{counted(hosts, 'host')} of {counted(ranks, 'rank')}", transport, *told))
+    return table([head, *rows], right=tuple(range(2, len(head))))
 
 
 def _lines(profile: Profile) -> list[str]:

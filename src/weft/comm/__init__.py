@@ -14,7 +14,7 @@ from weft.comm.collectives import (
     start_reduce_scatter,
 )
 from weft.comm.ledger import Ledger
-from weft.comm.meet import transports
+from weft.comm.meet import join, transports
 from weft.comm.pending import LateCopy, Pending
 from weft.comm.store_talk import StoreTalk
 from weft.comm.word import FirstWord
@@ -29,6 +29,7 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "join",
     "reduce_scatter",
     "start_all_gather",
     "start_all_reduce",

@@ -8,7 +8,8 @@
 | any | CUDA (nccl), or CPU with another backend than gloo | the backend's own |
 | any | CUDA in a group of gloo, as for several ranks on one GPU | staged: copied to the host, then as above |
 
-On the CPU a transport never changes a bit of a result. Figures and reasons: docs/adr.
+With `route=auto` and links that were measured (`weft calibrate --hosts`), each call takes the transport that was the
+faster for its operation and size. On the CPU a transport never changes a bit of a result. Why so: docs/adr.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from weft.comm.links import BackendLink, ExchangeLink, Link, SharedLink, StagedLink
 from weft.comm.private_torch import backend_of, timeout_s
-from weft.comm.two_level import Hosts, TwoLevelLink, meet_hosts, share_memory
+from weft.comm.two_level import ChosenLink, Hosts, TwoLevelLink, measured_ways, meet_hosts, share_memory
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh, join_group
 
@@ -32,12 +33,16 @@ TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transpor
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The transport that an axis's ranks agreed on. ranks: global. device: "cpu" or "cuda"."""
+    """The transport that an axis's ranks agreed on. ranks: global. device: "cpu" or "cuda".
+
+    planned_s: what all calls so far should have taken, where links were measured.
+    """
 
     ranks: tuple[int, ...]
     device: str
     transport: str
     reason: str
+    planned_s: float | None = None
 
 
 def transports(mesh: Mesh) -> list[Choice]:
@@ -46,7 +51,8 @@ def transports(mesh: Mesh) -> list[Choice]:
     for (group, device), link in mesh.world.links.items():
         link = cast(Link, link)
         ranks = tuple(dist.get_process_group_ranks(cast(dist.ProcessGroup, group)))
-        found.append(Choice(ranks, str(device), link.transport, link.reason))
+        planned_s = link.planned_s if isinstance(link, ChosenLink) else None
+        found.append(Choice(ranks, str(device), link.transport, link.reason, planned_s))
     return found
 
 
@@ -63,9 +69,15 @@ def link_of(axis: Axis, device: torch.device) -> Link:
 
 
 def join(axis: Axis, device: str, transport: str | None = None) -> Link:
-    """Choose the axis's transport anew, or take the one named (benchmarks and tests do). Called on all its ranks.
+    """Choose the axis's transport anew, or take the one named. A collective of all its ranks.
 
-    Raises CommError when the ranks cannot meet, or cannot use the transport named.
+    Args:
+        axis: the ranks.
+        device: of the tensors, "cpu" or "cuda".
+        transport: to take; None: the best one.
+
+    Raises:
+        CommError: when the ranks cannot meet, or cannot use the transport named.
     """
     assert axis.group is not None, "an axis of size 1 has nobody to meet"
     axis.pulse.waiting = _Meeting(axis)
@@ -106,12 +118,37 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
     if transport == BackendLink.transport or (foreign and not transport):
         return BackendLink(group, axis.ranks, asked or f"{backend.name()} is the backend for {device}")
     hosts = meet_hosts(axis, group)
+    link = _by_place(axis, group, hosts, device, transport)
+    if transport is None and axis.route == "auto" and axis.link_profile:
+        return _by_measurement(axis, group, hosts, link)
+    return link
+
+
+def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Link) -> Link:
+    """What was measured to be faster than this link, which the places of the ranks give, call by call."""
+    usable = tuple(dict.fromkeys((link.transport, ExchangeLink.transport)))
+    ways, why = measured_ways(axis, group, hosts, link.transport, usable)
+    if ways is None:
+        link.reason += f"; {why}" if why else ""
+        return link
+    links = {link.transport: link}
+    if any(name not in links for way in ways.best.values() for _, name in way):
+        # The one that two levels have: stages of two in one group would begin in another order on each rank.
+        exchange = link.flat if isinstance(link, TwoLevelLink) else None
+        links[ExchangeLink.transport] = exchange or ExchangeLink(group, axis.ranks, axis.rank, why, hosts.numbers)
+    return ChosenLink(links, link.transport, axis.size, ways, f"{link.reason}; {why}")
+
+
+def _by_place(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device: str, transport: str | None) -> Link:
+    """The link that the places of the ranks give, or the one named."""
+    asked = f"{transport} was requested" if transport else ""
+    limit_s = timeout_s(backend_of(group, torch.device(device)))
     why = hosts.why or f"its ranks are on {len(set(hosts.memories))} hosts, namespaces or users that share no memory"
     if hosts.shares_memory and transport in (None, SharedLink.transport):
         segments, why = share_memory(axis, group, axis.size)
         if segments:
             reason = asked or f"all {axis.size} ranks are on one host"
-            return SharedLink(segments[0], axis.ranks, timeout_s(backend), reason)
+            return SharedLink(segments[0], axis.ranks, limit_s, reason)
     if transport == SharedLink.transport:
         raise CommError(f"axis {axis.label}: its ranks cannot share memory: {why}. Use another transport.")
     if transport == TwoLevelLink.transport or (axis.route != "flat" and transport is None):

@@ -55,7 +55,7 @@ class TorchEngine:
             join_ranks(job.place, device, parse_seconds(launch.timeout), job.store)
         self._ledger = Ledger()
         self.plan = plan_within(job.plan, job.world)
-        self.mesh = build_mesh(self.plan, device, self._ledger.record, launch.route)
+        self.mesh = build_mesh(self.plan, device, self._ledger.record, launch.route, launch.links or "auto")
         if job.world is not None:
             self.mesh.reader = self.mesh.reader.in_replica(job.world.replica, job.plan)
         self.rank, self.device, self.pulse = self.mesh.rank, str(device), self.mesh.pulse

@@ -74,6 +74,8 @@ class Axis:
     operators: dict[str, object] = field(default_factory=dict[str, object], repr=False, compare=False)
     #: How bytes go between hosts: one of ROUTES.
     route: str = field(default="auto", repr=False, compare=False)
+    #: Of links that were measured, for route=auto: a file, "auto" for that in the cache folder, or nothing.
+    link_profile: str = field(default="", repr=False, compare=False)
     #: The host of each rank, by global rank, of those that have met: one dict, shared by all axes of a mesh.
     hosts: dict[int, bytes] = field(default_factory=dict[int, bytes], repr=False, compare=False)
     used: str = field(default="", repr=False, compare=False)

@@ -55,15 +55,24 @@ class Mesh:
         device: where this rank computes.
         record: called after each collective with what a ledger counts.
         route: how bytes go between hosts, one of ROUTES.
+        link_profile: what route=auto reads of links that were measured: a file, "auto" or nothing.
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, record: RecordsCall = ignore, route: str = "auto"):
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        device: torch.device,
+        record: RecordsCall = ignore,
+        route: str = "auto",
+        link_profile: str = "",
+    ):
         self.plan = plan
         self.rank = rank
         self.world_size = plan.world_size
         self.device = device
         self._record = record
-        self._route = route
+        self._route, self._link_profile = route, link_profile
         self._hosts: dict[int, bytes] = {}
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._links: dict[tuple[object, ...], object] = {}
@@ -143,6 +152,7 @@ class Mesh:
             group=self._group(ranks),
             record=self._record,
             route=self._route,
+            link_profile=self._link_profile,
             hosts=self._hosts,
             links=self._links,
             staged=self._staged,
@@ -206,7 +216,11 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
 
 
 def build_mesh(
-    plan: Plan, device: torch.device | str = "cpu", record: RecordsCall = ignore, route: str = "auto"
+    plan: Plan,
+    device: torch.device | str = "cpu",
+    record: RecordsCall = ignore,
+    route: str = "auto",
+    link_profile: str = "",
 ) -> Mesh:
     """Return the mesh of `plan` on this rank. Ranks have joined before (`join_ranks`) unless the plan has one rank.
 
@@ -215,6 +229,7 @@ def build_mesh(
         device: where this rank computes.
         record: called after each collective with what a ledger counts, such as `Ledger().record`.
         route: how bytes go between hosts: "auto", "flat" or "two_level".
+        link_profile: for route=auto, a file of `weft calibrate --hosts`; "auto": that in the cache folder, if any.
 
     Raises:
         PlanError: when the number of started ranks is not the plan's, or the route is not known.
@@ -229,7 +244,7 @@ def build_mesh(
             f"Start {plan.world_size} ranks, or let one axis take all that are there, such as dp_replicate=*."
         )
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return Mesh(plan, rank, torch.device(device), record, route)
+    return Mesh(plan, rank, torch.device(device), record, route, link_profile)
 
 
 def join_ranks(

@@ -86,6 +86,24 @@ def test_replicas_that_meet_rarely_share_a_meeting_among_its_steps() -> None:
     assert every["dp_exposed"] > ten["dp_exposed"] > hundred["dp_exposed"]
 
 
+def test_fragments_cost_a_call_each_and_travel_in_the_open_on_a_host() -> None:
+    def over_dp(fragments: str, extra: str = "") -> float:
+        return step(f"dp_replicate=2 dp_shard=2 zero=1 sync=diloco:100{fragments}{extra}")["dp_exposed"]
+
+    # As many bytes: what more fragments cost is the start of their calls, a hundredth of it in each step.
+    assert over_dp("/1") == pytest.approx(over_dp(""), rel=1e-9)
+    assert over_dp("") < over_dp("/50") < 1.5 * over_dp("")
+    # Each rank encodes its part of what meets, once in a hundred steps, also where microbatches are several.
+    assert 0 < over_dp("/50", " compress=int8") - over_dp("/50", "") < 0.01 * over_dp("")
+
+
+def test_replicas_that_train_by_themselves_wait_for_each_other_rarely() -> None:
+    def waited(plan: str) -> float:
+        return step(plan, profile(waiting=0.03))["step"] - step(plan)["step"]
+
+    assert waited("dp_replicate=2 sync=diloco:50") < waited("dp_replicate=2")
+
+
 def test_communication_is_added_never_hidden() -> None:
     whole, cut = step("dp_replicate=2"), step("tp=2")
     assert whole["tp"] == 0.0

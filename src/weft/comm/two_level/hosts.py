@@ -37,6 +37,12 @@ class Hosts:
         return set(self.memories) == {0}
 
     @property
+    def layout(self) -> tuple[int, int] | None:
+        """Return how many hosts there are and how many ranks each has; None where these differ."""
+        counts = {self.numbers.count(number) for number in self.numbers}
+        return (len(set(self.numbers)), counts.pop()) if len(counts) == 1 else None
+
+    @property
     def block(self) -> int:
         """Return how many neighbours of each host share memory, where hosts hold equal blocks of 2^k; else 1.
 

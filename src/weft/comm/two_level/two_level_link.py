@@ -62,7 +62,7 @@ class TwoLevelLink:
     def __init__(self, within: tuple[Link, Link], between: Link, flat: Link, place: int, block: int, reason: str):
         self.reason = reason
         self._links = {FIRST: within[0], BETWEEN: between, LAST: within[1]}
-        self._flat = flat
+        self.flat = flat
         self._host, self._place = divmod(place, block)
         self._block = block
         self._queue: deque[_Passing] = deque()
@@ -70,20 +70,20 @@ class TwoLevelLink:
     @property
     def busy(self) -> bool:
         """Whether an operation is under way."""
-        return bool(self._queue) or self._flat.busy
+        return bool(self._queue) or self.flat.busy
 
     def start(self, operation: Operation) -> None:
         """Begin the operation's first level, where those before it have."""
         stages = None if operation.out.nbytes <= LITTLE_BYTES else self._stages(operation)
         if stages is None:
-            self._flat.start(operation)
+            self.flat.start(operation)
             return
         self._queue.append(_Passing(operation, deque(stages[0]), stages[1]))
         self.advance()
 
     def advance(self) -> bool:
         """Carry on all levels, and let operations pass from one to the next."""
-        moved = self._flat.advance()
+        moved = self.flat.advance()
         for link in self._links.values():
             moved = link.advance() or moved
         with torch.no_grad(), unobserved():
@@ -121,10 +121,13 @@ class TwoLevelLink:
         one.under_way = []
 
     def block(self, operation: Operation) -> bool:
-        """Wait in the flat link, where the operation is there; False where it passes through levels."""
-        if any(one.operation is operation for one in self._queue) or operation.finished:
+        """Wait in the flat link, where the operation is there; False where anything passes through levels.
+
+        Another rank may wait for that before it begins what this one waits for, and needs this one to carry it on.
+        """
+        if self._queue or operation.finished:
             return operation.finished
-        return self._flat.block(operation)
+        return self.flat.block(operation)
 
     def late(self) -> tuple[int, ...]:
         """Return the ranks of this host that one of its links waits for."""

@@ -23,7 +23,7 @@ from weft.errors import ConfigError, Problem
 
 VERSION = 1
 _TYPES: dict[str, type | tuple[type, ...]] = {"int": int, "float": (int, float), "str": str}
-_Row = TypeVar("_Row", bound="Machine | Measurement | Lesson")
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,21 +140,30 @@ class Profile:
         Raises:
             ConfigError: where it cannot be written.
         """
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(self.to_text(), encoding="utf-8")
-            os.replace(draft, path)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise _error(
-                f"out={path}: cannot be written ({error.strerror}). Name a file in a folder that you can write to."
-            ) from None
+        write_whole(path, self.to_text())
 
     def with_lesson(self, lesson: Lesson) -> Profile:
         """Return the profile with one more run in it; an older lesson of the same run goes."""
         kept = tuple(each for each in self.learned if each.run != lesson.run)
         return replace(self, learned=(*kept, lesson))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        ConfigError: where it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise _error(
+            f"out={path}: cannot be written ({error.strerror}). Name a file in a folder that you can write to."
+        ) from None
 
 
 def default_path() -> Path:
@@ -192,12 +201,12 @@ def _read(read: Any, path: str) -> Profile:
     if set(table) != known:
         wrong = sorted(set(table) ^ known)[0]
         raise ValueError(f"{'unknown key' if wrong in table else 'there is no key'} {wrong!r}")
-    machine = _row(Machine, table["machine"])
+    machine = read_row(Machine, table["machine"])
     if table["hash"] != machine.hash:
         raise ValueError(
             f"hash={table['hash']} does not match its machine ({machine.hash}): the file was changed by hand"
         )
-    samples = tuple(_row(Measurement, each) for each in table["samples"])
+    samples = tuple(read_row(Measurement, each) for each in table["samples"])
     if bad := next((each for each in samples if not 0 < each.seconds < 1e6), None):
         raise ValueError(f"sample {bad.op} {list(bad.size)}: seconds={bad.seconds} is not a time")
     return Profile(
@@ -205,21 +214,21 @@ def _read(read: Any, path: str) -> Profile:
         samples=samples,
         made=str(table["made"]),
         took_s=float(table["took_s"]),
-        learned=tuple(_row(Lesson, each) for each in table["learned"]),
+        learned=tuple(read_row(Lesson, each) for each in table["learned"]),
         path=path,
     )
 
 
-def _row(kind: type[_Row], read: Any) -> _Row:
-    """One record, with tuples in the place of JSON's lists. Raises TypeError or ValueError."""
-    names = [each.name for each in fields(kind)]
+def read_row(kind: type[_Row], read: Any) -> _Row:
+    """Return one record of a dataclass, with tuples in the place of JSON's lists. Raises TypeError or ValueError."""
+    names = [each.name for each in fields(cast(Any, kind))]
     if not isinstance(read, dict):
         raise ValueError(f"{kind.__name__.lower()}: unknown key {read!r}")
     table = cast(dict[str, Any], read)
     if unknown := set(table) - set(names):
         raise ValueError(f"{kind.__name__.lower()}: unknown key {min(unknown)!r}")
     values = {name: _tuples(value) for name, value in table.items()}
-    for each in fields(kind):
+    for each in fields(cast(Any, kind)):
         wanted = _TYPES.get(str(each.type), tuple)
         value = values.get(each.name)
         if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):

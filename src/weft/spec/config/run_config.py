@@ -318,6 +318,10 @@ class LaunchSection(Section):
     """How bytes go between hosts of CPU ranks. auto: first within each host, then between them, where hosts hold equal
     blocks of 2, 4, 8 ... neighbouring ranks of an axis, else flat; flat: each rank to all others; two_level: as auto,
     with an error where that is not possible. No result depends on it. GPUs use what NCCL chooses."""
+    links: str | None = Field(default=None, examples=["links.json"])
+    """Profile of the links between ranks, from `weft calibrate --hosts`: with it, route=auto sends each call of CPU
+    ranks the way that was measured to be faster, by operation and size. Absent: links.json in the cache folder
+    (WEFT_HOME), where there is one. The first rank of each axis reads it and tells the others."""
     restarts: Count = 0
     """How many times in a row `weft train` restarts the ranks after a rank died, hung or failed: from the newest good
     checkpoint, or from the newest copy in memory (checkpoint.peer_every) where that is later. A newer one than at the

@@ -19,11 +19,14 @@ from weft.planner.cost.pipeline import Durations, Timeline, simulate
 from weft.train.folder import RunFolder
 from weft.train.planned.expectation import expectation_lines
 from weft.train.task import Task
+from weft.units import format_seconds
 
 #: (name, start, end) in seconds.
 Span = tuple[str, float, float]
 #: A trace has the last step of so many ranks at most.
 _MOST_TRACED = 64
+#: Where steps waited for so many times what links were measured to take, the report says what may be wrong.
+_FAR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +103,42 @@ def _written(
         lines.append(_bubble_line(pipeline, timeline, lists))
     (folder.path / "trace.json").write_text(chrome_trace(tracks))
     beside = expectation_lines(folder.path, task, mesh, ranks)
-    lines += _link_lines(mesh)
+    lines += _link_lines(mesh, seconds[0])
     return [*lines, "        times.svg: by rank; trace.json: the last step, for Perfetto", *beside]
 
 
-def _link_lines(mesh: Mesh) -> list[str]:
-    """How the first rank's axes sent their bytes, and why so; axes that did alike in one line."""
-    names = {axis.ranks: axis.label for axis in reversed(mesh.built_axes())}
+def _link_lines(mesh: Mesh, seconds: Mapping[str, float]) -> list[str]:
+    """How the first rank's axes sent their bytes, and why so; axes that did alike in one line.
+
+    Where links were measured, also what the calls should have taken beside what the computation waited for them.
+
+    Args:
+        mesh: of the ranks.
+        seconds: of the first rank, by kind.
+    """
+    names: dict[tuple[int, ...], str] = {}
+    waited: dict[tuple[int, ...], float] = {}
+    for axis in reversed(mesh.built_axes()):
+        names[axis.ranks] = axis.label
+        waited[axis.ranks] = waited.get(axis.ranks, 0.0) + seconds.get(f"over {axis.name}", 0.0)
     alike: dict[str, list[str]] = {}
     for one in transports(mesh):
         axis = names.get(one.ranks, f"ranks {', '.join(map(str, one.ranks))}")
-        alike.setdefault(f"{one.transport}, since {one.reason}", []).append(axis)
+        words = f"{one.transport}, since {one.reason}"
+        if one.planned_s:
+            words += _beside(one.planned_s, waited.get(one.ranks, 0.0))
+        alike.setdefault(words, []).append(axis)
     return [f"        {', '.join(dict.fromkeys(axes))}: by {words}" for words, axes in alike.items()]
+
+
+def _beside(planned_s: float, waited_s: float) -> str:
+    """Seconds of an axis's calls as links were measured, and what computation waited for them."""
+    told = f"; by measurement its calls take {format_seconds(planned_s)}, steps waited {format_seconds(waited_s)}"
+    if waited_s < _FAR * planned_s:
+        return told
+    return (
+        f"{told}, {waited_s / planned_s:.1f} times as long: ranks were late, or measure again (weft calibrate --hosts)"
+    )
 
 
 def _on_a_clock(pipeline: Pipeline, lists: list[list[Span]]) -> Timeline:

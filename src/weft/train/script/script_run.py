@@ -245,6 +245,7 @@ def init(
     timeout: str | float = LIMIT_S,
     warn_after: str | float = WARN_AFTER_S,
     route: str = "auto",
+    links: str = "auto",
 ) -> Run:
     """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
 
@@ -261,6 +262,8 @@ def init(
             keeps its own.
         warn_after: a wait as long as this is reported on stderr: who is missing, where, since when.
         route: how bytes go between hosts of CPU ranks: "auto", "flat" or "two_level". No result depends on it.
+        links: a file of `weft calibrate --hosts`, for route="auto"; "auto": links.json in the cache folder, where there
+            is one.
 
     Raises:
         PlanError: when the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
@@ -278,7 +281,7 @@ def init(
     if place is not None:
         join_ranks(place, chosen, limit_s)
     ledger = Ledger()
-    mesh = build_mesh(plan, chosen, ledger.record, route)
+    mesh = build_mesh(plan, chosen, ledger.record, route, links)
     watch = Watch(mesh, _say, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")
     return Run(plan, mesh, ledger, seed, watch)
 

@@ -39,7 +39,10 @@ def data_parallel_s(job: Job, columns: Columns, clock: CrowdedLaws, crowd: Crowd
     alone = (columns.zero == 0) & (columns.compress == 0) & (columns.sync == 0)
     beside = wire_columns.replica_bytes(columns, params / group, VALUE)
     apart = np.where(alone, replicas, columns.dp_replicate)
-    across = pieces * clock.travel("all_reduce", beside / pieces, apart, stride * group)
+    # A fragment of replicas that meet rarely is a call of its own, at least. It travels in the open as all does on a
+    # host: the cores that would hide it are those that move it.
+    calls = np.maximum(pieces, columns.sync_fragments)
+    across = calls * clock.travel("all_reduce", beside / calls, apart, stride * group)
     reduce = reduce + across / columns.sync_every
     within = np.where(alone | (columns.zero > 0), 1.0, shard)
     reduce = reduce + pieces * clock.travel("all_reduce", sent / pieces, within, stride)
@@ -91,8 +94,10 @@ def _trained(job: Job, columns: Columns, crowd: Crowd, held: tuple[Array, Array]
 def _encoding(columns: Columns, clock: CrowdedLaws, params: Array, width: float) -> Array:
     """Gradients into what travels and back: a copy each, where a wire encodes them and somebody is there to send to."""
     encodes = (wire_columns.copy_bytes(columns, VALUE) > 0) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
-    every = np.where(columns.reduce == 0, columns.sync_every, 1)  # `compress` alone encodes what meets rarely
-    values = np.where(encodes, 2 * clock.of("copy", params / width, width) / every, 0.0)
+    plain = columns.reduce == 0  # `compress` alone encodes: what meets rarely, and of replicas each rank's part
+    every = np.where(plain, columns.sync_every, 1)
+    parts = np.where(plain & (columns.dp_replicate > 1) & (columns.zero > 0), columns.dp_shard * columns.cp, 1)
+    values = np.where(encodes, 2 * clock.of("copy", params / parts / width, width) / every, 0.0)
     rank = wire_columns.low_rank(columns)
     if not rank.any():
         return values
@@ -137,6 +142,10 @@ def _sharded(
         across = clock.travel("all_reduce", beside, columns.dp_replicate, stride * group)
         reduce = reduce + np.where(columns.sync > 0, 0.0, across)
         total = total + np.where(columns.sync > 0, units * across / columns.sync_every, 0.0)
-        reduce = reduce + _encoding(columns, clock, learnt / units, h)
+        encoding = _encoding(columns, clock, learnt / units, h)
+        # Once in a meeting of replicas that meet rarely, whatever `reduce` does in each microbatch.
+        rarely = (columns.sync > 0) & (columns.reduce == 0)
+        total = total + np.where(rarely, units * encoding, 0.0)
+        reduce = reduce + np.where(rarely, 0.0, encoding)
         total = total + units * (both * np.where(once, 1.0, m) + reduce * np.where(once, 1.0, m))
     return total

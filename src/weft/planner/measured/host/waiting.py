@@ -49,6 +49,8 @@ def _meetings(job: Job, columns: Columns, layers: Array, pieces: Array) -> dict[
     cp = every * (2 + columns.recompute_share * full)
     ep = every * 4 * job.shape.moe_layers / job.shape.layers
     units = gathers * np.where(once, layers, every)
+    # Replicas that train by themselves wait for each other at rare meetings, and each step for its five numbers.
+    pieces = np.where((columns.sync > 0) & (shard == 1), pieces / columns.sync_every, pieces)
     # And once for the norm of all gradients.
     data = 1 + np.where(by_unit, units, pieces)
     return {
