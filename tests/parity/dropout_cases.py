@@ -35,6 +35,17 @@ class DroppingFamily(FamilyCase):
         return dataclasses.replace(family, settings={**family.settings, **settings})
 
 
+@dataclasses.dataclass(frozen=True)
+class FlatFamily(FamilyCase):
+    """OPT, whose blocks flatten (batch, tokens, features) to (batch * tokens, features) in front of their MLP."""
+
+    @property
+    def family(self) -> Family:
+        sizes = {"vocab_size": 61, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24, "num_hidden_layers": 2,
+                 "num_attention_heads": 4, "max_position_embeddings": 32}  # fmt: skip
+        return Family("OPTForCausalLM", "OPTConfig", {**sizes, "dropout": 0.2, "attention_dropout": 0.3}, kv_heads=4)
+
+
 class Block(nn.Module):
     """Pre-norm attention and MLP in plain PyTorch; the MLP drops between its layers, which tp cuts."""
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from tests.choice import gate_runs
-from tests.parity.dropout_cases import DroppingFamily, PlainModel, cases, train_throughout
+from tests.parity.adapter_cases import AdapterCase
+from tests.parity.dropout_cases import DroppingFamily, FlatFamily, PlainModel, cases, train_throughout
 from tests.parity.families import FamilyCase
 from weft.mesh import build_mesh
 from weft.parallel.dropout import follow_positions
@@ -57,6 +58,15 @@ def test_two_ranks(plan, one_process, ranks2):
 @pytest.mark.parametrize("plan", gate_runs(FOUR, 0))
 def test_four_ranks(plan, one_process, ranks4):
     assert not differing(plan, one_process, ranks4, ON_FOUR)
+
+
+@pytest.mark.parametrize("plan", gate_runs(["tp=2 sp=on recompute=full", "tp=2 sp=on", "cp=2 cp_mode=ring"], 0))
+def test_tokens_that_a_model_flattens(plan, ranks2):
+    opt = FlatFamily("opt", num_steps=2)
+    chosen = {"opt": opt, "lora": AdapterCase(opt, dropout=0.3), "dora": AdapterCase(opt, dropout=0.3, kind="dora")}
+    want = train_throughout("precision=fp64", chosen)
+    for result in ranks2.run(train_throughout, f"{plan} precision=fp64", chosen):
+        assert max(numbers.largest_difference(want[name]) for name, numbers in result.items()) < RTOL
 
 
 def test_dropout_drops(one_process):

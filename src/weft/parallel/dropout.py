@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,13 @@ from torch.overrides import TorchFunctionMode
 from weft.memory import Handle, Opaque
 from weft.mesh import Mesh
 from weft.parallel.context import AttentionDrop, Context, context_of, dropped_attention
-from weft.parallel.randomness import CutPart, SampleNumbers, cut_part_of, kept_at, key_of, rows_of_samples
+from weft.parallel.randomness import CutPart, SampleNumbers, cut_part_of, drops_itself, kept_at, key_of, rows_of_samples
 from weft.private_torch import uncompiled
 from weft.structure import become, repeated_blocks
 
 _ATTRIBUTE = "_weft_drops"
 #: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
 _CALLS = 4
-#: What modules call the share that they drop by functions.
-_RATES = (
-    "attention_dropout", "attn_dropout", "dropout", "attn_pdrop", "attention_probs_dropout_prob", "resid_dropout",
-    "hidden_dropout",
-)  # fmt: skip
 
 
 class Drops:
@@ -48,6 +43,7 @@ class Drops:
         self.told_samples: Tensor | None = None
         self.is_told = True
         self._data = mesh.data
+        self._num_contexts = mesh["cp"].size
         self._device = mesh.device
         self._is_compiled = mesh.plan.compile
         self._context = context
@@ -128,6 +124,25 @@ class Drops:
             return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
         # Made anew for each call: a replay must run what the forward ran.
         return self._samples.places(count, device)
+
+    def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
+        """The same of rows that are samples, or all sequences' tokens, of which a rank may have a part."""
+        context = self._context
+        in_context = context is not None and context.in_use and not is_whole
+        sequences = self._num_sequences() if is_cut or in_context else 0
+        if not sequences or count % sequences or (count == sequences and not is_cut):
+            return self.samples(count, device)
+        here = self.tokens(count // sequences, is_cut, is_whole, device)
+        cuts = (self.part.axis.size if is_cut else 1) * (self._num_contexts if in_context else 1)
+        return self.samples(count * cuts, device).view(sequences, -1)[:, here].flatten()
+
+    def _num_sequences(self) -> int:
+        """Of the microbatch; 0 where it cannot be told."""
+        if self.part.sequences:
+            return self.part.sequences
+        if torch.compiler.is_compiling() and self.told_samples is not None:
+            return len(self.told_samples)
+        return len(self._samples.numbers) if self._samples is not None and not self._samples.rows else 0
 
     def sees_whole(self, path: str) -> bool:
         """Whether cp leaves a module all tokens."""
@@ -220,13 +235,16 @@ class DropSite:
     def _drop(self, x: Tensor, rate: float, key: Tensor) -> Tensor:
         drops = self._drops
         places = [torch.arange(size, device=x.device) for size in x.shape]
-        places[0] = drops.samples(x.shape[0], x.device)
         is_inside = drops.part.is_open and not self._sees_all
+        is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
+        if x.ndim == 2:
+            places[0] = drops.rows(len(x), is_cut, self._sees_whole, x.device)
+        else:
+            places[0] = drops.samples(x.shape[0], x.device)
         if is_inside:
             own = 1 if x.ndim > 3 else x.ndim - 1
             places[own] = places[own] + drops.part.axis.rank * x.shape[own]
         if x.ndim == 3 or (x.ndim == 4 and x.shape[1] == 1):  # what all heads share has a dim for them
-            is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
             places[x.ndim - 2] = drops.tokens(x.shape[-2], is_cut, self._sees_whole, x.device)
         return torch.where(kept_at(key, places, rate), x * (1.0 / (1.0 - rate)), 0.0)
 
@@ -355,14 +373,14 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | Non
     Call it when the model has been cut, before recompute. seed: for steps and forwards that nobody gives a key.
     Dropout of whole channels and nn.MultiheadAttention's own keep to torch's generators.
     """
-    found = {path: module for path, module in model.named_modules() if _drops(module)}
+    found = {path: module for path, module in model.named_modules() if drops_itself(module)}
     if not found:
         return None
     part, context = cut_part_of(model), context_of(model)
     drops = Drops(mesh, seed, part, context)
     by_module: dict[nn.Module, DropSite] = {}
     for path, module in found.items():
-        kind = PositionDropout if _is_dropout(module) else FunctionalDropout
+        kind = PositionDropout if type(module).forward is nn.Dropout.forward else FunctionalDropout
         site = DropSite(drops, path)
         become(module, kind, site=site)
         by_module[module] = site
@@ -379,21 +397,3 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | Non
 def drops_of(model: nn.Module) -> Drops | None:
     """Return what `follow_positions` made for this model."""
     return getattr(model, _ATTRIBUTE, None)
-
-
-def _is_dropout(module: nn.Module) -> TypeGuard[nn.Dropout]:
-    return type(module).forward is nn.Dropout.forward
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether the module itself drops: it is nn.Dropout, or it names a rate, or is attention with a dropout for it."""
-    if _is_dropout(module):
-        return module.p > 0
-    kind = type(module).__name__.lower()
-    for name in _RATES:
-        value: Any = getattr(module, name, None)
-        if isinstance(value, float) and value > 0:
-            return True
-        if isinstance(value, nn.Dropout) and value.p > 0 and ("attention" in kind or "attn" in kind):
-            return True
-    return False

@@ -10,6 +10,7 @@ __all__ = [
     "CutPart",
     "SampleNumbers",
     "cut_part_of",
+    "drops_itself",
     "keep_part",
     "keeps",
     "kept_at",
@@ -20,6 +21,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.parallel.randomness.cut_part import CutPart, cut_part_of, keep_part
+    from weft.parallel.randomness.dropping_modules import drops_itself
     from weft.parallel.randomness.position_noise import keeps, kept_at, key_of, lines_of
     from weft.parallel.randomness.samples import SampleNumbers, rows_of_samples
 
@@ -29,6 +31,7 @@ __getattr__ = loads(
         "CutPart": ".cut_part",
         "SampleNumbers": ".samples",
         "cut_part_of": ".cut_part",
+        "drops_itself": ".dropping_modules",
         "keep_part": ".cut_part",
         "keeps": ".position_noise",
         "kept_at": ".position_noise",

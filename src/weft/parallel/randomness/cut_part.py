@@ -17,12 +17,14 @@ class CutPart:
     """Where this rank is in the cut parts of one model: what draws random numbers there asks for it.
 
     is_open: it is between a column-cut layer and the row-cut one after it, where it has its own heads or features.
-    is_whole: what is drawn for now is cut in neither way, wherever it is.
+    is_whole: what is drawn for now is cut in neither way, wherever it is. sequences: how many the
+    microbatch has, where tokens are cut; what a model flattens to (batch * tokens, features) no longer says it.
     """
 
     def __init__(self, axis: Axis):
         self.axis = axis
         self.is_open = self.is_whole = False
+        self.sequences = 0
         self.token_paths: tuple[str, ...] = ()  # modules in which each rank has its part of the tokens
         self.whole_paths: tuple[str, ...] = ()  # modules there, or in a cut part, that get all tokens and features
 

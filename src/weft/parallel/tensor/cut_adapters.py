@@ -39,22 +39,31 @@ class ColumnAdapter(Alone):
 
 
 class TokenAdapter(Alone):
-    """Of a column-cut layer between which and the one before tokens are cut: it reads this rank's tokens."""
+    """Of a column-cut layer between which and the one before tokens are cut: it reads this rank's tokens.
 
-    def __init__(self, axis: Axis, part: CutPart | None):
-        self._axis, self._part = axis, part
+    is_flat: the layer itself is given (batch * tokens, features).
+    """
+
+    def __init__(self, axis: Axis, part: CutPart | None, *, is_flat: bool = False):
+        self._axis, self._part, self._is_flat = axis, part, is_flat
 
     def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
         """As in front of the cut part."""
+        if self._is_flat:
+            return _dropped(dropout, x.flatten(0, 1), self._part, is_whole=False).view_as(x)
         return _dropped(dropout, x, self._part, is_whole=False)
 
     def into_weight(self, x: Tensor) -> Tensor:
         """Bring all tokens."""
-        return gather_from(x, self._axis, TOKENS)
+        return self._all_tokens(x)
 
     def low(self, h: Tensor) -> Tensor:
         """Bring all tokens."""
-        return gather_from(h, self._axis, TOKENS)
+        return self._all_tokens(h)
+
+    def _all_tokens(self, x: Tensor) -> Tensor:
+        found = gather_from(x, self._axis, TOKENS)
+        return found.flatten(0, 1) if self._is_flat else found
 
 
 class GatheredAdapter(Alone):

@@ -97,6 +97,13 @@ def token_share(shape: torch.Size | tuple[int, ...], axis: Axis) -> int:
     return size
 
 
+def with_sequences(x: torch.Tensor, sequences: int, axis: Axis) -> torch.Tensor:
+    """(B, S, D) of tokens that a model flattened to (B * S, D); PlanError where the sequences are not to be told."""
+    if x.dim() != 2 or not sequences or x.shape[0] % sequences:
+        token_share(x.shape[-2:], axis)
+    return x.view(sequences, -1, x.shape[-1])
+
+
 def columns(
     x: torch.Tensor, whole: torch.Tensor, line: SharedLayer, members: list[Column], held: HeldGradients | None
 ) -> tuple[torch.Tensor, ...]:

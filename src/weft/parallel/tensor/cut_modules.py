@@ -20,7 +20,7 @@ from weft.models.adapters import AdaptedLinear, Alone
 from weft.parallel.layers import Float8, HoldingLayer, linear
 from weft.parallel.randomness import CutPart
 from weft.parallel.tensor.cut_adapters import ColumnAdapter, GatheredAdapter, RowAdapter, TokenAdapter
-from weft.parallel.tensor.cut_linear import TOKENS, Column, SharedLayer, columns, row_sum, token_share
+from weft.parallel.tensor.cut_linear import TOKENS, Column, SharedLayer, columns, row_sum, with_sequences
 from weft.spec.model import number
 from weft.structure import Heads, layers
 from weft.structure.layouts import RmsForm
@@ -52,10 +52,13 @@ class Entry:
 
         is_shared: the members read them, and nothing else.
         """
-        if self.line.cuts_tokens:
-            if x.dim() < 3:
-                token_share(x.shape, self.line.axis)
+        if self.line.cuts_tokens and x.dim() < 3:
+            x = with_sequences(x, self.part.sequences if self.part is not None else 0, self.line.axis)
+            inner = gather_from(x, self.line.axis, TOKENS).flatten(0, 1)
+        elif self.line.cuts_tokens:
             inner = gather_from(x, self.line.axis, TOKENS)
+            if self.part is not None:  # a replay of this block alone says it again
+                self.part.sequences = x.shape[0]
         else:
             inner = copy_to(x, self.line.axis)
         if not is_shared:
@@ -109,7 +112,7 @@ class Entry:
         if not self.line.cuts_tokens and not self.is_ahead:
             return x, ColumnAdapter(self.line.axis, self.part)
         if x is self._inner and self._outer is not None:
-            return self._outer, TokenAdapter(self.line.axis, self.part)
+            return self._outer, TokenAdapter(self.line.axis, self.part, is_flat=x.dim() == 2)
         return x, GatheredAdapter(self.part)
 
     def close(self) -> None:
@@ -213,7 +216,10 @@ class RowLinear(HoldingLayer):
             product = layers.product(self, x)
         if isinstance(self, AdaptedLinear):  # what it adds to the ranks' products adds up with them
             product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
+        if is_flat := product.dim() == 2 and self._weft_line.cuts_tokens:
+            product = with_sequences(product, self._weft_part.sequences, self._weft_line.axis)
         out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
+        out = out.flatten(0, 1) if is_flat else out
         return out if self.bias is None else out + self.bias
 
 

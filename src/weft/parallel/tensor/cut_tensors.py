@@ -173,7 +173,7 @@ class _Cutter:
             localise(self.modules[path], found, self.axis.size)
         self.part.whole_paths = tuple(self._ahead())
         if self.sequence is not None:
-            cut_tokens(self.model, self.sequence, self.line)
+            cut_tokens(self.model, self.sequence, self.line, self.part)
             self.part.token_paths = self.sequence.modules
             self.part.whole_paths += self.sequence.whole
         keep_part(self.model, self.part)

@@ -22,6 +22,7 @@ from torch import nn
 from weft.comm.autograd import gather_from, gather_slice, slice_to
 from weft.errors import LayoutError
 from weft.models import Decoder
+from weft.parallel.randomness import CutPart
 from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer, token_share
 from weft.parallel.tensor.read_layout import nowhere
 from weft.private_torch import tree_flatten, tree_unflatten
@@ -136,7 +137,7 @@ def _left_whole(path: str, block: nn.Module, styles: Mapping[str, Style]) -> lis
     return found
 
 
-def cut_tokens(model: nn.Module, sequence: TokenCut, line: SharedLayer) -> None:
+def cut_tokens(model: nn.Module, sequence: TokenCut, line: SharedLayer, part: CutPart) -> None:
     """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
     modules = dict(model.named_modules())
     for path in sequence.reading:
@@ -149,7 +150,7 @@ def cut_tokens(model: nn.Module, sequence: TokenCut, line: SharedLayer) -> None:
         if (table := modules.get("pos_embed")) is not None:
             table.register_forward_pre_hook(_TakePositions(line).before)
     else:
-        edge = _Edge(line, sequence.width)
+        edge = _Edge(line, sequence.width, part)
         for first, last in sequence.runs:
             modules[first].register_forward_pre_hook(edge.before, with_kwargs=True)
             modules[last].register_forward_hook(edge.after)
@@ -158,15 +159,17 @@ def cut_tokens(model: nn.Module, sequence: TokenCut, line: SharedLayer) -> None:
 class _Edge:
     """Hooks of a stage's first and last block. Objects, since copies of a module copy its hooks."""
 
-    def __init__(self, line: SharedLayer, width: int):
+    def __init__(self, line: SharedLayer, width: int, part: CutPart):
         self._line = line
         self._width = width
+        self._part = part
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Keep this rank's tokens of the hidden states."""
         leaves, tree = tree_flatten((args, kwargs))
         place = self._find(leaves, module)
         token_share(leaves[place].shape, self._line.axis)
+        self._part.sequences = leaves[place].shape[0]
         leaves[place] = slice_to(leaves[place], self._line.axis, TOKENS)
         return tree_unflatten(leaves, tree)
 
