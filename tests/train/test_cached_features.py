@@ -31,7 +31,7 @@ FROZEN = [{"match": "vision.*", "lr": 0.0}, {"match": "sound.*", "lr": 0.0}]
 
 
 def cached(root: Path, name: str = "caption", *, keeps: bool = True, **options: Any) -> RunConfig:
-    more = {"data": str(root / "pairs" / "x.tar")} if name == "contrast" else {}
+    more: dict[str, Any] = {"data": str(root / "pairs" / "x.tar")} if name == "contrast" else {}
     made = config(root, name, **({"augment": False} | more | options)).model_dump(by_alias=True)
     made["optimizer"]["groups"] = FROZEN
     made["data"]["cache_features"] = keeps

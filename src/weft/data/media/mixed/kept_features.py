@@ -159,5 +159,5 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U16": "<u2", "I64": "<i8"}
 def _digest(values: NDArray[Any], counts: NDArray[np.int64]) -> str:
     hasher = hashlib.blake2b(counts.tobytes(), digest_size=16)
     if values.size:
-        hasher.update(memoryview(values.reshape(-1)).cast("B"))
+        hasher.update(values.reshape(-1).view(np.uint8).data)
     return hasher.hexdigest()
