@@ -11,7 +11,7 @@ from weft.models.multimodal.named_models import (
     build_media_pairs,
     hears,
 )
-from weft.models.multimodal.towers import sound_tokens
+from weft.models.multimodal.towers import encoder_tokens, sound_tokens
 
 __all__ = [
     "MULTIMODAL_MODELS",
@@ -20,6 +20,7 @@ __all__ = [
     "MediaPairs",
     "build_media_decoder",
     "build_media_pairs",
+    "encoder_tokens",
     "hears",
     "sound_tokens",
 ]

@@ -187,6 +187,10 @@ class DataSection(Section):
     workers: Count | None = None
     """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default
     one for each core that the machine's ranks leave, at most 8."""
+    cache_features: bool = False
+    """Compute what frozen encoders of pictures and sound give before the first step, and keep it in `cache_dir`: later
+    runs and epochs read it. It changes no number, and needs `lr = 0` for the encoder (optimizer.groups) and no random
+    change of what the encoder sees."""
 
 
 class EarlyStopSection(Section):

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm import all_reduce
+from weft.comm import all_reduce, barrier
 from weft.comm.autograd import sum_over
 from weft.mesh import Mesh
 from weft.models.adapters import AdaptedLinear, without_adapter
 from weft.parallel.context import sequence_in_use
 from weft.parallel.pipeline import pipeline_of
+from weft.spec.plan import Plan
 from weft.train.state import on_first
 from weft.train.step.evaluation import counted_ranks, each_output
 from weft.train.task import Task, Which
@@ -34,6 +35,30 @@ class RankForwards:
         self._model, self._mesh, self._task, self._second = model, mesh, task, second
         if second is not None:
             second.eval()
+
+    @property
+    def plan(self) -> Plan:
+        """Return what the model lies on its ranks by."""
+        return self._mesh.plan
+
+    @property
+    def device(self) -> torch.device:
+        """Return where this rank computes."""
+        return self._mesh.device
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's number among all of the run's world."""
+        return self._mesh.rank
+
+    @property
+    def size(self) -> int:
+        """Return how many ranks the world has."""
+        return self._mesh.world_size
+
+    def wait(self) -> None:
+        """Wait until all ranks have come here."""
+        barrier(self._mesh.world)
 
     @property
     def is_counted(self) -> bool:

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from weft.spec.plan import Plan
 
 #: Which weights compute: the model's, the model's without its adapter, or those of the second model.
 Which = Literal["model", "base", "second"]
@@ -14,6 +17,30 @@ Which = Literal["model", "base", "second"]
 
 class Forwards(Protocol):
     """The model on all its ranks. All ranks call the same methods in the same order."""
+
+    @property
+    def plan(self) -> Plan:
+        """Return what the model lies on its ranks by."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Return where this rank computes."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's number among all of the run's world."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Return how many ranks the world has."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all ranks have come here."""
+        ...
 
     @property
     def is_counted(self) -> bool:

@@ -16,8 +16,8 @@ from weft.train.task import Task
 
 #: Sections and settings that mean something to the decoder on text, and to tasks that say so.
 _OF_THE_DECODER = ("model", "tokenizer", "data", "sample", "train.seq_len")
-#: Settings that `_check_batching` judges.
-_OF_BATCHES = ("data.batching", "data.microbatch_cost")
+#: Settings that are judged by themselves.
+_OF_BATCHES = ("data.batching", "data.microbatch_cost", "data.cache_features")
 
 #: Of the tasks that have a name: the class, and the one for a pretrained folder.
 _CLASSES = {
@@ -60,6 +60,9 @@ def find_task(config: RunConfig) -> Task:
     if config.data.workers is not None and "data.workers" not in task.sections:
         rule = f"data.workers={config.data.workers}: only tasks on pictures and sound read it. Leave it out."
         raise ConfigError([Problem("data.workers", rule)])
+    if config.data.cache_features and "data.cache_features" not in task.sections:
+        rule = f"data.cache_features=true: {_named(config)} has no encoder to keep anything of; caption and contrast do"
+        raise ConfigError([Problem("data.cache_features", f"{rule}. Leave it out.")])
     task.config = config
     return task
 

@@ -8,6 +8,7 @@ from weft.lazy import loads
 
 __all__ = [
     "ByteText",
+    "FeatureShards",
     "MixedAhead",
     "MixedColumns",
     "MixedItems",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.data.media.mixed.kept_features import FeatureShards
     from weft.data.media.mixed.mixed_items import MixedAhead, MixedItems, MixedSample
     from weft.data.media.mixed.mixed_records import MixedRecords, MixedSurvey, find_mixed
     from weft.data.media.mixed.sample_parts import MixedColumns
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
+        "FeatureShards": ".kept_features",
         "MixedAhead": ".mixed_items",
         "MixedItems": ".mixed_items",
         "MixedRecords": ".mixed_records",

@@ -5,7 +5,7 @@ What is drawn at random for one follows from (seed, epoch, its number among all)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.media.decoding import DecodedAhead, Key
+from weft.data.media.mixed.kept_features import FeatureShards
 from weft.data.media.mixed.mixed_records import MixedRecords
 from weft.data.media.pixels import Look, read_picture
 from weft.data.media.sound import Hearing, LogMel, hear, masked, parse_features
@@ -22,7 +23,8 @@ from weft.data.media.sound import Hearing, LogMel, hear, masked, parse_features
 class MixedSample:
     """tokens: ids, and a mark for each medium, (T,). learnt: which count in the loss, (T,). index: of the sample.
 
-    media: pixels (3, side, side) uint8, or bands (M, F) float32, in order. items: their numbers among all media.
+    media: pixels (3, side, side) uint8, or bands (M, F) float32, in order; or what encoders made of them, (R, D), where
+    that is kept. items: their numbers among all media.
     """
 
     tokens: NDArray[np.int32]
@@ -132,11 +134,11 @@ class MixedAhead:
     Args:
         items: what is decoded.
         workers: processes; 0: the rank decodes.
-        left_out: whether media are not decoded at all, since what encoders make of them is kept.
+        kept: gives the features of kinds of media that are kept; these stand in `media` and are not decoded.
     """
 
-    def __init__(self, items: MixedItems, workers: int, *, left_out: bool = False):
-        self.items, self.left_out = items, left_out
+    def __init__(self, items: MixedItems, workers: int, kept: Callable[[], Sequence[FeatureShards]] | None = None):
+        self.items, self._kept = items, kept
         self._ahead = DecodedAhead(items, workers)
 
     def __len__(self) -> int:
@@ -150,8 +152,8 @@ class MixedAhead:
 
     def in_epoch(self, epoch: int, index: int) -> MixedSample:
         """Return a sample as it is in an epoch."""
-        wanted = () if self.left_out else self.items.of_sample(index)
-        return self._sample(index, tuple(self.items.medium(epoch, item) for item in wanted))
+        made = {item: self.items.medium(epoch, item) for item in self._decoded(index)}
+        return self._sample(index, made)
 
     def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[MixedSample]:
         """Return samples, and have the media of others decoded while they are used.
@@ -163,23 +165,45 @@ class MixedAhead:
         Raises:
             DataError: for a picture or a recording that cannot be decoded.
         """
-        if self.left_out:
-            return [self.in_epoch(*key) for key in wanted]
         keys, later = (
-            [(epoch, item) for epoch, index in some for item in self.items.of_sample(index)] for some in (wanted, soon)
+            [(epoch, item) for epoch, index in some for item in self._decoded(index)] for some in (wanted, soon)
         )
-        made = iter(self._ahead.many(keys, later) if keys or later else ())
-        return [
-            self._sample(index, tuple(self._shaped(item, next(made)[0]) for item in self.items.of_sample(index)))
-            for _, index in wanted
-        ]
+        made = iter(self.media(keys, later))
+        return [self._sample(index, {item: next(made) for item in self._decoded(index)}) for _, index in wanted]
 
-    def _shaped(self, item: int, values: NDArray[Any]) -> NDArray[Any]:
-        return self.items.shaped(item, values)
+    def media(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:
+        """Return pictures (3, side, side) and bands (M, F), and have others decoded while they are used.
 
-    def _sample(self, index: int, media: tuple[NDArray[Any], ...]) -> MixedSample:
-        records = self.items.records
-        items = tuple(self.items.of_sample(index))
+        Args:
+            wanted: (epoch, number of the item) of each.
+            soon: what is asked for next.
+
+        Raises:
+            DataError: for one that cannot be decoded.
+        """
+        made = self._ahead.many(wanted, soon) if wanted or soon else ()
+        return [self.items.shaped(item, values) for (values, _), (_, item) in zip(made, wanted, strict=True)]
+
+    def _decoded(self, index: int) -> list[int]:
+        """Items of a sample that are decoded."""
+        kinds = {one.is_sound for one in self._shards()}
+        sizes = self.items.records.sizes(index) if kinds else ()
+        items = self.items.of_sample(index)
+        return [item for item, (is_sound, _) in zip(items, sizes, strict=True) if is_sound not in kinds] \
+            if kinds else list(items)  # fmt: skip
+
+    def _shards(self) -> Sequence[FeatureShards]:
+        return () if self._kept is None else self._kept()
+
+    def _sample(self, index: int, made: Mapping[int, NDArray[Any]]) -> MixedSample:
+        """A sample of what was decoded of it, by item, and of what is kept."""
+        records, items = self.items.records, tuple(self.items.of_sample(index))
+        kept = {shards.is_sound: shards for shards in self._shards()}
+        sizes = records.sizes(index) if kept else [(False, ())] * len(items)
+        media = tuple(
+            made[item] if item in made else kept[is_sound][item]
+            for item, (is_sound, _) in zip(items, sizes, strict=True)
+        )
         return MixedSample(records.tokens(index), records.learnt(index), media, items, index)
 
     def pids(self) -> list[int]:

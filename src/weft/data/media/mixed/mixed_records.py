@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.media.encoded import Encoded
-from weft.data.media.file_forms import RecordColumns
+from weft.data.media.file_forms import FILE, RecordColumns
 from weft.data.media.media_kinds import SAMPLE
 from weft.data.media.media_records import MediaRecords, Told, file_state, records_table, refuse_unusable
 from weft.data.media.mixed.record_forms import FoundSample, mixed_at, mixed_in
@@ -69,6 +69,20 @@ class MixedRecords(MediaRecords):
         _, kind, file, offset, length, own = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
         name = row["names"].tobytes().decode().split("\n")[number]
         return mixed_at(Path(self.files[file]), name, kind, offset, length, own, self.mixed_columns())
+
+    def origin(self, index: int, number: int) -> list[Any]:
+        """Return JSON values that change when a picture or a recording of a sample does: its file, and its place there.
+
+        Args:
+            index: of the sample.
+            number: among its media.
+        """
+        row = self._row(index)
+        _, kind, file, *place = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
+        path = Path(self.files[file])
+        if kind == FILE:
+            path = path.parent / row["names"].tobytes().decode().split("\n")[number]
+        return [str(path), *file_state(str(path)), *place]
 
     def file(self, index: int) -> str:
         """Say where a sample is found."""

@@ -57,8 +57,8 @@ class CaptionTask(MixedTask):
 
     def collate(self, samples: list[MixedSample]) -> dict[str, Tensor]:
         media = self.media_tensors(samples)
-        rows = [(self.grid // 2) ** 2, sound_tokens(media["features"].shape[-1]) if "features" in media else 0]
-        first = [0, rows[0] * len(media["pixels"])]
+        rows = [(self.grid // 2) ** 2, sound_tokens(self.num_frames(media))]
+        first = [0, rows[0] * self.num_pictures(media)]
         laid = [self._laid(sample, rows, first, media) for sample in samples]
         length = -(-max(len(ids) for ids, _, _ in laid) // _MULTIPLE) * _MULTIPLE
         found = {
@@ -84,7 +84,7 @@ class CaptionTask(MixedTask):
             kind = int(token != PICTURE_MARK)
             count = rows[0]
             if kind:
-                number = (first[1] - rows[0] * len(media["pixels"])) // rows[1]
+                number = (first[1] - rows[0] * self.num_pictures(media)) // rows[1]
                 count = int(sound_tokens(media["frames"][number]))
             ids += [self.codec.pad] * count
             index += range(first[kind], first[kind] + count)
@@ -101,6 +101,7 @@ class CaptionTask(MixedTask):
         return build_media_decoder(self.model, self.inputs())
 
     def begin(self, forwards: Forwards) -> None:
+        super().begin(forwards)
         self._forwards = forwards
 
     def forward(self, model: Any, batch: Any) -> Any:

@@ -61,7 +61,7 @@ class ContrastTask(MixedTask):
         ids = torch.full((len(texts), max(map(len, texts))), self.codec.pad)
         for row, text in zip(ids, texts, strict=True):
             row[: len(text)] = torch.tensor(text)
-        seen, heard, index = 0, len(media["pixels"]), list[int]()
+        seen, heard, index = 0, self.num_pictures(media), list[int]()
         for sample in samples:
             is_sound = SOUND_MARK in sample.tokens
             index.append(heard if is_sound else seen)

@@ -5,8 +5,8 @@ Letters: B samples, T tokens, N pictures, S pixels to a side, A recordings, M me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from weft.data.media import SAMPLE, Look, MediaRecords, record_files
 from weft.data.media.mixed import (
     SOUND_MARK,
     ByteText,
+    FeatureShards,
     MixedAhead,
     MixedColumns,
     MixedItems,
@@ -29,10 +30,13 @@ from weft.data.media.mixed import (
 from weft.data.media.sound import Hearing, LogMel
 from weft.data.prepared import cache_folder
 from weft.errors import DataError
-from weft.models.multimodal import ModelInputs, hears
+from weft.models.multimodal import ModelInputs, encoder_tokens, hears
 from weft.monitor.screen import SheetEntry
+from weft.parallel import Precision
 from weft.planner.search import PlannedModel
-from weft.train.task import describe_by_samples
+from weft.train.folder import RunFolder
+from weft.train.task import Forwards, Report, describe_by_samples
+from weft.train.tasks.tuned.media.frozen_encoders import Encoding, features_tensor, frozen_encoders, ready_features
 from weft.train.tasks.tuned.media.media_task import MediaTask
 from weft.train.tasks.tuned.media.pixel_values import normalised
 
@@ -69,6 +73,11 @@ class MixedTask(MediaTask):
     sample_unit = "samples"
     media_file = "samples.json"
     codec = ByteText()
+    sections = (*MediaTask.sections, "data.cache_features")
+
+    _run_folder: RunFolder | None = field(default=None, init=False, repr=False)
+    _kept: Mapping[str, Sequence[FeatureShards]] = field(default_factory=dict, init=False, repr=False)
+    _compute: torch.dtype = field(default=torch.float32, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.check_share()
@@ -133,7 +142,39 @@ class MixedTask(MediaTask):
         return MixedItems(source, look, hearing, features, self.config.seed)
 
     def samples(self, split: str) -> Any:
-        return MixedAhead(self.made(self.media(split), split), self._workers())
+        return MixedAhead(self.made(self.media(split), split), self._workers(), lambda: self._kept.get(split, ()))
+
+    # --- what frozen encoders give ---
+
+    def prepare(self, folder: RunFolder, report: Report | None) -> None:
+        """Find the samples, or those that the run began with.
+
+        Raises:
+            CheckpointError: where the run trains on another path.
+            ConfigError: where nothing can be kept of the encoders that data.cache_features names.
+            DataError: for what is wrong with the data, and for other records than the run was started with.
+        """
+        if self.config.data.cache_features:
+            frozen_encoders(self.shapes(), self.config, self)
+        super().prepare(folder, report)
+
+    def open(self, folder: RunFolder) -> None:
+        self._run_folder = folder
+        super().open(folder)
+
+    def begin(self, forwards: Forwards) -> None:
+        if not self.config.data.cache_features:
+            return
+        assert self._run_folder is not None
+        names = frozen_encoders(self.shapes(), self.config, self)
+        model = self.initial_model(forwards.plan)
+        splits = {}
+        for split in ("train", "eval"):
+            items = self.made(self.media(split), split)
+            splits[split] = items, MixedAhead(items, self._workers())
+        encoders: dict[str, Any] = {name: getattr(model, name) for name in names}
+        self._kept = ready_features(Encoding(self.config, self._run_folder, splits, encoders), forwards)
+        self._compute = Precision.of(forwards.plan).compute
 
     def inputs(self) -> ModelInputs:
         """Return what the model reads."""
@@ -152,10 +193,21 @@ class MixedTask(MediaTask):
         kinds = [list(zip(_are_sounds(one), one.media, strict=True)) for one in samples]
         pictures = [made for own in kinds for is_sound, made in own if not is_sound]
         sounds = [made for own in kinds for is_sound, made in own if is_sound]
-        blank = np.zeros((3, self.side, self.side), np.uint8)
-        found = {"pixels": torch.from_numpy(normalised(np.stack(pictures or [blank])))}
+        kept = {shards.is_sound: shards for own in self._kept.values() for shards in own}
+        found: dict[str, Tensor] = {}
+        if False in kept:
+            found["vision_states"] = features_tensor(pictures or [kept[False].blank], self._compute)
+        else:
+            blank = np.zeros((3, self.side, self.side), np.uint8)
+            found["pixels"] = torch.from_numpy(normalised(np.stack(pictures or [blank])))
         if not hears(self.model):
             return found
+        if True in kept:
+            rows = sounds or [kept[True].blank]
+            states = features_tensor(rows, self._compute)
+            odd = -states.shape[1] % encoder_tokens(_FRAMES)
+            found["sound_states"] = torch.nn.functional.pad(states, (0, 0, 0, odd))
+            return {**found, "frames": torch.tensor([_frames(len(one)) for one in rows])}
         sounds = sounds or [np.zeros((self.mels, _FRAMES), np.float32)]
         frames = [made.shape[1] for made in sounds]
         length = -(-max(frames) // _FRAMES) * _FRAMES
@@ -163,6 +215,18 @@ class MixedTask(MediaTask):
         for row, made in zip(features, sounds, strict=True):
             row[:, : made.shape[1]] = made
         return {**found, "features": torch.from_numpy(features), "frames": torch.tensor(frames)}
+
+    @staticmethod
+    def num_pictures(media: Mapping[str, Tensor]) -> int:
+        """Return how many pictures `media_tensors` gave, a blank one counted too."""
+        return len(media["pixels"] if "pixels" in media else media["vision_states"])
+
+    @staticmethod
+    def num_frames(media: Mapping[str, Tensor]) -> int:
+        """Return the frames that `media_tensors` filled recordings up to; 0 of a model that hears nothing."""
+        if "sound_states" in media:
+            return _frames(media["sound_states"].shape[1])
+        return media["features"].shape[-1] if "features" in media else 0
 
     # --- for the planner ---
 
@@ -192,6 +256,11 @@ class MixedTask(MediaTask):
             elif not is_sound and entry.picture is None:
                 entry = replace(entry, picture=sample.medium(epoch, item))
         return entry
+
+
+def _frames(tokens: int) -> int:
+    """The frames of so many tokens of the encoder of sound."""
+    return tokens * (_FRAMES // encoder_tokens(_FRAMES))
 
 
 class _Typical:
