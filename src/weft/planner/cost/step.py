@@ -212,7 +212,7 @@ def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:
     """Seconds in which Muon orthogonalises its matrices, of so many layers on a rank: each is dealt out whole to one of
     the ranks that share the optimizer, and ranks of tp all turn the same.
     """
-    each = [times * gemm_s(tables, *size, 1.0, tables.flops["bf16"]) for *size, times in job.turning_products]
+    each = [times * gemm_s(tables, m, n, k, 1.0, tables.flops["bf16"]) for m, n, k, times in job.turning_products]
     return sum((float(one) for one in each), 0.0) * layers
 
 

@@ -93,8 +93,8 @@ class Job:
         """
         found: list[tuple[float, float, float, float]] = []
         for rows, wide, often in self.turned:
-            short, long = sorted((rows, wide))
-            found += [(*size, often * _TURNS) for size in ((short, short, long), (short,) * 3, (short, long, short))]
+            short, long, times = min(rows, wide), max(rows, wide), often * _TURNS
+            found += [(short, short, long, times), (short, short, short, times), (short, long, short, times)]
         return found
 
     def with_documents(self, text: str) -> Job:
