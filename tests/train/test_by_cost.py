@@ -173,6 +173,12 @@ def test_what_cannot_be_is_refused(case, more, sentence, root):
         prepared(root, case, more, "run.name=refused")
 
 
+def test_recordings_have_no_cost_yet(tmp_path):
+    words = ["task.name=transcribe", f"model.path={tmp_path}", "task.options.data=records", "data.batching=cost"]
+    with pytest.raises(ConfigError, match=r"task\.name=transcribe does not say how long"):
+        find_task(load_config(None, words).config)
+
+
 def test_a_pipeline_and_a_small_bound_are_refused(root):
     words = [*settings("classify", root), "data.batching=cost", "plan=pp=2 microbatches=2", "run.name=refused"]
     with pytest.raises(PlanError, match=r"pp=2.*data.batching=cost"):

@@ -20,7 +20,7 @@ from weft.parallel.pipeline import pipeline_of
 from weft.spec.rules import Facts
 from weft.spec.traced import Limit
 from weft.train.folder import RunFolder
-from weft.train.task import Forwards, Metric, Report
+from weft.train.task import Forwards, Metric, Report, Task
 from weft.train.tasks.decoder_files import base_of
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.train.tasks.tuned.folder_task import IGNORED, FolderTask
@@ -70,6 +70,9 @@ class TranscribeTask(MediaTask, FolderTask):
     )
 
     _forwards: Forwards | None = field(default=None, init=False, repr=False)
+
+    #: Those of a table of texts: recordings have no cost yet, so batches by cost are refused.
+    lengths, length_costs = Task.lengths, Task.length_costs
 
     def __post_init__(self) -> None:
         self.check_share()
