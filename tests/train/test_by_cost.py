@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.train.test_tuned_parity import optimizer_of
 from tests.train.tuned_folders import CASES, save_model, settings, write_tables
@@ -19,6 +21,7 @@ from weft.spec.plan import Plan
 from weft.testing.verify.float64 import Float64Throughout
 from weft.train import Microbatches, RunFolder, TrainStep, prepare_run
 from weft.train.microbatch import Costs
+from weft.train.microbatch.by_cost import _Runs
 from weft.train.state import capture_model
 from weft.train.task import Share
 from weft.train.tasks.task_choice import find_task
@@ -171,6 +174,29 @@ def test_every_plan_and_task_gives_the_same_numbers(root, ranks2, ranks4):
 def test_what_cannot_be_is_refused(case, more, sentence, root):
     with pytest.raises(ConfigError, match=sentence):
         prepared(root, case, more, "run.name=refused")
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 300)] * 2), min_size=1, max_size=60),
+    st.floats(0, 9000),
+    st.one_of(st.none(), st.integers(1, 3000)),
+)
+def test_runs_are_as_long_as_the_bound_lets_them(lengths, bound, most_tokens):
+    """Each is filled sample by sample, until one more would cost too much."""
+    longest_first = np.array(sorted(lengths, key=sum, reverse=True))
+
+    def cost_of(tokens):
+        return np.asarray(tokens, float) * (1 + np.asarray(tokens) / 1000)
+
+    found, start = [], 0
+    for stop in range(1, len(lengths) + 1):
+        tokens, number = int(longest_first[start:stop].max(0).sum()), stop - start
+        costs_much = cost_of(tokens) * number > bound * (1 + 1e-9) or tokens * number > (most_tokens or np.inf)
+        if costs_much and number > 1:
+            found.append(range(start, stop - 1))
+            start = stop - 1
+    found.append(range(start, len(lengths)))
+    assert _Runs(longest_first, cost_of, most_tokens).cut(bound) == found
 
 
 def test_recordings_have_no_cost_yet(tmp_path):

@@ -102,19 +102,37 @@ class _Runs:
 
     def __init__(self, lengths: np.ndarray, cost_of: Callable[[np.ndarray], np.ndarray], most_tokens: int | None):
         self._lengths, self._cost_of, self._most_tokens = lengths, cost_of, most_tokens
+        #: Of each power of two: the longest of so many samples from each place on.
+        self._longest = [lengths]
+        while 2 ** len(self._longest) <= len(lengths):
+            known, apart = self._longest[-1], 2 ** (len(self._longest) - 1)
+            self._longest.append(np.maximum(known[:-apart], known[apart:]))
 
     def cut(self, bound: float) -> list[range]:
         """Fill runs up to a cost, one after another; a run holds at least one sample."""
+        sizes = self._sizes(bound).tolist()
         found, start = list[range](), 0
-        while start < len(self._lengths):
-            filled = np.maximum.accumulate(self._lengths[start:]).sum(1)
-            sizes = np.arange(1, len(filled) + 1)
-            fits = self._cost_of(filled) * sizes <= bound * _NEARLY
-            if self._most_tokens is not None:
-                fits &= filled * sizes <= self._most_tokens
-            found.append(range(start, start + max(1, int(fits.sum()))))
+        while start < len(sizes):
+            found.append(range(start, start + max(1, sizes[start])))
             start = found[-1].stop
         return found
+
+    def _sizes(self, bound: float) -> np.ndarray:
+        """How many samples from each place on keep within a bound: the more, the more they cost.
+
+        All places at once, by powers of two from the largest on: the work grows as n log n, however many runs there are.
+        """
+        sizes, filled = np.zeros(len(self._lengths), np.int64), np.zeros_like(self._lengths)
+        for power in reversed(range(len(self._longest))):
+            starts = np.flatnonzero(np.arange(len(sizes)) + sizes + 2**power <= len(sizes))
+            more, number = np.maximum(filled[starts], self._longest[power][starts + sizes[starts]]), 2**power
+            tokens, number = more.sum(1), number + sizes[starts]
+            fits = self._cost_of(tokens) * number <= bound * _NEARLY
+            if self._most_tokens is not None:
+                fits &= tokens * number <= self._most_tokens
+            taken = starts[fits]
+            sizes[taken], filled[taken] = number[fits], more[fits]
+        return sizes
 
     def even(self, most: float, number: int) -> list[range]:
         """Return at most `number` runs, the most costly of which costs least, and no more than `most`."""
