@@ -12,8 +12,8 @@ from torch import nn
 IGNORE = -100
 _HALVES: dict[str, Any] = {
     "vocab_size": 61, "d_model": 16, "encoder_layers": 3, "decoder_layers": 5, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "dropout": 0.0,
-    "attention_dropout": 0.0, "activation_dropout": 0.0, "max_position_embeddings": 32,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
+    "max_position_embeddings": 32,
     "decoder_start_token_id": 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
 _IMAGE = 60
@@ -24,12 +24,13 @@ class ChainCase:
     """One of transformers' models, eight blocks in its chain; sources and targets of uneven, padded lengths.
 
     kind: t5, bart, whisper or llava. frozen: the encoder, or the tower of images. reads_encoder: the
-    loss also takes the hidden states of the encoder.
+    loss also takes the hidden states of the encoder. dropout: of activations and attention, but in llava.
     """
 
     kind: str
     frozen: bool = False
     reads_encoder: bool = False
+    dropout: float = 0.0
     num_steps: int = 2
     max_grad_norm: float = 1.0
     global_batch: int = 8
@@ -39,16 +40,17 @@ class ChainCase:
         import transformers
 
         torch.manual_seed(5)
+        rates = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), self.dropout)
         if self.kind == "t5":
             model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(
                 vocab_size=61, d_model=16, d_kv=4, d_ff=24, num_layers=3, num_decoder_layers=5, num_heads=4,
-                dropout_rate=0.0, decoder_start_token_id=0, relative_attention_num_buckets=8,
+                dropout_rate=self.dropout, decoder_start_token_id=0, relative_attention_num_buckets=8,
             ))  # fmt: skip
         elif self.kind == "bart":
-            model = transformers.BartForConditionalGeneration(transformers.BartConfig(**_HALVES))
+            model = transformers.BartForConditionalGeneration(transformers.BartConfig(**_HALVES, **rates))
         elif self.kind == "whisper":
             model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
-                **_HALVES, num_mel_bins=8, max_source_positions=12, max_target_positions=16,
+                **_HALVES, **rates, num_mel_bins=8, max_source_positions=12, max_target_positions=16,
             ))  # fmt: skip
         else:
             model = transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.parity.chain_cases import CASES, ChainCase
@@ -47,6 +49,28 @@ def test_two_stages_cut_in_a_decoder(ranks2):
 def test_two_stages_cut_in_an_encoder(ranks2):
     cases = {name: CASES[name] for name in ("whisper", "t5-frozen")}
     check(ranks2, "pp=2 microbatches=2 split=2+6", cases, {name: train_plain(case) for name, case in cases.items()})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=2 split=4+4", "pp=2 microbatches=4 split=2+6 recompute=full"])
+def test_dropout_is_that_of_one_process(plan, ranks2):
+    cases = {kind: ChainCase(kind, dropout=0.2) for kind in ("t5", "bart", "whisper")}
+    one = train_cases("precision=fp64", cases)
+    for name, case in cases.items():
+        assert one[name].losses != train_plain(dataclasses.replace(case, dropout=0.0)).losses
+    check(ranks2, plan, cases, one)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=2 split=4+4", "pp=2 microbatches=2 split=2+6"])
+def test_bf16_stays_near_one_process(plan, ranks2):
+    """Sums are made in another order: a few roundings of 8 bits."""
+    cases = {kind: ChainCase(kind) for kind in ("t5", "bart", "whisper")}
+    one = train_cases("precision=bf16", cases)
+    for results in ranks2.run(train_cases, f"{plan} precision=bf16", cases):
+        for name, result in results.items():
+            assert result.losses == pytest.approx(one[name].losses, rel=2**-5)
+            assert result.grad_norms[0] == pytest.approx(one[name].grad_norms[0], rel=2**-5)
 
 
 @pytest.mark.full

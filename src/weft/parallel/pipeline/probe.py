@@ -79,15 +79,18 @@ def _copy_on_meta(module: nn.Module) -> nn.Module:
         else torch.empty_like(each, device="meta")
         for each in tensors
     }
-    return copy.deepcopy(module, memo).eval()
+    return copy.deepcopy(module, memo).float().eval()
 
 
 def _length(module: nn.Module, args: Any, kwargs: Any) -> int:
-    """Of the tuple that a block gives; 0 for a tensor, and where the block cannot be asked."""
+    """Of the tuple that a block gives; 0 for a tensor, and where the block cannot be asked.
+
+    All in fp32: the block was copied before its weights got the formats of the run, and in fp16 some look at values.
+    """
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return leaf.detach().to("meta")
+            return leaf.detach().to("meta", torch.float32 if leaf.is_floating_point() else leaf.dtype)
         return leaf if isinstance(leaf, bool | int | float | str) else None  # no cache may see the call
 
     try:
