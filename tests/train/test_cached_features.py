@@ -106,6 +106,7 @@ def losses(made: RunConfig) -> list[float]:
     return [event["loss"] for event in events if event["event"] == "step"]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_and_what_changed_is_computed_anew(tmp_path: Path) -> None:
     as_tar(tmp_path, mixed(30))
 

@@ -124,6 +124,7 @@ for plan, optimizer, states in json.loads(OPTIMIZERS):
 """
 
 
+@pytest.mark.full  # each of these optimizers has a test of its own; here it is the host that must not wait
 def test_no_optimizer_of_wefts_own_lets_the_host_wait(tmp_path):
     script = tmp_path / "optimizers.py"
     script.write_text(STEPPED.replace("OPTIMIZERS", repr(json.dumps(OPTIMIZERS))))

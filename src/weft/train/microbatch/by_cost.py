@@ -120,7 +120,7 @@ class _Runs:
     def _sizes(self, bound: float) -> np.ndarray:
         """How many samples from each place on keep within a bound: the more, the more they cost.
 
-        All places at once, by powers of two from the largest on: the work grows as n log n, however many runs there are.
+        All places at once, by powers of two from the largest on: the work grows as n log n, whatever the runs.
         """
         sizes, filled = np.zeros(len(self._lengths), np.int64), np.zeros_like(self._lengths)
         for power in reversed(range(len(self._longest))):
