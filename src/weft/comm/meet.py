@@ -69,7 +69,7 @@ def link_of(axis: Axis, device: torch.device) -> Link:
 
 
 def join(axis: Axis, device: str, transport: str | None = None) -> Link:
-    """Choose the axis's transport anew, or take the one named. A collective of all its ranks.
+    """Choose the axis's transport again, or take the one named. All its ranks call this together.
 
     Args:
         axis: the ranks.

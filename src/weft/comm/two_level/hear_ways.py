@@ -24,9 +24,9 @@ AUTO = "auto"
 def measured_ways(
     axis: Axis, group: dist.ProcessGroup, hosts: Hosts, fixed: str, usable: tuple[str, ...]
 ) -> tuple[Ways | None, str]:
-    """Return what to take by measurement, and why; or None, and why not (empty: nobody measured). A collective.
+    """Return what to take by measurement, and why; or None, and why not (empty: there is no file of measurements).
 
-    The first rank of the axis reads its file and tells the others, so that all of them hold the same.
+    All ranks of the axis call this together: the first one reads its file and tells the others, so all hold the same.
 
     Args:
         axis: the ranks.

@@ -186,11 +186,11 @@ class MixedAhead:
 
     def _decoded(self, index: int) -> list[int]:
         """Items of a sample that are decoded."""
-        kinds = {one.is_sound for one in self._shards()}
-        sizes = self.items.records.sizes(index) if kinds else ()
-        items = self.items.of_sample(index)
-        return [item for item, (is_sound, _) in zip(items, sizes, strict=True) if is_sound not in kinds] \
-            if kinds else list(items)  # fmt: skip
+        items, kinds = self.items.of_sample(index), {one.is_sound for one in self._shards()}
+        if not kinds:
+            return list(items)
+        sizes = self.items.records.sizes(index)
+        return [item for item, (is_sound, _) in zip(items, sizes, strict=True) if is_sound not in kinds]
 
     def _shards(self) -> Sequence[FeatureShards]:
         return () if self._kept is None else self._kept()

@@ -49,7 +49,7 @@ class LinkSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkProfile:
-    """All that was measured of the links. hosts, ranks: that took part, and on each. path: where it was read from."""
+    """All that was measured of the links. hosts, ranks: that took part, and on each."""
 
     machine: Machine
     hosts: int
@@ -57,11 +57,10 @@ class LinkProfile:
     samples: tuple[LinkSample, ...]
     made: str
     took_s: float
-    path: str = ""
 
     @staticmethod
     def default_path() -> Path:
-        """Return where the profile lies when nobody says."""
+        """Return the file that is read where none is named."""
         return env.cache_dir() / "links.json"
 
     @property
@@ -132,7 +131,7 @@ class LinkProfile:
         """
         remedy = "Measure the links again with: weft calibrate --hosts"
         try:
-            return cls._read(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
+            return cls._read(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
             told = f"the file cannot be read ({error.strerror})"
         except (KeyError, TypeError, ValueError) as error:
@@ -140,7 +139,7 @@ class LinkProfile:
         raise ConfigError([Problem("launch.links", f"links={path}: {told}. {remedy}")])
 
     @classmethod
-    def _read(cls, read: Any, path: str) -> LinkProfile:
+    def _read(cls, read: Any) -> LinkProfile:
         table = cast(dict[str, Any], read) if isinstance(read, dict) else {}
         if table.get("weft_links") != VERSION:
             raise ValueError(f"weft_links={table.get('weft_links')}: this Weft reads version {VERSION}")
@@ -158,7 +157,6 @@ class LinkProfile:
             samples=samples,
             made=str(table["made"]),
             took_s=float(table["took_s"]),
-            path=path,
         )
 
 
