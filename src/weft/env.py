@@ -10,6 +10,7 @@
 | PYTORCH_ALLOC_CONF, TORCH_NCCL_HIGH_PRIORITY | set for ranks on GPUs (mesh/gpu_settings.py), unless the user does |
 | WEFT_HOME | where tokenised data and profiles are kept (default: $XDG_CACHE_HOME/weft or ~/.cache/weft) |
 | WEFT_LAUNCHED | the launcher's process id, set by `weft train` for the ranks it starts itself |
+| WEFT_PARENT | the process that a rank was started by, or forked from, and that it is not to outlive |
 | WEFT_LINE | address of the launcher's socket, set by `weft train` for the ranks it starts itself |
 | WEFT_HOST | ranks with another value count as ranks of another host: two hosts on one machine, for tests |
 | WEFT_DRILL | a fault that `weft drill` has one of its ranks suffer, as JSON |
@@ -227,6 +228,34 @@ def lent_to_children(**extra: str) -> Generator[None]:
 def launcher_pid() -> int | None:
     """Process id of the `weft train` that started this rank; None when it was not started so."""
     return _number("WEFT_LAUNCHED", lowest=1) if "WEFT_LAUNCHED" in os.environ else None
+
+
+def parent_pid() -> int | None:
+    """Process id of what started this rank: the launcher, or the server that it forks ranks from; None: neither."""
+    return _number("WEFT_PARENT", lowest=1) if "WEFT_PARENT" in os.environ else None
+
+
+def own_rank(rank: int, num_ranks: int, port: int, parent: int) -> dict[str, str]:
+    """The variables of one of the ranks that `weft train` starts on this machine.
+
+    Args:
+        rank: which of num_ranks.
+        num_ranks: of the world, which is on this machine.
+        port: of the store where they meet, on the loopback interface.
+        parent: the process that starts it.
+    """
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        # torch's names: the first rank connects to the store as all others do, and does not host it.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WEFT_PARENT": str(parent),
+    }
 
 
 def pretended_host() -> str:

@@ -88,8 +88,7 @@ def ranks_of(process: subprocess.Popen[str], folder: RunFolder) -> list[psutil.P
     """The ranks of one replica."""
     found = []
     for one in psutil.Process(process.pid).children(recursive=True):
-        words = one.cmdline()
-        if "weft.cli.launcher.rank" in words and str(folder.path) in words:
+        if one.name().startswith("weft-rank-") and str(folder.path) in one.cmdline():
             found.append(one)
     return found
 

@@ -7,11 +7,11 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Generator
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,8 +20,10 @@ import pytest
 
 from weft.cli.app import show_error
 from weft.cli.console import say
+from weft.cli.launcher import fork_server
 from weft.cli.launcher.failure import Failure, write_failure
-from weft.cli.launcher.launch import _Watch, launch_ranks
+from weft.cli.launcher.launch import launch_ranks
+from weft.cli.launcher.started import Programs
 from weft.cli.launcher.switchboard import switchboard
 from weft.errors import LaunchError, WeftError
 from weft.train.run import run_lock
@@ -30,13 +32,24 @@ LIMIT_S = 40.0
 
 # Launchers are forked from a server that has imported torch once: a second saved in each test.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["torch.distributed.launcher.api", "tests.cli.test_launch"])
+FORKSERVER.set_forkserver_preload(["weft.mesh", "tests.cli.test_launch"])
 
 
 def launcher(
-    command: list[str], ranks: int, logs: Path, out: str, err: str, grace_s: float, peer_grace_s: float, settings: bytes
+    command: list[str],
+    by: str,
+    ranks: int,
+    logs: Path,
+    out: str,
+    err: str,
+    grace_s: float,
+    peer_grace_s: float,
+    settings: bytes,
 ) -> None:
-    """The launcher as a process of its own, ended as `weft train` is; out and err: files for its standard streams."""
+    """The launcher as a process of its own, ended as `weft train` is.
+
+    by: whether ranks are "forks" of the program of a server, or "programs". out, err: files for its standard streams.
+    """
     for descriptor, path in ((1, out), (2, err)):
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, descriptor)
@@ -45,8 +58,12 @@ def launcher(
     code = 0
     graces = {"grace_s": grace_s, "peer_grace_s": peer_grace_s}
     try:
-        with run_lock(logs.parent / "held") as lock:
-            launch_ranks(command, ranks, logs, settings=settings, lock=lock, notice=say, **graces)
+        with run_lock(logs.parent / "held") as lock, ExitStack() as over:
+            starter = Programs(command)
+            if by == "forks":
+                fork_server._PROGRAM = tuple(command[:-1])
+                starter = over.enter_context(closing(fork_server.ForkServer(logs, {}, ["json"], starter)))
+            launch_ranks(starter, ranks, logs, settings=settings, lock=lock, notice=say, **graces)
     except WeftError as error:
         show_error(error)
         code = error.exit_code
@@ -62,7 +79,6 @@ from weft import env
 from weft.cli.launcher.switchboard import launcher_line
 from weft.cli.launcher.rank import run_as_rank
 from weft.errors import DataError
-place, line = env.rank_env(), launcher_line()
 logs = Path(sys.argv[1])
 def ready():
     (logs / f"draft_{place.rank}").write_text(str(os.getpid()))
@@ -83,6 +99,22 @@ def stop_softly():
 def body(terminal):
 """
 
+BOTH = ["forks", "programs"]
+
+#: How the program goes on: as a rank, or as the server that becomes one in each fork.
+ENDING = """
+def main(said=""):
+    global place, line
+    place, line = env.rank_env(), launcher_line()
+    run_as_rank(logs, place, body, line)
+if env.rank_env() is None:
+    from weft.cli.launcher import fork_server, rank
+    rank.main = main
+    fork_server.main()
+else:
+    main()
+"""
+
 
 class Launched:
     """One launcher process with its ranks."""
@@ -92,6 +124,7 @@ class Launched:
         folder: Path,
         body: str,
         *,
+        by: str = "forks",
         ranks: int = 2,
         grace_s: float = 20,
         peer_grace_s: float = 2,
@@ -101,14 +134,12 @@ class Launched:
     ):
         self.logs = folder / "logs"
         program = folder / "rank.py"
-        program.write_text(
-            RANK + textwrap.indent(textwrap.dedent(body), "    ") + "\nrun_as_rank(logs, place, body, line)\n"
-        )
+        program.write_text(RANK + textwrap.indent(textwrap.dedent(body), "    ") + ENDING)
         self._out, self._err = folder / "out", folder / "err"
         command = command or [sys.executable, str(program), str(self.logs)]
         streams_of = (streams or str(self._out), streams or str(self._err))
         self.process = FORKSERVER.Process(
-            target=launcher, args=(command, ranks, self.logs, *streams_of, grace_s, peer_grace_s, settings)
+            target=launcher, args=(command, by, ranks, self.logs, *streams_of, grace_s, peer_grace_s, settings)
         )
         self.process.start()
 
@@ -188,14 +219,18 @@ def test_logs_are_appended_to_and_an_old_error_is_forgotten(launch, tmp_path):
     assert not (tmp_path / "logs" / "rank_0.error.json").exists()
 
 
-def test_a_crash_shows_the_ranks_traceback_once_and_ends_its_peer(launch):
-    launched = launch("""
+@pytest.mark.parametrize("by", BOTH)
+def test_a_crash_shows_the_ranks_traceback_once_and_ends_its_peer(launch, by):
+    launched = launch(
+        """
         ready()
         if place.rank == 1:
             wait_for("ready_0")
             raise ValueError("boom")
         time.sleep(60)
-    """)
+    """,
+        by=by,
+    )
     code, out, err = launched.end()
     assert code == 1
     assert out == ""
@@ -208,14 +243,18 @@ def test_a_crash_shows_the_ranks_traceback_once_and_ends_its_peer(launch):
     assert not any(map(is_running, launched.wait_ready()))
 
 
-def test_an_error_raised_on_purpose_is_only_its_sentence_and_keeps_its_exit_code(launch):
-    launched = launch("""
+@pytest.mark.parametrize("by", BOTH)
+def test_an_error_raised_on_purpose_is_only_its_sentence_and_keeps_its_exit_code(launch, by):
+    launched = launch(
+        """
         ready()
         if place.rank == 0:
             wait_for("ready_1")
             raise DataError("data.train=x: there is no such file. Check the path.")
         time.sleep(60)
-    """)
+    """,
+        by=by,
+    )
     code, _, err = launched.end()
     assert code == 2
     assert err.splitlines() == [
@@ -232,33 +271,21 @@ def test_sys_exit_keeps_its_code(launch, code):
     assert f"exited with code {code}" in err
 
 
-def test_a_killed_rank_is_named_with_its_signal(launch):
-    launched = launch("""
+@pytest.mark.parametrize("by", BOTH)
+def test_a_killed_rank_is_named_with_its_signal(launch, by):
+    launched = launch(
+        """
         ready()
         time.sleep(60)
-    """)
+    """,
+        by=by,
+    )
     pids = launched.wait_ready()
     os.kill(pids[1], signal.SIGKILL)
     code, _, err = launched.end()
     assert code == 1
     assert "error: rank 1 was killed by signal 9 (SIGKILL). Is the machine out of memory?" in err
     assert not any(map(is_running, pids))
-
-
-def test_a_killed_rank_that_the_agent_collected_first_ends_the_others_as_soon():
-    """The agent polls: on a busy machine it may be faster than the thread that waits for the same process."""
-    words = [sys.executable, "-c", "import time; time.sleep(60)"]
-    ranks = [subprocess.Popen(words, start_new_session=True) for _ in range(2)]
-    ranks[1].kill()
-    collected = ranks[1].wait()
-    watch = _Watch(grace_s=60, peer_grace_s=60, notice=None)
-    try:
-        watch.begin({rank: one.pid for rank, one in enumerate(ranks)}, {1: collected}.get)
-        assert ranks[0].wait(20) == -signal.SIGKILL
-    finally:
-        ranks[0].kill()
-        ranks[0].wait()
-        watch.end()
 
 
 def test_a_rank_that_cannot_end_is_not_waited_for_long_once_another_was_killed(launch):
@@ -395,9 +422,10 @@ def test_a_signal_while_the_ranks_end_is_a_success(launch):
     assert launched.end()[0] == 0
 
 
-def test_settings_reach_the_ranks_by_value(launch):
+@pytest.mark.parametrize("by", BOTH)
+def test_settings_reach_the_ranks_by_value(launch, by):
     settings = b"plan = 1\n" * 40_000  # more than an environment variable or a pipe holds
-    launched = launch("print(len(line.settings), line.settings[:8])", settings=settings)
+    launched = launch("print(len(line.settings), line.settings[:8])", settings=settings, by=by)
     assert launched.end()[0] == 0
     assert all("360000 b'plan = 1'" in launched.log(rank) for rank in (0, 1))
 
@@ -441,8 +469,9 @@ def test_a_log_that_cannot_be_written_fails_no_rank(launch, tmp_path):
     assert launch("print('lost')").end()[0] == 0
 
 
-def test_a_second_interrupt_kills(launch):
-    launched = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)")
+@pytest.mark.parametrize("by", BOTH)
+def test_a_second_interrupt_kills(launch, by):
+    launched = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)", by=by)
     pids = launched.wait_ready()
     launched.signal(signal.SIGINT)
     time.sleep(0.2)
@@ -473,13 +502,79 @@ def test_an_error_while_stopping_is_told(launch):
     assert "rank 0 failed: OSError: [Errno 28] No space left on device" in err
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
-def test_killing_the_launcher_leaves_no_rank(launch):
-    launched = launch("ready()\ntime.sleep(60)")
+@pytest.mark.parametrize("by", BOTH)
+def test_killing_the_launcher_leaves_no_process(launch, by):
+    launched = launch("ready()\ntime.sleep(60)", by=by)
     pids = launched.wait_ready()
+    family = [one.pid for one in psutil.Process(launched.process.pid).children(recursive=True)]
+    assert {*pids} < {*family, 0}
     launched.process.kill()
     launched.process.join(10)
-    wait_until(lambda: not any(map(is_running, pids)), 5)
+    wait_until(lambda: not any(map(is_running, family)), 5)
+
+
+def server_of(launched: Launched) -> psutil.Process:
+    [server] = psutil.Process(launched.process.pid).children()
+    return server
+
+
+def test_ranks_share_what_their_server_loaded_and_are_named(launch):
+    launched = launch("""
+        print(logs.name, "parent", os.getppid(), "named", Path("/proc/self/comm").read_text().strip())
+        print("loaded before:", "json" in sys.modules)
+        ready()
+        wait_for("seen")
+    """)
+    launched.wait_ready()
+    server = server_of(launched)
+    assert server.name() == "weft-fork"
+    (launched.logs / "seen").touch()
+    assert launched.end()[0] == 0
+    assert not server.is_running()
+    for rank in (0, 1):
+        assert f"logs parent {server.pid} named" in launched.log(rank)
+        assert "loaded before: True" in launched.log(rank)
+
+
+def test_a_killed_server_is_a_failure_of_its_ranks(launch):
+    launched = launch("ready()\ntime.sleep(60)")
+    pids = launched.wait_ready()
+    server_of(launched).kill()
+    code, _, err = launched.end()
+    assert code == 1
+    assert "was killed by signal 9 (SIGKILL)" in err
+    assert not any(map(is_running, pids))
+
+
+def start_twice(command: list[str], logs: Path, kill: bool, unfit: bool, told: Path) -> None:
+    """In a process of its own: what two starts of the same server were, by the names of ranks' parents."""
+    fork_server._PROGRAM = tuple(command[:-1])
+    if unfit:
+        fork_server._PROGRAM = (command[0], "-c", f"{UNFIT}\nexec(open({command[1]!r}).read())")
+    with closing(fork_server.ForkServer(logs, {}, ["json"], Programs(command))) as server:
+        for attempt in range(2):
+            if attempt and kill:
+                server._process.kill()
+            launch_ranks(server, 2, logs)
+    told.touch()
+
+
+UNFIT = "from weft.cli.launcher import fork_server\nfork_server._STARTED_CUDA = '/dev/null'\nkept = open('/dev/null')"
+
+
+@pytest.mark.parametrize("kill, unfit, forks", [(False, False, 4), (True, False, 2), (False, True, 0)])
+def test_a_server_forks_again_and_programs_take_its_place(tmp_path, kill, unfit, forks):
+    """After a fault ranks are forked anew; a server that is gone, or that has started CUDA, forks none."""
+    program, logs = tmp_path / "rank.py", tmp_path / "logs"
+    body = 'print("a fork:", Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "weft-fork")'
+    program.write_text(RANK + textwrap.indent(body, "    ") + ENDING)
+    words = [sys.executable, str(program), str(logs)]
+    process = FORKSERVER.Process(target=start_twice, args=(words, logs, kill, unfit, tmp_path / "told"))
+    process.start()
+    process.join(LIMIT_S)
+    assert (tmp_path / "told").exists()
+    said = "".join((logs / f"rank_{rank}.log").read_text() for rank in (0, 1))
+    assert (said.count("a fork: True"), said.count("a fork:")) == (forks, 4)
 
 
 def test_a_terminal_reaches_rank_0(launch):
@@ -496,7 +591,7 @@ def test_a_terminal_reaches_rank_0(launch):
 
 
 def test_a_program_that_cannot_start_is_one_sentence(launch):
-    code, _, err = launch("", command=["/no/such/program"]).end()
+    code, _, err = launch("", by="programs", command=["/no/such/program"]).end()
     assert code == 2
     assert err.startswith("error: the ranks could not be started: ")
     assert len(err.splitlines()) == 1

@@ -63,9 +63,6 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     "torch.distributed.distributed_c10d._get_default_store": (),
     "torch.distributed.distributed_c10d._hash_ranks_to_str": ("ranks",),
     "torch.distributed.distributed_c10d._world.pg_map": None,
-    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": (
-        *("self", "worker_group"),
-    ),
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": ("self",),
     "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather": (),
     "torch.distributed.fsdp._fully_shard._fsdp_api.AllGather.__call__": (
@@ -115,7 +112,6 @@ OPERATORS = {
 }
 #: Attributes that only instances have, by the module whose source sets them.
 SET_IN = {
-    "torch.distributed.elastic.agent.server.local_elastic_agent": ("_pcontext",),
     "torch.distributed.fsdp._fully_shard._fsdp_param": (
         *("_unsharded_param", "unsharded_accumulated_grad", "_orig_size"),
     ),

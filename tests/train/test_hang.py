@@ -33,7 +33,7 @@ def stop_a_rank(tmp_path: Path, rank: int, *settings: str) -> tuple:
 
 
 def is_rank(process: psutil.Process, rank: int) -> bool:
-    return "weft.cli.launcher.rank" in " ".join(process.cmdline()) and process.environ()["RANK"] == str(rank)
+    return process.name() == f"weft-rank-{rank}"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -94,7 +94,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 def kill_one_rank(process: subprocess.Popen[str]) -> None:
     """What the out-of-memory killer does: one rank, not the others."""
-    ranks = [member for member in family(process) if "weft.cli.launcher.rank" in " ".join(member.cmdline())]
+    ranks = [member for member in family(process) if member.name().startswith("weft-rank-")]
     random.Random(os.getpid()).choice(ranks).send_signal(signal.SIGKILL)
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.train.conftest import SMALL
@@ -159,8 +160,8 @@ def test_a_hold_by_an_alert_changes_no_byte(plan, tmp_path, text):
                 assert time.monotonic() < end
                 time.sleep(0.1)
             assert json.loads(note.read_text())["step"] < 300, (tmp_path / "out").read_text()
-            listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-            assert f"launcher.rank {tmp_path / 'held'}" not in listed
+            beside = psutil.Process(process.pid).children(recursive=True)
+            assert not [one.pid for one in beside if one.name().startswith("weft-rank-")]
             subprocess.run([*weft, "resume", str(tmp_path / "held")], check=True, timeout=120)
             assert process.wait(900) == 0, (tmp_path / "out").read_text()
         finally:

@@ -24,7 +24,7 @@ from weft.cli.launcher import (
     launch_ranks,
     process_age_s,
     process_beside,
-    threads_variables,
+    rank_starter,
     typed_command,
     usable_cores,
     visible_gpus,
@@ -162,10 +162,10 @@ def train_world(
                 besides.append(folder.path)
             given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": list(command)}
             settings = json.dumps({**given, "copies": home, "world": asdict(world) if world else None}).encode()
-            program = [sys.executable, "-m", "weft.cli.launcher.rank", str(folder.path)]
-            variables = threads_variables(ranks, cores)
-            launch_ranks(program, ranks, folder.logs, variables=variables, settings=settings, lock=lock, notice=say)
+            launch_ranks(starter, ranks, folder.logs, cores=cores, settings=settings, lock=lock, notice=say)
 
+        # From here on it loads what ranks need, while this process checks the run and prepares its data.
+        starter = until_over.enter_context(rank_starter(own.path, config, num_ranks, cores))
         copied = copies.newest_step if copies is not None else lambda: None
         Restarts(config, own, num_ranks, say, copied=copied).keep(attempt)
 

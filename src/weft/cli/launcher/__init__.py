@@ -17,9 +17,9 @@ __all__ = [
     "launch_ranks",
     "process_age_s",
     "process_beside",
+    "rank_starter",
     "run_as_rank",
     "second_handle",
-    "threads_variables",
     "typed_command",
     "usable_cores",
     "visible_gpus",
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from weft.cli.launcher.launch import RankFailed, Stopped, launch_ranks
     from weft.cli.launcher.rank import run_as_rank, second_handle
     from weft.cli.launcher.restarts import Restarts, for_those_there
+    from weft.cli.launcher.started import rank_starter
     from weft.cli.launcher.typed import typed_command
-    from weft.cli.launcher.world import count_ranks, process_age_s, threads_variables, usable_cores, visible_gpus
+    from weft.cli.launcher.world import count_ranks, process_age_s, usable_cores, visible_gpus
 
 __getattr__ = loads(
     __name__,
@@ -48,9 +49,9 @@ __getattr__ = loads(
         "launch_ranks": ".launch",
         "process_age_s": ".world",
         "process_beside": ".beside",
+        "rank_starter": ".started",
         "run_as_rank": ".rank",
         "second_handle": ".rank",
-        "threads_variables": ".world",
         "typed_command": ".typed",
         "usable_cores": ".world",
         "visible_gpus": ".world",

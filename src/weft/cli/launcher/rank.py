@@ -1,4 +1,4 @@
-"""One rank's process: `python -m weft.cli.launcher.rank RUN_DIR [WORDS that the user typed]`, started by the launcher.
+"""One rank's process: a fork of the server (fork_server.py), or `python -m weft.cli.launcher.rank RUN_DIR`.
 
 Settings come over the line to the launcher (switchboard.py), not from the run's folder; a failure goes back the same
 way. What compiled code prints goes past sys.stdout, so the streams are redirected at the file descriptors.
@@ -32,7 +32,7 @@ from weft.train.run import STOP_SIGNALS
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 #: What a rank runs; it gets the terminal on rank 0 and None on the others.
 RankBody = Callable[[TextIO | None], object]
@@ -49,7 +49,7 @@ def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine |
         body: what the rank does; called with the stream of the terminal.
         line: the failure goes to the launcher over it; None: to the old stderr.
     """
-    die_with(env.launcher_pid())
+    die_with(env.parent_pid())
     outcry = None
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -161,17 +161,25 @@ def _watch_parent(launcher: int) -> None:
     os._exit(1)
 
 
-def main() -> None:
-    """Entry of a rank that `weft train` started."""
+def name_process(name: str) -> None:
+    """Show `name`, of at most 15 bytes, where `ps` and `top` list the names of processes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def main(said: str = "") -> None:
+    """Entry of a rank that `weft train` started. said: what was written while its modules were loaded before it."""
     run_dir = Path(sys.argv[1])
     place, line = env.rank_env(), launcher_line()
     if place is None or line is None:
         sys.exit("error: this module is part of `weft train`, which sets RANK and WEFT_LINE. Run: weft train.")
+    name_process(f"weft-rank-{place.rank}")
 
     alarm = second_handle(2)  # where a rank tells that it waits for another, when the first cannot
 
     def body(terminal: TextIO | None) -> object:
-        # torch loads here, behind the redirection, so that its warnings land in the log.
+        print(said, end="", file=sys.stderr)
+        # torch loads here, behind the redirection, so that its warnings land in the log; in a fork it is there.
         with busy(terminal, "loading torch"):
             from weft.engines import TorchEngine  # noqa: F401 - the slow part, told by `busy`
             from weft.train import RunFolder, Start, run_rank
