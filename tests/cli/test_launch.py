@@ -20,10 +20,9 @@ import pytest
 
 from weft.cli.app import show_error
 from weft.cli.console import say
-from weft.cli.launcher import fork_server
 from weft.cli.launcher.failure import Failure, write_failure
 from weft.cli.launcher.launch import launch_ranks
-from weft.cli.launcher.started import Programs
+from weft.cli.launcher.starting import Programs, fork_server
 from weft.cli.launcher.switchboard import switchboard
 from weft.errors import LaunchError, WeftError
 from weft.train.run import run_lock
@@ -108,7 +107,8 @@ def main(said=""):
     place, line = env.rank_env(), launcher_line()
     run_as_rank(logs, place, body, line)
 if env.rank_env() is None:
-    from weft.cli.launcher import fork_server, rank
+    from weft.cli.launcher import rank
+    from weft.cli.launcher.starting import fork_server
     rank.main = main
     fork_server.main()
 else:
@@ -559,7 +559,12 @@ def start_twice(command: list[str], logs: Path, kill: bool, unfit: bool, told: P
     told.touch()
 
 
-UNFIT = "from weft.cli.launcher import fork_server\nfork_server._STARTED_CUDA = '/dev/null'\nkept = open('/dev/null')"
+#: A server that holds open what stands for the device's file here.
+UNFIT = """
+from weft.cli.launcher.starting import fork_server
+fork_server._STARTED_CUDA = "/dev/null"
+kept = open("/dev/null")
+"""
 
 
 @pytest.mark.parametrize("kill, unfit, forks", [(False, False, 4), (True, False, 2), (False, True, 0)])

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from weft.cli.launcher.launch import RankFailed, Stopped, launch_ranks
     from weft.cli.launcher.rank import run_as_rank, second_handle
     from weft.cli.launcher.restarts import Restarts, for_those_there
-    from weft.cli.launcher.started import rank_starter
+    from weft.cli.launcher.starting import rank_starter
     from weft.cli.launcher.typed import typed_command
     from weft.cli.launcher.world import count_ranks, process_age_s, usable_cores, visible_gpus
 
@@ -49,7 +49,7 @@ __getattr__ = loads(
         "launch_ranks": ".launch",
         "process_age_s": ".world",
         "process_beside": ".beside",
-        "rank_starter": ".started",
+        "rank_starter": ".starting",
         "run_as_rank": ".rank",
         "second_handle": ".rank",
         "typed_command": ".typed",

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from weft.cli.launcher.failure import Failure, first_failure, log_path
-from weft.cli.launcher.started import Started, Starter
+from weft.cli.launcher.starting import Started, Starter
 from weft.cli.launcher.switchboard import switchboard
 from weft.cli.launcher.world import threads_variables
 from weft.errors import LaunchError, WeftError

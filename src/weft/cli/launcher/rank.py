@@ -1,4 +1,4 @@
-"""One rank's process: a fork of the server (fork_server.py), or `python -m weft.cli.launcher.rank RUN_DIR`.
+"""One rank's process: a fork of the server (starting/fork_server.py), or `python -m weft.cli.launcher.rank RUN_DIR`.
 
 Settings come over the line to the launcher (switchboard.py), not from the run's folder; a failure goes back the same
 way. What compiled code prints goes past sys.stdout, so the streams are redirected at the file descriptors.

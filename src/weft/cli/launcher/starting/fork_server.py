@@ -4,7 +4,7 @@ Each rank would load the same modules anew: some seconds of a core, times the ra
 starts no thread and touches no device, and then forks: for each start, and for each restart after a fault. A process
 of its own hosts the store where the ranks meet, since what hosts it has threads.
 
-`python -m weft.cli.launcher.fork_server` is the server; what it loads comes over its line to the launcher.
+`python -m weft.cli.launcher.starting.fork_server` is the server; what it loads comes over its line to the launcher.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from weft import env
-from weft.cli.launcher.started import Started, Starter
+from weft.cli.launcher.starting.programs import Started, Starter
 
 #: Only a process that has started CUDA holds it open, and no fork of that one can use CUDA.
 _STARTED_CUDA = "/dev/nvidia-uvm"
 _KILLED = -int(signal.SIGKILL)
-_PROGRAM = (sys.executable, "-m", "weft.cli.launcher.fork_server")
+_PROGRAM = (sys.executable, "-m", "weft.cli.launcher.starting.fork_server")
 
 
 class ForkServer:

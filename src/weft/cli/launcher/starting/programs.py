@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from weft import env
-from weft.cli.launcher.preloaded import preloaded_modules
-from weft.cli.launcher.world import threads_variables
 from weft.env import LOOPBACK
-
-if TYPE_CHECKING:
-    from weft.spec import RunConfig
 
 
 class Starter(Protocol):
     """Starts the ranks of one machine, once for each attempt."""
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
-        """Start one process a rank. ranks: the environment of each, on top of this process's own.
+        """Start one process a rank.
 
-        Raises OSError where one cannot be started.
+        Args:
+            ranks: the environment of each, on top of this process's own.
+
+        Raises:
+            OSError: where one cannot be started.
         """
         ...
 
@@ -58,6 +54,7 @@ class Programs:
         self._command = list(command)
 
     def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
+        """Start one program a rank, and the store where they meet."""
         from weft.mesh import loopback_store
 
         # Port 0: the system chooses a free one, so two runs on one machine never meet.
@@ -93,24 +90,3 @@ class _Programs:
     def close(self) -> None:
         for process in self._processes.values():
             process.wait()
-
-
-@contextmanager
-def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -> Generator[Starter]:
-    """Who starts the ranks of a run within the block: where the system can, a server that loads their modules at once.
-
-    Args:
-        run_dir: of the run.
-        config: of the run.
-        num_ranks: that are started at first.
-        cores: of this machine, which they divide.
-    """
-    starter: Starter = Programs([sys.executable, "-m", "weft.cli.launcher.rank", str(run_dir)])
-    with ExitStack() as until_over:
-        if sys.platform == "linux" and hasattr(os, "pidfd_open"):
-            from weft.cli.launcher.fork_server import ForkServer
-
-            with suppress(OSError):  # then the ranks' own start tells why no process can be started
-                server = ForkServer(run_dir, threads_variables(num_ranks, cores), preloaded_modules(config), starter)
-                starter = until_over.enter_context(closing(server))
-        yield starter

@@ -1,0 +1,8 @@
+"""Processes of ranks: forks of a server that has loaded torch once, or programs of their own."""
+
+from __future__ import annotations
+
+from weft.cli.launcher.starting.choice import rank_starter
+from weft.cli.launcher.starting.programs import Programs, Started, Starter
+
+__all__ = ["Programs", "Started", "Starter", "rank_starter"]
