@@ -63,6 +63,7 @@ def adapter_subjects() -> dict[str, Subject]:
 
 #: Wide enough that two ranks share whole blocks of 64 inputs.
 WIDE = dataclasses.replace(LLAMA, dim=128, ffn_dim=128, num_heads=2)
+WIDE_MOE = dataclasses.replace(MOE, dim=128, ffn_dim=128, expert_ffn_dim=128, num_heads=2)
 
 
 def packed_subjects() -> dict[str, Subject]:
@@ -71,6 +72,7 @@ def packed_subjects() -> dict[str, Subject]:
     return {
         "nf4": Subject(AdapterCase(wide, base="nf4"), WIDE),
         "int8": Subject(AdapterCase(wide, base="int8", targets=("attn.q", "mlp.down")), WIDE),
+        "nf4-experts": Subject(AdapterCase(MoECase(WIDE_MOE, num_steps=3), base="nf4"), WIDE_MOE),
     }
 
 
