@@ -71,9 +71,10 @@ def test_a_packed_base_equals_one_process(ranks2):
 
 
 @pytest.mark.full
-def test_a_compiled_packed_base_equals_one_process(ranks2):
-    texts = {name: ("compile=on dp_shard=2 zero=3", "compile=on tp=2 sp=on") for name in ("nf4", "int8")}
-    assert not _packed_that_differ(texts, ranks2)
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", "tp=2 sp=on"])
+def test_a_compiled_packed_base_equals_one_process(name, plan, ranks2):
+    assert not _packed_that_differ({name: (f"compile=on {plan}",)}, ranks2)
 
 
 def _packed_that_differ(texts, ranks):

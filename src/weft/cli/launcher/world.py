@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +15,9 @@ from weft.spec.plan import Plan, is_auto
 
 if TYPE_CHECKING:
     from weft.spec import RunConfig
+
+#: What drivers make: NVIDIA's, those of its boards, of Windows' subsystem, and AMD's.
+_DEVICE_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
 
 
 def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: bool = False) -> int:
@@ -71,7 +76,12 @@ def threads_variables(num_ranks: int, cores: int) -> dict[str, str]:
 
 
 def visible_gpus() -> int:
-    """Count the GPUs that torch may use here, after CUDA_VISIBLE_DEVICES; does not start CUDA in this process."""
+    """Count the GPUs that torch may use here, after CUDA_VISIBLE_DEVICES; does not start CUDA in this process.
+
+    Where the system has no file of such a device there is none, and torch need not be loaded to say so.
+    """
+    if sys.platform == "linux" and not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
+        return 0
     import torch
 
     return torch.cuda.device_count()
