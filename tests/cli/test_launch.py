@@ -22,7 +22,7 @@ from weft.cli.app import show_error
 from weft.cli.console import say
 from weft.cli.launcher.failure import Failure, write_failure
 from weft.cli.launcher.launch import launch_ranks
-from weft.cli.launcher.starting import Programs, fork_server
+from weft.cli.launcher.starting import Programs, fork_client
 from weft.cli.launcher.switchboard import switchboard
 from weft.errors import LaunchError, WeftError
 from weft.train.run import run_lock
@@ -60,8 +60,8 @@ def launcher(
         with run_lock(logs.parent / "held") as lock, ExitStack() as over:
             starter = Programs(command)
             if by == "forks":
-                fork_server._PROGRAM = tuple(command[:-1])
-                starter = over.enter_context(closing(fork_server.ForkServer(logs, {}, ["json"], starter)))
+                fork_client._PROGRAM = tuple(command[:-1])
+                starter = over.enter_context(closing(fork_client.ForkServer(logs, {}, ["json"], starter)))
             launch_ranks(starter, ranks, logs, settings=settings, lock=lock, notice=say, **graces)
     except WeftError as error:
         show_error(error)
@@ -548,10 +548,10 @@ def test_a_killed_server_is_a_failure_of_its_ranks(launch):
 
 def start_twice(command: list[str], logs: Path, kill: bool, unfit: bool, told: Path) -> None:
     """In a process of its own: what two starts of the same server were, by the names of ranks' parents."""
-    fork_server._PROGRAM = tuple(command[:-1])
+    fork_client._PROGRAM = tuple(command[:-1])
     if unfit:
-        fork_server._PROGRAM = (command[0], "-c", f"{UNFIT}\nexec(open({command[1]!r}).read())")
-    with closing(fork_server.ForkServer(logs, {}, ["json"], Programs(command))) as server:
+        fork_client._PROGRAM = (command[0], "-c", f"{UNFIT}\nexec(open({command[1]!r}).read())")
+    with closing(fork_client.ForkServer(logs, {}, ["json"], Programs(command))) as server:
         for attempt in range(2):
             if attempt and kill:
                 server._process.kill()

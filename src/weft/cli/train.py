@@ -15,7 +15,7 @@ import typer
 
 from weft import env
 from weft.cli.command_words import split_words
-from weft.cli.console import progress_report, say
+from weft.cli.console import say
 from weft.cli.launcher import (
     Restarts,
     count_ranks,
@@ -35,6 +35,7 @@ from weft.spec.plan import Plan
 from weft.units import counted
 
 if TYPE_CHECKING:
+    from weft.cli.launcher.starting import Preparation
     from weft.comm import FirstWord
     from weft.env import RankEnv
     from weft.spec import RunConfig
@@ -139,7 +140,7 @@ def train_world(
     """
     cores = usable_cores()
     replica = None if world is None else world.replica
-    with busy(sys.stderr, "starting: loading torch"):
+    with busy(sys.stderr, "starting"):
         gpus = visible_gpus() if config.launch.device != "cpu" else 0
         num_ranks = count_ranks(config, gpus, cores, of_one_replica=world is not None)
         from weft.checkpoint.targets import CopyServer
@@ -155,7 +156,7 @@ def train_world(
         besides: list[Path] = []
 
         def attempt(settled: RunConfig, ranks: int) -> None:
-            folder = _prepare(settled, ranks, ranks, world)
+            folder = starter.prepare(_preparation(settled, ranks, ranks, world))
             if not besides:  # after the folder is prepared: a run that is refused leaves nothing
                 prepared()
                 until_over.enter_context(process_beside(folder.path, folder.config(), say))
@@ -199,21 +200,13 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
         run_as_rank(folder.logs, place, lambda terminal: run_rank(folder, place, terminal, start))
 
 
-def _prepare(config: RunConfig, num_ranks: int, num_local: int, world: ReplicaWorld | None = None) -> RunFolder:
-    """Settle the plan and write the folder, which the caller holds. num_ranks: of this world."""
-    from weft.train import prepare_run
-    from weft.train.planned import chosen_line, record_choice, settle_plan
+def _preparation(config: RunConfig, num_ranks: int, num_local: int, world: ReplicaWorld | None) -> Preparation:
+    """What is to be prepared before ranks start. num_ranks: of this world."""
+    from weft.cli.launcher.starting import Preparation
 
-    asked = config.plan
-    config, chosen = settle_plan(config, num_ranks, num_local)
-    if chosen is not None:
-        say(chosen_line(chosen))
-    replica, others = (None, 1) if world is None else (world.replica, Plan.parse(config.plan).dp_replicate)
-    with progress_report(sys.stdout) as report:
-        folder = prepare_run(config, num_ranks * others, report, locked=True, replica=replica)
-    if chosen is not None:
-        record_choice(folder.path, asked, chosen)
-    return folder
+    if world is None:
+        return Preparation(config, num_ranks, num_local)
+    return Preparation(config, num_ranks, num_local, world.replica, Plan.parse(config.plan).dp_replicate)
 
 
 def _prepared_by_the_first(
@@ -227,7 +220,7 @@ def _prepared_by_the_first(
     try:
         held.enter_context(run_lock(run_folder(config).path))
         config = for_those_there(config, place.world_size)
-        folder = _prepare(config, place.world_size, place.local_world_size, world)
+        folder = _preparation(config, place.world_size, place.local_world_size, world).here()
         if world is not None:
             from weft.cli.launcher.apart import meeting_place
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.cli.launcher.starting.choice import rank_starter
+from weft.cli.launcher.starting.preparation import Preparation
 from weft.cli.launcher.starting.programs import Programs, Started, Starter
 
-__all__ = ["Programs", "Started", "Starter", "rank_starter"]
+__all__ = ["Preparation", "Programs", "Started", "Starter", "rank_starter"]

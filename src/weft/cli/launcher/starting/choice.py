@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.cli.launcher.starting.fork_server import ForkServer
+from weft.cli.launcher.starting.fork_client import ForkServer
 from weft.cli.launcher.starting.preloaded import preloaded_modules
 from weft.cli.launcher.starting.programs import Programs, Starter
 from weft.cli.launcher.world import threads_variables

@@ -2,7 +2,8 @@
 
 Each rank would load the same modules anew: some seconds of a core, times the ranks of a host. The server loads them,
 starts no thread and touches no device, and then forks: for each start, and for each restart after a fault. A process
-of its own hosts the store where the ranks meet, since what hosts it has threads.
+of its own hosts the store where the ranks meet, since what hosts it has threads. Where a run's task needs torch to be
+checked, a fork does that too, and the launcher loads no torch at all.
 
 `python -m weft.cli.launcher.starting.fork_server` is the server; what it loads comes over its line to the launcher.
 """
@@ -10,6 +11,7 @@ of its own hosts the store where the ranks meet, since what hosts it has threads
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -17,124 +19,36 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weft import env
-from weft.cli.launcher.starting.programs import Started, Starter
 
 #: Only a process that has started CUDA holds it open, and no fork of that one can use CUDA.
 _STARTED_CUDA = "/dev/nvidia-uvm"
-_KILLED = -int(signal.SIGKILL)
-_PROGRAM = (sys.executable, "-m", "weft.cli.launcher.starting.fork_server")
 
-
-class ForkServer:
-    """The launcher's end. Starting it returns at once; `start` waits until all is loaded.
-
-    Args:
-        run_dir: of the run, which ranks find in their arguments.
-        variables: environment of the server and its ranks, on top of this process's own.
-        modules: what it loads.
-        instead: starts the ranks where the server cannot.
-    """
-
-    def __init__(self, run_dir: Path, variables: Mapping[str, str], modules: Sequence[str], instead: Starter):
-        self._line, theirs = socket.socketpair()
-        self._instead = instead
-        with theirs:
-            self._process = subprocess.Popen(
-                [*_PROGRAM, str(run_dir), str(theirs.fileno())],
-                # A Ctrl-C of the terminal reaches the launcher alone. Libraries that ask for GPUs shall not start CUDA.
-                env=env.child_env(**variables, WEFT_LAUNCHED=str(os.getpid()), PYTORCH_NVML_BASED_CUDA_CHECK="1"),
-                start_new_session=True,
-                pass_fds=[theirs.fileno()],
-            )
-        self._messages = self._line.makefile("r", encoding="utf-8")
-        self._say({"load": list(modules)})
-        self._loaded: dict[str, Any] | None = None
-
-    def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
-        """As `Starter.start`."""
-        if self._loaded is None:
-            self._loaded = self._hear()
-        if not self._loaded.get("fit"):
-            return self._instead.start(ranks)
-        self._say({"ranks": {str(rank): dict(variables) for rank, variables in ranks.items()}})
-        said = self._hear()
-        if "pids" not in said:
-            if said.get("error"):
-                raise OSError(said["error"])
-            self._loaded = {}  # it was killed: the next starts do without it
-            return self._instead.start(ranks)
-        return _Forks({int(rank): pid for rank, pid in said["pids"].items()}, self)
-
-    def close(self) -> None:
-        """End the server, and what it has left."""
-        with contextlib.suppress(OSError):
-            self._line.shutdown(socket.SHUT_RDWR)
-        self._messages.close()
-        self._line.close()
-        self._process.kill()
-        self._process.wait()
-
-    def _say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it is gone, which the answer tells
-            self._line.sendall(json.dumps(message).encode() + b"\n")
-
-    def _hear(self) -> dict[str, Any]:
-        """The next message; empty where the server is gone."""
-        try:
-            return json.loads(self._messages.readline() or "{}")
-        except (OSError, ValueError):
-            return {}
-
-
-class _Forks:
-    """Ranks that the server forked. It tells how each ended, and keeps them until it is told to let go."""
-
-    def __init__(self, pids: dict[int, int], server: ForkServer):
-        self.pids = pids
-        self._server = server
-        self._codes: dict[int, int] = {}
-        self._told = threading.Condition()
-        self._listening = threading.Thread(target=self._listen, name="weft-ends-of-ranks", daemon=True)
-        self._listening.start()
-
-    def wait(self, rank: int) -> int:
-        with self._told:
-            self._told.wait_for(lambda: rank in self._codes)
-            return self._codes[rank]
-
-    def close(self) -> None:
-        self._listening.join()
-        self._server._say({"over": True})
-
-    def _listen(self) -> None:
-        while len(self._codes) < len(self.pids):
-            said = self._server._hear()
-            # Where the server was killed its ranks were killed with it.
-            ended = {said["rank"]: said["code"]} if said else dict.fromkeys(self.pids.keys() - self._codes, _KILLED)
-            with self._told:
-                self._codes |= ended
-                self._told.notify_all()
+#: What a fork of the server is to be; it ends when that returns.
+_Role = Callable[[], None]
 
 
 class _Server:
-    """The server's end. Its methods return an environment in a fork that is to become a rank, and None otherwise."""
+    """The server's end. Its methods return what a fork is to be in a fork, and None otherwise.
+
+    said: by the modules that were loaded. threads: of a core that they were loaded for.
+    """
 
     def __init__(self, line: socket.socket):
         self._line = line
+        self.said = ""
+        self.threads = env.get("OMP_NUM_THREADS")
         self._waiting = b""
-        self._ranks: dict[int, tuple[int, int]] = {}  # descriptor -> rank, process id
+        self._ranks: dict[int, tuple[int | None, int]] = {}  # descriptor -> rank (None: it prepares), process id
         self._store: tuple[int, int] | None = None  # process id, and what ends it when it is closed
 
-    def serve(self) -> Mapping[str, str] | None:
+    def serve(self) -> _Role | None:
         """Follow orders until the launcher is gone."""
         while True:
             ready = select.select([self._line, *self._ranks], [], [])[0]
@@ -145,10 +59,10 @@ class _Server:
                 order = self._order()
                 if order is None:
                     return None
-                if "ranks" in order and (variables := self._fork(order["ranks"])) is not None:
-                    return variables
                 if "over" in order:
                     self._let_go()
+                elif (role := self._forked(order)) is not None:
+                    return role
 
     def say(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone, which the next look at the line tells
@@ -163,29 +77,51 @@ class _Server:
         line, _, self._waiting = self._waiting.partition(b"\n")
         return json.loads(line)
 
-    def _fork(self, ranks: dict[str, dict[str, str]]) -> Mapping[str, str] | None:
-        pids: dict[str, int] = {}
-        parent = os.getpid()
+    def _forked(self, order: Mapping[str, Any]) -> _Role | None:
+        before = set(self._ranks)
         try:
-            port = self._open_store()
-            for rank, variables in ranks.items():
-                pid = os.fork()
-                if pid == 0:
-                    os.setpgid(0, 0)
-                    self._close_all()
-                    return {**variables, **env.own_rank(int(rank), len(ranks), port, parent)}
-                with contextlib.suppress(OSError):  # either of the two may be first
-                    os.setpgid(pid, pid)
-                pids[rank] = pid
-                self._ranks[os.pidfd_open(pid)] = int(rank), pid
+            if "ranks" in order:
+                return self._fork_ranks(order["ranks"])
+            if self._fork(None) is None:
+                return functools.partial(self._prepare, order["prepare"])
         except OSError as error:
-            for pid in pids.values():
+            for _, pid in (self._ranks[one] for one in self._ranks.keys() - before):
                 os.kill(pid, signal.SIGKILL)
             self._let_go()
             self.say({"error": str(error)})
-            return None
+        return None
+
+    def _fork_ranks(self, ranks: Mapping[str, Mapping[str, str]]) -> _Role | None:
+        pids: dict[str, int] = {}
+        server, port = os.getpid(), self._open_store()
+        for rank, variables in ranks.items():
+            pid = self._fork(int(rank))
+            if pid is None:
+                self._close_all()
+                own = {**variables, **env.own_rank(int(rank), len(ranks), port, server)}
+                return functools.partial(_be_rank, own, self.said, self.threads)
+            pids[rank] = pid
         self.say({"pids": pids})
         return None
+
+    def _fork(self, rank: int | None) -> int | None:
+        """Fork a process that leads a group of its own; its id, and None in itself. rank: that it is to be, if any."""
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            return None
+        with contextlib.suppress(OSError):  # either of the two may be first
+            os.setpgid(pid, pid)
+        self._ranks[os.pidfd_open(pid)] = rank, pid
+        return pid
+
+    def _prepare(self, asked: Mapping[str, Any]) -> None:
+        """Prepare the run, in a fork, and tell the launcher."""
+        from weft.cli.launcher.rank import name_process
+        from weft.cli.launcher.starting.preparation import Preparation
+
+        name_process("weft-prepare")
+        self.say({"answer": Preparation.read(asked).answered()})
 
     def _open_store(self) -> int:
         """Have a process host the store of the next ranks; the port it listens on."""
@@ -282,7 +218,6 @@ def _is_fit() -> bool:
 def main() -> None:
     """Be the server; in each fork, be a rank. A rank ends as a fresh program does, by leaving this function."""
     from weft.cli.launcher.rank import die_with, name_process
-    from weft.cli.launcher.rank import main as be_a_rank
 
     die_with(env.launcher_pid())
     name_process("weft-fork")
@@ -291,16 +226,22 @@ def main() -> None:
     order = server._order()
     if order is None:
         return
-    loaded_for = env.get("OMP_NUM_THREADS")
-    said = _load(order["load"])
+    server.said = _load(order["load"])
     gc.collect()
     gc.freeze()  # else the first collection of each rank would write to all that they share
     server.say({"fit": _is_fit()})
-    variables = server.serve()
-    if variables is None:
-        return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if variables.get("OMP_NUM_THREADS", loaded_for) != loaded_for:  # fewer ranks than at the first start
+    parent = os.getpid()
+    role = server.serve()
+    if role is not None:
+        die_with(parent)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        role()
+
+
+def _be_rank(variables: Mapping[str, str], said: str, threads: str | None) -> None:
+    from weft.cli.launcher.rank import main as be_a_rank
+
+    if variables.get("OMP_NUM_THREADS", threads) != threads:  # fewer ranks than at the first start
         import torch
 
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from weft import env
 from weft.env import LOOPBACK
+
+if TYPE_CHECKING:
+    from weft.cli.launcher.starting.preparation import Preparation
+    from weft.train import RunFolder
 
 
 class Starter(Protocol):
@@ -23,6 +27,10 @@ class Starter(Protocol):
         Raises:
             OSError: where one cannot be started.
         """
+        ...
+
+    def prepare(self, asked: Preparation) -> RunFolder:
+        """Prepare the run, as `Preparation.here`."""
         ...
 
 
@@ -60,6 +68,10 @@ class Programs:
         # Port 0: the system chooses a free one, so two runs on one machine never meet.
         store = loopback_store(LOOPBACK, 0)
         return _Programs(self._command, ranks, store, store.port)
+
+    def prepare(self, asked: Preparation) -> RunFolder:
+        """Prepare the run in this process."""
+        return asked.here()
 
 
 class _Programs:

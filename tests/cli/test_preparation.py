@@ -1,0 +1,92 @@
+"""What is prepared in another process comes over as if it had been done here."""
+
+import signal
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from weft.cli.launcher.starting import Preparation, Programs
+from weft.cli.launcher.starting.fork_client import ForkServer
+from weft.cli.launcher.starting.preparation import outcome
+from weft.errors import (
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    MissingExtra,
+    PlanError,
+    Problem,
+    UnfitError,
+    WeftError,
+)
+from weft.spec import RunConfig
+from weft.train import RunFolder
+
+
+class OwnError(UnfitError):
+    exit_code = 3
+
+
+ERRORS = [
+    ConfigError([Problem("optimizer.lr", "too large.", "train.toml:3"), Problem("plan", "tp=3: no.")]),
+    PlanError("pp=2: no."),
+    CheckpointError("nothing here."),
+    MissingExtra("torchao", "ao", "adapter.base=nf4"),
+]
+
+
+@pytest.mark.parametrize("error", [*ERRORS, OwnError("not finite.")], ids=lambda error: type(error).__name__)
+def test_an_error_comes_over_whole(monkeypatch, error):
+    def here(asked: Preparation) -> RunFolder:
+        raise error
+
+    monkeypatch.setattr(Preparation, "here", here)
+    answer = Preparation(RunConfig(), 2, 2).answered()
+    with pytest.raises(WeftError) as raised:
+        outcome(answer, 0)
+    assert type(raised.value) is (UnfitError if isinstance(error, OwnError) else type(error))
+    assert (str(raised.value), raised.value.exit_code) == (str(error), error.exit_code)
+    assert getattr(raised.value, "problems", ()) == getattr(error, "problems", ())
+
+
+def test_what_was_asked_comes_over_whole():
+    config = RunConfig.model_validate({"model": {"path": "a/b"}, "plan": "tp=2", "data": {"seed": 3}})
+    asked = Preparation(config, 4, 2, replica=1, num_replicas=2)
+    assert Preparation.read(asked.written()) == asked
+    assert asked.loads_torch and not Preparation(RunConfig(), 1, 1).loads_torch
+
+
+#: A task of the user's own: what its file does stands for what may go wrong in a preparation.
+ACTS = {
+    "tells": (
+        "import os\nprint('parent', open(f'/proc/{os.getppid()}/comm').read())\nTask = None",
+        ConfigError,
+        "Task",
+    ),
+    "leaves": ("import sys\nsys.exit(7)", SystemExit, "7"),
+    "fails": ("import os\nos._exit(9)", SystemExit, "9"),
+    "is killed": (f"import os\nos.kill(os.getpid(), {int(signal.SIGKILL)})", LaunchError, "SIGKILL ended the process"),
+}
+
+
+def test_a_fork_prepares_and_its_end_is_told_whatever_it_is(tmp_path: Path, capfd):
+    with closing(ForkServer(tmp_path, {}, ["json"], Programs(["/no/such/program"]))) as server:
+        for name, (code, kind, text) in ACTS.items():
+            task = tmp_path / f"{name.replace(' ', '_')}.py"
+            task.write_text(code)
+            config = RunConfig.model_validate(
+                {
+                    "run": {"dir": str(tmp_path), "name": "run"},
+                    "task": {"name": f"{task}:Task"},
+                    "plan": "dp_replicate=1",
+                }
+            )
+            with pytest.raises(kind, match=text):
+                server.prepare(Preparation(config, 1, 1))
+        assert capfd.readouterr().out.split()[:2] == ["parent", "weft-fork"]
+        assert not (tmp_path / "run").exists()
+
+        server._process.kill()
+        task.write_text("raise ImportError('in this process')")
+        with pytest.raises(ConfigError, match="in this process"):
+            server.prepare(Preparation(config, 1, 1))
