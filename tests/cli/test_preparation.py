@@ -8,7 +8,7 @@ import pytest
 
 from weft.cli.launcher.starting import Preparation, Programs
 from weft.cli.launcher.starting.fork_client import ForkServer
-from weft.cli.launcher.starting.preparation import outcome
+from weft.cli.launcher.starting.prepared_run import outcome
 from weft.errors import (
     CheckpointError,
     ConfigError,
@@ -50,10 +50,11 @@ def test_an_error_comes_over_whole(monkeypatch, error):
 
 
 def test_what_was_asked_comes_over_whole():
-    config = RunConfig.model_validate({"model": {"path": "a/b"}, "plan": "tp=2", "data": {"seed": 3}})
+    config = RunConfig.model_validate({"model": {"path": "a/b"}, "plan": "tp=2", "train": {"steps": 3}})
     asked = Preparation(config, 4, 2, replica=1, num_replicas=2)
     assert Preparation.read(asked.written()) == asked
-    assert asked.loads_torch and not Preparation(RunConfig(), 1, 1).loads_torch
+    assert asked.loads_torch
+    assert not Preparation(RunConfig(), 1, 1).loads_torch
 
 
 #: A task of the user's own: what its file does stands for what may go wrong in a preparation.

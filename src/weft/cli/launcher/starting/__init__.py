@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.cli.launcher.starting.choice import rank_starter
-from weft.cli.launcher.starting.preparation import Preparation
+from weft.cli.launcher.starting.prepared_run import Preparation
 from weft.cli.launcher.starting.programs import Programs, Started, Starter
 
 __all__ = ["Preparation", "Programs", "Started", "Starter", "rank_starter"]

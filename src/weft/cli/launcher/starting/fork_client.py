@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft import env
-from weft.cli.launcher.starting.preparation import Preparation, outcome
+from weft.cli.launcher.starting.prepared_run import Preparation, outcome
 from weft.cli.launcher.starting.programs import Started, Starter
 from weft.monitor.screen import busy
 

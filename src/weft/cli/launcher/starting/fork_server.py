@@ -51,11 +51,12 @@ class _Server:
     def serve(self) -> _Role | None:
         """Follow orders until the launcher is gone."""
         while True:
-            ready = select.select([self._line, *self._ranks], [], [])[0]
+            read = b"\n" in self._waiting  # with the order before: the line may have no more
+            ready = select.select([self._line, *self._ranks], [], [], 0 if read else None)[0]
             for descriptor in ready:
                 if isinstance(descriptor, int):
                     self._tell_end(descriptor)
-            if self._line in ready:
+            if read or self._line in ready:
                 order = self._order()
                 if order is None:
                     return None
@@ -118,7 +119,7 @@ class _Server:
     def _prepare(self, asked: Mapping[str, Any]) -> None:
         """Prepare the run, in a fork, and tell the launcher."""
         from weft.cli.launcher.rank import name_process
-        from weft.cli.launcher.starting.preparation import Preparation
+        from weft.cli.launcher.starting.prepared_run import Preparation
 
         name_process("weft-prepare")
         self.say({"answer": Preparation.read(asked).answered()})

@@ -11,7 +11,7 @@ from weft import env
 from weft.env import LOOPBACK
 
 if TYPE_CHECKING:
-    from weft.cli.launcher.starting.preparation import Preparation
+    from weft.cli.launcher.starting.prepared_run import Preparation
     from weft.train import RunFolder
 
 
@@ -30,7 +30,7 @@ class Starter(Protocol):
         ...
 
     def prepare(self, asked: Preparation) -> RunFolder:
-        """Prepare the run, as `Preparation.here`."""
+        """Make the run ready, as `Preparation.here`."""
         ...
 
 
@@ -70,7 +70,7 @@ class Programs:
         return _Programs(self._command, ranks, store, store.port)
 
     def prepare(self, asked: Preparation) -> RunFolder:
-        """Prepare the run in this process."""
+        """Make the run ready in this process."""
         return asked.here()
 
 

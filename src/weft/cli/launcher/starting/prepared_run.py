@@ -39,7 +39,7 @@ class Preparation:
         return bool(self.config.model.path or self.config.task.name)
 
     def here(self) -> RunFolder:
-        """Settle the plan and write the folder, in this process.
+        """Choose the plan where it is left open, and write the folder, in this process.
 
         Raises:
             WeftError: the one of what is wrong.
@@ -58,7 +58,7 @@ class Preparation:
         return folder
 
     def answered(self) -> dict[str, Any]:
-        """As `here`, for another process: what `outcome` turns back into a folder or an error."""
+        """Return what `outcome` turns back, in another process, into the folder or error of `here`."""
         try:
             folder = self.here()
         except (WeftError, BrokenPipeError) as error:
@@ -114,10 +114,10 @@ def _kind(error: BaseException) -> str:
 
 def _error(answer: Mapping[str, Any]) -> WeftError:
     kind: type[WeftError] = getattr(errors, answer["kind"])
-    error = kind.__new__(kind)
     if issubclass(kind, errors.ConfigError | errors.PlanError):
-        kind.__init__(error, [Problem(**problem) for problem in answer["problems"]])
+        error: WeftError = kind([Problem(**problem) for problem in answer["problems"]])
     else:
+        error = kind.__new__(kind)  # some make their text of other arguments
         WeftError.__init__(error, answer["text"])
     error.exit_code = answer["exit_code"]
     return error
