@@ -18,7 +18,7 @@ from weft.planner.space import Job, Shape, Stack
 from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, common_divisors
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan, split_plan
-from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule
+from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule, Verdicts
 from weft.units import counted
 
 #: Probability of fitting into memory from which on a plan is listed.
@@ -35,6 +35,7 @@ class Question:
     made narrower before it is looked at, and the answer says how; by default a million, and a sixth
     of that for up to 64 devices. refine_s: seconds for annealing after enumeration.
     profile: of a machine that was measured. assumed: what nobody said and was filled in, in words.
+    verdicts: of the rules on plans, remembered.
     """
 
     model: PlannedModel
@@ -48,6 +49,10 @@ class Question:
     refine_s: float = 0.0
     profile: Profile | None = None
     assumed: tuple[str, ...] = ()
+    verdicts: Verdicts = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "verdicts", Verdicts(self.rules, self.facts))
 
     @classmethod
     def of(
