@@ -8,7 +8,7 @@ without being written twice, and one that somebody adds tomorrow does so too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -90,22 +90,37 @@ class _Watched(OpenPlan):
         return MISSING
 
 
-def verdicts(rule: Rule, table: PartialPlans, facts: Facts) -> NDArray[np.uint8]:
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What rules may look at besides plans, and the fields that each was seen to read.
+
+    A search asks a rule of dozens of tables. What it read before it will read again, so that rows are told apart by
+    these fields from the start.
+    """
+
+    facts: Facts
+    reads: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+
+    def fields(self, rule: Rule) -> set[str]:
+        """Return the fields that a rule has read so far; what it reads now is added to them."""
+        return self.reads.setdefault(rule.name, set())
+
+
+def verdicts(rule: Rule, table: PartialPlans, reader: Reader) -> NDArray[np.uint8]:
     """KEPT, BROKEN or OPEN for each row: OPEN where the rule reads a field that is not decided yet."""
-    read: tuple[str, ...] = ()
+    known, facts = reader.fields(rule), reader.facts
     while True:
-        key, places = _keys(table, read)
+        read = known.intersection(table.codes)
+        key, places = _keys(table, [name for name in table.codes if name in read])
         found = np.full(max(places, default=0) + 1, OPEN, dtype=np.uint8)
-        more: set[str] = set()
         for each, place in places.items():
             plan = _Watched(place)
             found[each] = _ask(rule, plan, facts)
-            more |= plan.reads.difference(read)
-            if more:
+            if not plan.reads <= read:
+                known |= plan.reads
                 break
-        if not more:
+        else:
             return found[key]
-        read = tuple(name for name in table.codes if name in read or name in more)
 
 
 def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
@@ -119,6 +134,8 @@ def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
 
 def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, dict[int, Place]]:
     """A number for each row that tells its combination of `fields`; and of each number, in rising order, a row."""
+    if not fields:
+        return np.zeros(len(table), dtype=np.int64), {0: (table, 0)} if len(table) else {}
     key, span = np.zeros(len(table), dtype=np.int64), 1
     for name in fields:
         key, span = key * len(table.levels[name]) + table.codes[name], span * len(table.levels[name])
@@ -131,13 +148,13 @@ def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, dict[int, P
     return key, {number: (table, row) for number, row in zip(numbers.tolist(), first[numbers].tolist(), strict=True)}
 
 
-def broken(rules: Iterable[Rule], table: PartialPlans, facts: Facts) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
+def broken(rules: Iterable[Rule], table: PartialPlans, reader: Reader) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
     """Which rows break which rule, each row counted with the first rule that it breaks; and the rules still open."""
     found: list[tuple[Rule, Mask]] = []
     still_open: list[Rule] = []
     alive = np.ones(len(table), dtype=bool)
     for rule in rules:
-        verdict = verdicts(rule, table, facts) if len(table) else np.zeros(0, dtype=np.uint8)
+        verdict = verdicts(rule, table, reader) if len(table) else np.zeros(0, dtype=np.uint8)
         mask = (verdict == BROKEN) & alive
         if mask.any():
             found.append((rule, mask))
@@ -165,21 +182,20 @@ class Crossed:
         return self.grid[self.left[part]][:, self.right] == BROKEN
 
 
-def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, facts: Facts) -> Crossed:
+def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, reader: Reader) -> Crossed:
     """Ask a rule about every pair of rows, once for each combination of the fields that it reads."""
-    read: set[str] = set()
+    known, facts = reader.fields(rule), reader.facts
     while True:
+        read = set(known)
         left_key, left_places = _keys(left, [name for name in left.codes if name in read])
         right_key, right_places = _keys(right, [name for name in right.codes if name in read])
         grid = np.full((int(left_key.max()) + 1, int(right_key.max()) + 1), KEPT, dtype=np.uint8)
-        more: set[str] = set()
         for one, place in left_places.items():
             for other, beside in right_places.items():
                 plan = _Watched(beside, place)
                 grid[one, other] = _ask(rule, plan, facts)
-                more |= plan.reads - read
-            if more:
+                known |= plan.reads
+            if not known <= read:
                 break
-        if not more:
+        else:
             return Crossed(left_key, right_key, grid)
-        read |= more
