@@ -90,20 +90,30 @@ class _Watched(OpenPlan):
         return MISSING
 
 
+#: What a rule said of rows, by the values of the fields that it reads.
+Said = dict[tuple[Any, ...], int]
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """What rules may look at besides plans, and the fields that each was seen to read.
+    """What rules may look at besides plans; and of each rule, which fields it was seen to read, and what it said.
 
     A search asks a rule of dozens of tables. What it read before it will read again, so that rows are told apart by
-    these fields from the start.
+    these fields from the start; and of values that it has seen it is not asked again.
     """
 
     facts: Facts
     reads: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    said: dict[tuple[Any, ...], Said] = field(default_factory=dict[tuple[Any, ...], Said])
 
     def fields(self, rule: Rule) -> set[str]:
         """Return the fields that a rule has read so far; what it reads now is added to them."""
         return self.reads.setdefault(rule.name, set())
+
+    def verdicts_by(self, rule: Rule, fields: Sequence[str], *tables: PartialPlans) -> Said:
+        """Return what a rule said of tables that decide the same fields, by the values of some of them."""
+        decided = tuple(tuple(table.codes) for table in tables)
+        return self.said.setdefault((rule.name, tuple(fields), *decided), {})
 
 
 def verdicts(rule: Rule, table: PartialPlans, reader: Reader) -> NDArray[np.uint8]:
@@ -111,16 +121,31 @@ def verdicts(rule: Rule, table: PartialPlans, reader: Reader) -> NDArray[np.uint
     known, facts = reader.fields(rule), reader.facts
     while True:
         read = known.intersection(table.codes)
-        key, places = _keys(table, [name for name in table.codes if name in read])
+        fields = [name for name in table.codes if name in read]
+        key, places = _keys(table, fields)
+        said = reader.verdicts_by(rule, fields, table)
         found = np.full(max(places, default=0) + 1, OPEN, dtype=np.uint8)
-        for each, place in places.items():
-            plan = _Watched(place)
-            found[each] = _ask(rule, plan, facts)
-            if not plan.reads <= read:
-                known |= plan.reads
-                break
+        for (each, place), values in zip(places.items(), _values(table, fields, places), strict=True):
+            verdict = said.get(values)
+            if verdict is None:
+                plan = _Watched(place)
+                verdict = _ask(rule, plan, facts)
+                if not plan.reads <= read:
+                    known |= plan.reads
+                    break
+                said[values] = verdict
+            found[each] = verdict
         else:
             return found[key]
+
+
+def _values(table: PartialPlans, fields: Sequence[str], places: Mapping[int, Place]) -> list[tuple[Any, ...]]:
+    """The values that the rows at some places have of some fields."""
+    if not fields:
+        return [()] * len(places)
+    rows = [row for _, row in places.values()]
+    codes = {name: table.codes[name][rows].tolist() for name in fields}
+    return list(zip(*([table.levels[name][code] for code in codes[name]] for name in fields), strict=True))
 
 
 def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
@@ -187,14 +212,19 @@ def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, reader: Reader)
     known, facts = reader.fields(rule), reader.facts
     while True:
         read = set(known)
-        left_key, left_places = _keys(left, [name for name in left.codes if name in read])
-        right_key, right_places = _keys(right, [name for name in right.codes if name in read])
+        of_left, of_right = ([name for name in table.codes if name in read] for table in (left, right))
+        (left_key, left_places), (right_key, right_places) = _keys(left, of_left), _keys(right, of_right)
+        said = reader.verdicts_by(rule, (*of_left, *of_right), left, right)
         grid = np.full((int(left_key.max()) + 1, int(right_key.max()) + 1), KEPT, dtype=np.uint8)
-        for one, place in left_places.items():
-            for other, beside in right_places.items():
-                plan = _Watched(beside, place)
-                grid[one, other] = _ask(rule, plan, facts)
-                known |= plan.reads
+        rights = list(zip(right_places.items(), _values(right, of_right, right_places), strict=True))
+        for (one, place), values in zip(left_places.items(), _values(left, of_left, left_places), strict=True):
+            for (other, beside), more in rights:
+                verdict = said.get(values + more)
+                if verdict is None:
+                    plan = _Watched(beside, place)
+                    said[values + more] = verdict = _ask(rule, plan, facts)
+                    known |= plan.reads
+                grid[one, other] = verdict
             if not known <= read:
                 break
         else:
