@@ -55,7 +55,7 @@ def with_room(plan: Plan, question: Question, *, fine: bool = False) -> Iterator
 
 def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) -> Iterator[Plan]:
     seen = {plan, _fitted(plan, {}, question.job)}
-    rules = question.verdicts
+    is_legal = question.verdicts.near(plan)
     for change in changes:
         try:
             found = _fitted(plan, change, question.job)
@@ -63,7 +63,7 @@ def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) ->
             continue
         if found not in seen and _keeps(found, question.fixed):
             seen.add(found)
-            if rules.allow(found):
+            if is_legal(found):
                 yield found
 
 
@@ -130,14 +130,15 @@ def _primes(number: int) -> list[int]:
 
 
 #: Fields that need axes, with those.
-_NEEDS = tuple((name, known.needs, known.default) for name, known in PLAN_FIELDS.items() if known.needs)
+_NEEDS = tuple((name, frozenset(known.needs), known.default) for name, known in PLAN_FIELDS.items() if known.needs)
 
 
-def _fitted(plan: Plan, change: Mapping[str, Any], job: Job) -> Plan:
+def _fitted(plan: Plan, change: dict[str, Any], job: Job) -> Plan:
     """The plan with the change; what belongs to an axis that is not in use goes back to its default."""
     found = {name: getattr(plan, name) for name in PLAN_FIELDS} | change
+    unused = {axis for axis in AXES if found[axis] == 1}
     for name, needs, default in _NEEDS:
-        if all(found[axis] == 1 for axis in needs):
+        if needs <= unused:
             found[name] = default
     if found["schedule"] in _ONE_STAGE:
         found["virtual_stages"] = 1

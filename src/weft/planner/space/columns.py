@@ -284,9 +284,7 @@ class Columns:
                 fields[name] = [_decoded(name, *each) for each in zip(*numbers, strict=True)]
         rows = zip(*fields.values(), strict=True)
         passes: list[int] = self.num_micro.tolist()
-        return [
-            _plan_of(dict(zip(fields, row, strict=True)), count) for row, count in zip(rows, passes, strict=True)
-        ]
+        return [_plan_of(dict(zip(fields, row, strict=True)), count) for row, count in zip(rows, passes, strict=True)]
 
 
 @functools.lru_cache(maxsize=4096, typed=True)

@@ -23,6 +23,9 @@ class _Watched(OpenPlan):
         return getattr(self._plan, name) if name in PLAN_FIELDS else MISSING
 
 
+_all_values = operator.attrgetter(*PLAN_FIELDS)
+
+
 def _nothing(plan: Plan) -> object:
     """What is read of a plan before a rule was asked."""
     return ()
@@ -66,7 +69,23 @@ class Verdicts:
         self._known = [_Known(rule) for rule in rules]
         self._facts = facts
 
-    def allow(self, plan: Plan) -> bool:
-        """Return whether a plan keeps all the rules."""
-        facts = self._facts
-        return not any(known.is_broken(plan, facts) for known in self._known)
+    def near(self, plan: Plan) -> Callable[[Plan], bool]:
+        """Return a function that says whether a plan near this one keeps all the rules.
+
+        It asks those rules alone that read what differs: the others say what they say of this plan.
+
+        Args:
+            plan: to which others are near.
+        """
+        broken = [known for known in self._known if known.is_broken(plan, self._facts)]
+        before = _all_values(plan)
+
+        def allows(other: Plan) -> bool:
+            values = zip(PLAN_FIELDS, before, _all_values(other), strict=True)
+            changed = {name for name, one, another in values if one is not another and one != another}
+            if any(changed.isdisjoint(known.fields) for known in broken):
+                return False
+            asked = (known for known in self._known if not changed.isdisjoint(known.fields))
+            return not any(known.is_broken(other, self._facts) for known in asked)
+
+        return allows
