@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.space.columns import Columns, Job, encoded
-from weft.planner.space.partial import BROKEN, Crossed, Mask, PartialPlans, Reader, as_plan, broken, crossed
+from weft.planner.space.partial import BROKEN, Crossed, Mask, PartialPlans, RuleReader, as_plan, broken, crossed
 from weft.planner.space.plan_space import Space, as_values, default_choice, members
 from weft.spec import ClusterSpec, common_divisors, shares
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
@@ -48,10 +48,10 @@ class Tally:
 
     facts: Facts
     refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
-    reader: Reader = field(init=False)
+    reader: RuleReader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.reader = Reader(self.facts)
+        self.reader = RuleReader(self.facts)
 
     def add(self, rule: Rule, count: int, values: Mapping[str, Any]) -> None:
         """Count plans that a rule refuses.

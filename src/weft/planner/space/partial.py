@@ -95,7 +95,7 @@ Said = dict[tuple[Any, ...], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class RuleReader:
     """What rules may look at besides plans; and of each rule, which fields it was seen to read, and what it said.
 
     A search asks a rule of dozens of tables. What it read before it will read again, so that rows are told apart by
@@ -116,7 +116,7 @@ class Reader:
         return self.said.setdefault((rule.name, tuple(fields), *decided), {})
 
 
-def verdicts(rule: Rule, table: PartialPlans, reader: Reader) -> NDArray[np.uint8]:
+def verdicts(rule: Rule, table: PartialPlans, reader: RuleReader) -> NDArray[np.uint8]:
     """KEPT, BROKEN or OPEN for each row: OPEN where the rule reads a field that is not decided yet."""
     known, facts = reader.fields(rule), reader.facts
     while True:
@@ -173,7 +173,9 @@ def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, dict[int, P
     return key, {number: (table, row) for number, row in zip(numbers.tolist(), first[numbers].tolist(), strict=True)}
 
 
-def broken(rules: Iterable[Rule], table: PartialPlans, reader: Reader) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
+def broken(
+    rules: Iterable[Rule], table: PartialPlans, reader: RuleReader
+) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
     """Which rows break which rule, each row counted with the first rule that it breaks; and the rules still open."""
     found: list[tuple[Rule, Mask]] = []
     still_open: list[Rule] = []
@@ -207,7 +209,7 @@ class Crossed:
         return self.grid[self.left[part]][:, self.right] == BROKEN
 
 
-def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, reader: Reader) -> Crossed:
+def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, reader: RuleReader) -> Crossed:
     """Ask a rule about every pair of rows, once for each combination of the fields that it reads."""
     known, facts = reader.fields(rule), reader.facts
     while True:
