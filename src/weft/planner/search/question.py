@@ -14,11 +14,12 @@ from weft.planner import measured
 from weft.planner.cost.machine import Tables
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
+from weft.planner.search.verdicts import Verdicts
 from weft.planner.space import Job, Shape, Stack
 from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, common_divisors
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan, split_plan
-from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule, Verdicts
+from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule
 from weft.units import counted
 
 #: Probability of fitting into memory from which on a plan is listed.

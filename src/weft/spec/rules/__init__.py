@@ -15,7 +15,6 @@ __all__ = [
     "RULES",
     "Rule",
     "UnknownFact",
-    "Verdicts",
     "Violation",
     "alternatives",
     "check",
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from weft.spec.rules.order_rules import ORDER_RULES
     from weft.spec.rules.plan_rules import LASTING, NOT_BUILT, RULES, check, check_plan
     from weft.spec.rules.rule import Facts, Rule, UnknownFact, Violation, alternatives
-    from weft.spec.rules.verdicts import Verdicts
 
 __getattr__ = loads(
     __name__,
@@ -46,7 +44,6 @@ __getattr__ = loads(
         "RULES": ".plan_rules",
         "Rule": ".rule",
         "UnknownFact": ".rule",
-        "Verdicts": ".verdicts",
         "Violation": ".rule",
         "alternatives": ".rule",
         "check": ".plan_rules",

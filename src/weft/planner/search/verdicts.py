@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from weft.spec.plan import MISSING, PLAN_FIELDS, OpenPlan, Plan
-from weft.spec.rules.rule import Facts, Rule
+from weft.spec.rules import Facts, Rule
 
 
 class _Watched(OpenPlan):
