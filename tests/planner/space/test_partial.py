@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.spec.plans import plans
-from weft.planner.space.partial import BROKEN, KEPT, OPEN, PartialPlans, broken, crossed, verdicts
+from weft.planner.space.partial import BROKEN, KEPT, OPEN, PartialPlans, RuleReader, broken, crossed, verdicts
 from weft.spec.cluster import device
 from weft.spec.model import decoder_spec
 from weft.spec.plan import Plan, plan_fields
@@ -39,7 +39,7 @@ def alone(rule: Rule, plan: Plan, facts: Facts) -> bool:
 def test_every_rule_says_of_a_table_what_it_says_of_each_plan(some, facts):
     table = table_of(some)
     for rule in RULES:
-        found = verdicts(rule, table, facts)
+        found = verdicts(rule, table, RuleReader(facts))
         assert [code == BROKEN for code in found] == [alone(rule, plan, facts) for plan in some], rule.name
         assert OPEN not in found
 
@@ -53,7 +53,7 @@ def test_every_rule_says_of_two_crossed_tables_what_it_says_of_each_pair(some, o
     rest = [name for name in plan_fields() if name not in axes]
     right = PartialPlans({name: right.codes[name] for name in rest}, right.levels)
     for rule in RULES:
-        found = crossed(rule, left, right, FACTS).rows(slice(0, len(some)))
+        found = crossed(rule, left, right, RuleReader(FACTS)).rows(slice(0, len(some)))
         for row, one in enumerate(some):
             for column, other in enumerate(others):
                 plan = one.replace(**{name: getattr(other, name) for name in rest})
@@ -63,15 +63,15 @@ def test_every_rule_says_of_two_crossed_tables_what_it_says_of_each_pair(some, o
 def test_a_rule_stays_open_until_all_that_it_reads_is_decided():
     rule = next(rule for rule in RULES if rule.name == "zero-needs-shard")
     table = PartialPlans.product({"zero": [0, 3]})
-    assert verdicts(rule, table, FACTS).tolist() == [KEPT, OPEN]
-    found, still_open = broken([rule], table, FACTS)
+    assert verdicts(rule, table, RuleReader(FACTS)).tolist() == [KEPT, OPEN]
+    found, still_open = broken([rule], table, RuleReader(FACTS))
     assert found == []
     assert still_open == [rule]
 
 
 def test_a_plan_that_breaks_several_rules_is_counted_once():
     table = table_of([Plan(tp=3, sp=True, dp_shard=2), Plan(dp_replicate=8)])
-    found, _ = broken(RULES, table, FACTS)
+    found, _ = broken(RULES, table, RuleReader(FACTS))
     masks = np.array([mask for _, mask in found])
     assert masks.sum(axis=0).tolist() == [1, 0]
 
@@ -96,5 +96,5 @@ def test_a_rule_is_asked_once_for_each_combination_that_it_reads(rows):
         remedy=lambda plan, facts: "",
     )
     table = PartialPlans.product({"tp": [1, 2], "cp": list(range(1, rows + 1))})
-    assert (verdicts(rule, table, FACTS) == BROKEN).sum() == rows
+    assert (verdicts(rule, table, RuleReader(FACTS)) == BROKEN).sum() == rows
     assert len(asked) <= 3

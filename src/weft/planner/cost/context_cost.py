@@ -116,6 +116,8 @@ def buffer_bytes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array)
     Gather: keys and values of all ranks and the sums of their gradients. Ring: those that came and are to come. Both:
     the sum of the queries' gradients. Ulysses: queries, keys, values and their gradients, swapped.
     """
+    if not (columns.cp > 1).any():
+        return np.zeros(len(columns))
     c = columns.cp.astype(np.float64)
     keys, sums = 4.0 * kv, 2.0 * kv * job.stack.cp_sum_bytes
     ring, gather = 2 * keys + 3 * sums + 4.0 * q, c * (keys + sums) + sums + 4.0 * q

@@ -85,7 +85,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
         ups = 2.0 if shape.gated else 1.0
         selective = 2.0 * h / between + core + product + 2.0 * h + ups * product_up + routed
     left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
-    kept = np.select([columns.recompute == RECOMPUTES.index(name) for name in left], list(left.values()))
+    kept = np.choose(columns.recompute, [left[name] for name in RECOMPUTES])
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     beside = buffer_bytes(job, columns, tokens, q, kv) + _unpacking_bytes(job, t, width)
     return LayerBytes(whole=tokens * whole * width, kept=tokens * kept * width, beside=beside)

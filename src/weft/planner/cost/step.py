@@ -53,7 +53,7 @@ TERMS = (
 #: Host time of a layer's backward over that of its forward.
 _HOST_BACKWARD = 1.3
 #: Rows that are worked on at a time: their columns stay in the processor's cache.
-_CHUNK = 1 << 15
+_CHUNK = 1 << 14
 
 
 def device_parts(

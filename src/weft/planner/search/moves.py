@@ -54,23 +54,17 @@ def with_room(plan: Plan, question: Question, *, fine: bool = False) -> Iterator
 
 
 def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) -> Iterator[Plan]:
-    words = _words(plan)
-    seen = {plan, _fitted(words, question.job)}
-    facts, rules = question.facts, question.rules
+    seen = {plan, _fitted(plan, {}, question.job)}
+    is_legal = question.verdicts.near(plan)
     for change in changes:
         try:
-            found = _fitted(words | change, question.job)
+            found = _fitted(plan, change, question.job)
         except PlanError:
             continue
         if found not in seen and _keeps(found, question.fixed):
             seen.add(found)
-            if not any(rule.is_broken(found, facts) for rule in rules):
+            if is_legal(found):
                 yield found
-
-
-def _words(plan: Plan) -> dict[str, Any]:
-    """Every field with its value."""
-    return {name: getattr(plan, name) for name in PLAN_FIELDS}
 
 
 def _keeps(plan: Plan, fixed: Mapping[str, Any]) -> bool:
@@ -135,12 +129,17 @@ def _primes(number: int) -> list[int]:
     return [each for each in common_divisors(number) if each > 1 and all(each % low for low in range(2, each))]
 
 
-def _fitted(values: Mapping[str, Any], job: Job) -> Plan:
-    """A plan of these values; what belongs to an axis that is not in use goes back to its default."""
-    found = dict(values)
-    for name, known in PLAN_FIELDS.items():
-        if known.needs and all(found[axis] == 1 for axis in known.needs):
-            found[name] = known.default
+#: Fields that need axes, with those.
+_NEEDS = tuple((name, frozenset(known.needs), known.default) for name, known in PLAN_FIELDS.items() if known.needs)
+
+
+def _fitted(plan: Plan, change: dict[str, Any], job: Job) -> Plan:
+    """The plan with the change; what belongs to an axis that is not in use goes back to its default."""
+    found = {name: getattr(plan, name) for name in PLAN_FIELDS} | change
+    unused = {axis for axis in AXES if found[axis] == 1}
+    for name, needs, default in _NEEDS:
+        if needs <= unused:
+            found[name] = default
     if found["schedule"] in _ONE_STAGE:
         found["virtual_stages"] = 1
     if found["dp_shard"] > 1 and found["ep"] == 1:
@@ -150,7 +149,8 @@ def _fitted(values: Mapping[str, Any], job: Job) -> Plan:
     in_use = tuple(axis for axis in AXES if found[axis] > 1)
     if found["order"] == in_use or set(found["order"]) != set(in_use) or found["ep"] > 1:
         found["order"] = ()
-    return job.settled(Plan(**found))
+    changed = {name: value for name, value in found.items() if value is not getattr(plan, name)}
+    return job.settled(plan.replace(**changed))
 
 
 def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> list[Candidate]:

@@ -14,6 +14,7 @@ from weft.planner import measured
 from weft.planner.cost.machine import Tables
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
+from weft.planner.search.verdicts import Verdicts
 from weft.planner.space import Job, Shape, Stack
 from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, common_divisors
 from weft.spec.cluster import device_by_torch_name
@@ -35,6 +36,7 @@ class Question:
     made narrower before it is looked at, and the answer says how; by default a million, and a sixth
     of that for up to 64 devices. refine_s: seconds for annealing after enumeration.
     profile: of a machine that was measured. assumed: what nobody said and was filled in, in words.
+    verdicts: of the rules on plans, remembered.
     """
 
     model: PlannedModel
@@ -48,6 +50,10 @@ class Question:
     refine_s: float = 0.0
     profile: Profile | None = None
     assumed: tuple[str, ...] = ()
+    verdicts: Verdicts = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "verdicts", Verdicts(self.rules, self.facts))
 
     @classmethod
     def of(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from weft.spec import DecoderSpec, TracedModel
-from weft.spec.config import AdapterSection
 from weft.spec.model import DecoderWidths
+
+if TYPE_CHECKING:
+    from weft.spec.config import AdapterSection
 
 #: Of a linear layer: inputs and outputs.
 Widths = tuple[float, float]

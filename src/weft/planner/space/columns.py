@@ -19,9 +19,11 @@ from weft.planner.space.stack import Stack
 from weft.planner.space.traced_shape import TracedShape
 from weft.planner.space.trained_part import TrainedPart
 from weft.spec import DecoderSpec
-from weft.spec.config import OptimizerGroup
 from weft.spec.plan import AXES, PLAN_FIELDS, PLANNED_PRECISIONS, RESHARDS, Plan, orders
 from weft.spec.shares import CP_WAYS, choose_cp_mode, samples_per_microbatch
+
+if TYPE_CHECKING:
+    from weft.spec.config import OptimizerGroup
 
 #: What a code in `Columns.precision` stands for, the formats that the runtime does not have included.
 PRECISIONS = PLANNED_PRECISIONS
@@ -125,7 +127,7 @@ class Job:
     def settled(self, plan: Plan) -> Plan:
         """Return the plan with its way of context parallelism said where it has any, and not said where it has none."""
         shape = self.shape
-        mode = Plan().cp_mode
+        mode = PLAN_FIELDS["cp_mode"].default
         if plan.cp > 1:  # "auto" as the runtime settles it
             mode = choose_cp_mode(plan.cp_mode, plan.cp, shape.heads, shape.kv_heads, self.seq_len, plan.tp)
         return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)
@@ -267,19 +269,22 @@ class Columns:
         Raises:
             PlanError: where the runtime has no word for it (fp8).
         """
-        values: dict[str, Any] = {
-            name: _decoded(name, *(getattr(self, column.name)[row].item() for column in known.columns))
-            for name, known in PLAN_FIELDS.items()
-            if known.columns
-        }
-        sizes = {axis: values[axis] for axis in AXES}
+        return self[np.array([row])].plans()[0]
+
+    def plans(self) -> list[Plan]:
+        """Return every row as a plan.
+
+        Raises:
+            PlanError: where the runtime has no word for one (fp8).
+        """
+        fields: dict[str, list[Any]] = {}
         for name, known in PLAN_FIELDS.items():
-            if known.open_word and all(sizes[axis] == 1 for axis in known.needs):
-                values[name] = known.default  # nothing is settled where there is nothing to choose
-        values["microbatches" if sizes["pp"] > 1 else "accumulation"] = int(self.num_micro[row])
-        usual, found = (tuple(axis for axis in order if sizes[axis] > 1) for order in (AXES, values["order"]))
-        values["order"] = () if found == usual else found
-        return Plan(**values)
+            numbers = [getattr(self, column.name).tolist() for column in known.columns]
+            if numbers:
+                fields[name] = [_decoded(name, *each) for each in zip(*numbers, strict=True)]
+        rows = zip(*fields.values(), strict=True)
+        passes: list[int] = self.num_micro.tolist()
+        return [_plan_of(dict(zip(fields, row, strict=True)), count) for row, count in zip(rows, passes, strict=True)]
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
@@ -288,10 +293,27 @@ def _decoded(name: str, *numbers: float) -> Any:
     return PLAN_FIELDS[name].kind.decode(*numbers)
 
 
+#: Fields that an open word leaves to the planner, as "auto" does.
+_OPEN = {name: known for name, known in PLAN_FIELDS.items() if known.open_word}
+
+
+def _plan_of(values: dict[str, Any], num_micro: int) -> Plan:
+    """The plan of a row's decoded values, which are changed."""
+    sizes = {axis: values[axis] for axis in AXES}
+    for name, known in _OPEN.items():
+        if all(sizes[axis] == 1 for axis in known.needs):
+            values[name] = known.default  # nothing is settled where there is nothing to choose
+    values["microbatches" if sizes["pp"] > 1 else "accumulation"] = num_micro
+    usual, found = (tuple(axis for axis in order if sizes[axis] > 1) for order in (AXES, values["order"]))
+    values["order"] = () if found == usual else found
+    return Plan(**values)
+
+
 def encoded(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
     """The arrays of one field's values, none where the estimates do not depend on it."""
     known = PLAN_FIELDS[name]
-    numbers = list(map(known.kind.encode, values))
+    codes = {value: known.kind.encode(value) for value in set(values)}  # many plans have few values
+    numbers = [codes[value] for value in values]
     return {
         column.name: np.array([each[place] for each in numbers], dtype=column.dtype)
         for place, column in enumerate(known.columns)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.space.columns import Columns, Job, encoded
-from weft.planner.space.partial import BROKEN, Crossed, Mask, PartialPlans, as_plan, broken, crossed
+from weft.planner.space.partial import BROKEN, Crossed, Mask, PartialPlans, RuleReader, as_plan, broken, crossed
 from weft.planner.space.plan_space import Space, as_values, default_choice, members
 from weft.spec import ClusterSpec, common_divisors, shares
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
@@ -48,6 +48,10 @@ class Tally:
 
     facts: Facts
     refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
+    reader: RuleReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reader = RuleReader(self.facts)
 
     def add(self, rule: Rule, count: int, values: Mapping[str, Any]) -> None:
         """Count plans that a rule refuses.
@@ -77,7 +81,7 @@ class Tally:
             weights: how many whole plans each row stands for.
             rest: fields that complete an example.
         """
-        found, still_open = broken(rules, table, self.facts)
+        found, still_open = broken(rules, table, self.reader)
         alive = np.ones(len(table), dtype=bool)
         for rule, mask in found:
             self.add(rule, int(weights[mask].sum()), {**(rest or {}), **table.row(int(np.argmax(mask)))})
@@ -312,7 +316,7 @@ def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: 
     flags, _, still_open = tally.prune(rules, flags, np.full(len(flags), len(meshes)), meshes.row(0))
     if not len(flags):
         return PlanGrid(meshes, flags, ())
-    asked = [(rule, crossed(rule, meshes, flags, tally.facts)) for rule in still_open]
+    asked = [(rule, crossed(rule, meshes, flags, tally.reader)) for rule in still_open]
     return PlanGrid(meshes, flags, tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any()))
 
 

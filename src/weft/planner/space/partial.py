@@ -8,7 +8,7 @@ without being written twice, and one that somebody adds tomorrow does so too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -90,22 +90,62 @@ class _Watched(OpenPlan):
         return MISSING
 
 
-def verdicts(rule: Rule, table: PartialPlans, facts: Facts) -> NDArray[np.uint8]:
+#: What a rule said of rows, by the values of the fields that it reads.
+Said = dict[tuple[Any, ...], int]
+
+
+@dataclass(frozen=True, slots=True)
+class RuleReader:
+    """What rules may look at besides plans; and of each rule, which fields it was seen to read, and what it said.
+
+    A search asks a rule of dozens of tables. What it read before it will read again, so that rows are told apart by
+    these fields from the start; and of values that it has seen it is not asked again.
+    """
+
+    facts: Facts
+    reads: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    said: dict[tuple[Any, ...], Said] = field(default_factory=dict[tuple[Any, ...], Said])
+
+    def fields(self, rule: Rule) -> set[str]:
+        """Return the fields that a rule has read so far; what it reads now is added to them."""
+        return self.reads.setdefault(rule.name, set())
+
+    def verdicts_by(self, rule: Rule, fields: Sequence[str], *tables: PartialPlans) -> Said:
+        """Return what a rule said of tables that decide the same fields, by the values of some of them."""
+        decided = tuple(tuple(table.codes) for table in tables)
+        return self.said.setdefault((rule.name, tuple(fields), *decided), {})
+
+
+def verdicts(rule: Rule, table: PartialPlans, reader: RuleReader) -> NDArray[np.uint8]:
     """KEPT, BROKEN or OPEN for each row: OPEN where the rule reads a field that is not decided yet."""
-    read: tuple[str, ...] = ()
+    known, facts = reader.fields(rule), reader.facts
     while True:
-        key, places = _keys(table, read)
+        read = known.intersection(table.codes)
+        fields = [name for name in table.codes if name in read]
+        key, places = _keys(table, fields)
+        said = reader.verdicts_by(rule, fields, table)
         found = np.full(max(places, default=0) + 1, OPEN, dtype=np.uint8)
-        more: set[str] = set()
-        for each, place in places.items():
-            plan = _Watched(place)
-            found[each] = _ask(rule, plan, facts)
-            more |= plan.reads.difference(read)
-            if more:
-                break
-        if not more:
+        for (each, place), values in zip(places.items(), _values(table, fields, places), strict=True):
+            verdict = said.get(values)
+            if verdict is None:
+                plan = _Watched(place)
+                verdict = _ask(rule, plan, facts)
+                if not plan.reads <= read:
+                    known |= plan.reads
+                    break
+                said[values] = verdict
+            found[each] = verdict
+        else:
             return found[key]
-        read = tuple(name for name in table.codes if name in read or name in more)
+
+
+def _values(table: PartialPlans, fields: Sequence[str], places: Mapping[int, Place]) -> list[tuple[Any, ...]]:
+    """The values that the rows at some places have of some fields."""
+    if not fields:
+        return [()] * len(places)
+    rows = [row for _, row in places.values()]
+    codes = {name: table.codes[name][rows].tolist() for name in fields}
+    return list(zip(*([table.levels[name][code] for code in codes[name]] for name in fields), strict=True))
 
 
 def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
@@ -119,6 +159,8 @@ def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
 
 def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, dict[int, Place]]:
     """A number for each row that tells its combination of `fields`; and of each number, in rising order, a row."""
+    if not fields:
+        return np.zeros(len(table), dtype=np.int64), {0: (table, 0)} if len(table) else {}
     key, span = np.zeros(len(table), dtype=np.int64), 1
     for name in fields:
         key, span = key * len(table.levels[name]) + table.codes[name], span * len(table.levels[name])
@@ -131,13 +173,15 @@ def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, dict[int, P
     return key, {number: (table, row) for number, row in zip(numbers.tolist(), first[numbers].tolist(), strict=True)}
 
 
-def broken(rules: Iterable[Rule], table: PartialPlans, facts: Facts) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
+def broken(
+    rules: Iterable[Rule], table: PartialPlans, reader: RuleReader
+) -> tuple[list[tuple[Rule, Mask]], list[Rule]]:
     """Which rows break which rule, each row counted with the first rule that it breaks; and the rules still open."""
     found: list[tuple[Rule, Mask]] = []
     still_open: list[Rule] = []
     alive = np.ones(len(table), dtype=bool)
     for rule in rules:
-        verdict = verdicts(rule, table, facts) if len(table) else np.zeros(0, dtype=np.uint8)
+        verdict = verdicts(rule, table, reader) if len(table) else np.zeros(0, dtype=np.uint8)
         mask = (verdict == BROKEN) & alive
         if mask.any():
             found.append((rule, mask))
@@ -165,21 +209,25 @@ class Crossed:
         return self.grid[self.left[part]][:, self.right] == BROKEN
 
 
-def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, facts: Facts) -> Crossed:
+def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, reader: RuleReader) -> Crossed:
     """Ask a rule about every pair of rows, once for each combination of the fields that it reads."""
-    read: set[str] = set()
+    known, facts = reader.fields(rule), reader.facts
     while True:
-        left_key, left_places = _keys(left, [name for name in left.codes if name in read])
-        right_key, right_places = _keys(right, [name for name in right.codes if name in read])
+        read = set(known)
+        of_left, of_right = ([name for name in table.codes if name in read] for table in (left, right))
+        (left_key, left_places), (right_key, right_places) = _keys(left, of_left), _keys(right, of_right)
+        said = reader.verdicts_by(rule, (*of_left, *of_right), left, right)
         grid = np.full((int(left_key.max()) + 1, int(right_key.max()) + 1), KEPT, dtype=np.uint8)
-        more: set[str] = set()
-        for one, place in left_places.items():
-            for other, beside in right_places.items():
-                plan = _Watched(beside, place)
-                grid[one, other] = _ask(rule, plan, facts)
-                more |= plan.reads - read
-            if more:
+        rights = list(zip(right_places.items(), _values(right, of_right, right_places), strict=True))
+        for (one, place), values in zip(left_places.items(), _values(left, of_left, left_places), strict=True):
+            for (other, beside), more in rights:
+                verdict = said.get(values + more)
+                if verdict is None:
+                    plan = _Watched(beside, place)
+                    said[values + more] = verdict = _ask(rule, plan, facts)
+                    known |= plan.reads
+                grid[one, other] = verdict
+            if not known <= read:
                 break
-        if not more:
+        else:
             return Crossed(left_key, right_key, grid)
-        read |= more

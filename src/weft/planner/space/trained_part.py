@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.spec import DecoderSpec
-from weft.spec.config import OptimizerGroup
+
+if TYPE_CHECKING:
+    from weft.spec.config import OptimizerGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

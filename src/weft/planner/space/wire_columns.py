@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,9 +72,9 @@ def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float) -> Ar
         own_bytes: of each where nothing is encoded.
     """
     found = numel * own_bytes
-    for code in np.unique(columns.gather):
+    for code in _codes(columns.gather):
         if code:
-            found = np.where(columns.gather == code, wire_spec(GATHERS[int(code)]).num_bytes(numel), found)
+            found = np.where(columns.gather == code, wire_spec(GATHERS[code]).num_bytes(numel), found)
     return found
 
 
@@ -109,18 +109,25 @@ def _is_outer(columns: Columns, way: Way) -> NDArray[np.bool_]:
     return (columns.compress > 0) & ((columns.dp_replicate > 1) == (way == "replicas"))
 
 
+def _codes(column: NDArray[Any]) -> list[int]:
+    """The codes in a column. Nearly always it is one: then nothing is sorted."""
+    if len(column) and (column == column[0]).all():
+        return [int(column[0])]
+    return np.unique(column).tolist()
+
+
 def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
     """Each row's figure, by the wire of its plan."""
     found = np.zeros(len(columns))
-    for code in np.unique(columns.reduce):
-        found = np.where(columns.reduce == code, of(wire_spec(WIRES[int(code)])), found)
+    for code in _codes(columns.reduce):
+        found = np.where(columns.reduce == code, of(wire_spec(WIRES[code])), found)
     return found
 
 
 def _of_outer(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:
     """The same of `compress`; 0 where there is none."""
     found = np.zeros(len(columns))
-    for code in np.unique(columns.compress):
+    for code in _codes(columns.compress):
         if code:
-            found = np.where(columns.compress == code, of(wire_spec(COMPRESSES[int(code)])), found)
+            found = np.where(columns.compress == code, of(wire_spec(COMPRESSES[code])), found)
     return found

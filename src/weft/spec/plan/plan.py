@@ -6,8 +6,8 @@ Text form: only what differs from the defaults, in the order of the fields, such
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -210,17 +210,7 @@ class Plan:
     # fmt: on
 
     def __post_init__(self) -> None:
-        problems: list[Problem] = []
-        for name in PLAN_FIELDS:
-            try:
-                given = getattr(self, name)
-                value = _remembered(name, given)
-                if value is not given:
-                    object.__setattr__(self, name, value)
-            except PlanError as error:
-                problems += error.problems
-        if problems:
-            raise PlanError(problems)
+        _fill(self, dict(zip(PLAN_FIELDS, _all_values(self), strict=True)))
 
     @property
     def world_size(self) -> int:
@@ -290,7 +280,11 @@ class Plan:
         problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
             raise PlanError(problems)
-        return dataclasses.replace(self, **changes)  # pyright: ignore[reportArgumentType]  # checked when it is made
+        found = object.__new__(Plan)
+        for name, value in zip(PLAN_FIELDS, _all_values(self), strict=True):
+            object.__setattr__(found, name, value)  # what stays was checked before
+        _fill(found, changes)
+        return found
 
     @classmethod
     def parse(cls, text: str, world_size: int | None = None) -> Plan:
@@ -360,6 +354,7 @@ class Plan:
 
 #: What each field of the plan is, by name, in the order in which they are printed.
 PLAN_FIELDS = descriptions(Plan)
+_all_values = operator.attrgetter(*PLAN_FIELDS)
 
 
 def plan_fields() -> tuple[str, ...]:
@@ -380,6 +375,18 @@ def auto_fields(text: str) -> dict[str, object]:
     return {name: getattr(plan, name) for name in words}
 
 
+def _fill(plan: Plan, values: Mapping[str, object]) -> None:
+    """Set fields of a plan to values in their normal form, or raise PlanError with every one that cannot be used."""
+    problems: list[Problem] = []
+    for name, value in values.items():
+        try:
+            object.__setattr__(plan, name, _remembered(name, value))
+        except PlanError as error:
+            problems += error.problems
+    if problems:
+        raise PlanError(problems)
+
+
 def _checked(name: str, value: object) -> Any:
     """The value in its normal form, or PlanError."""
     return PLAN_FIELDS[name].kind.check(name, value)
@@ -389,8 +396,5 @@ _checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)
 
 
 def _remembered(name: str, value: object) -> Any:
-    """`_checked`, of values that may have been seen: a search makes thousands of plans of few values.
-
-    Tuples are looked at each time: (1, 2) and (True, 2) would be one entry.
-    """
+    """`_checked`, once for each value of thousands of plans; of tuples each time, as (1, 2) and (True, 2) are equal."""
     return _checked_once(name, value) if isinstance(value, (str, int)) else _checked(name, value)
