@@ -98,8 +98,8 @@ Said = dict[tuple[Any, ...], int]
 class RuleReader:
     """What rules may look at besides plans; and of each rule, which fields it was seen to read, and what it said.
 
-    A search asks a rule of dozens of tables. What it read before it will read again, so that rows are told apart by
-    these fields from the start; and of values that it has seen it is not asked again.
+    A search asks each rule about dozens of tables. A rule nearly always reads the same fields, so rows are grouped by
+    those from the start, and the rule judges each combination of values once.
     """
 
     facts: Facts

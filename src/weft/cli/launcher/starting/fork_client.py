@@ -107,7 +107,7 @@ class ForkServer:
 
 
 class _Forks:
-    """Ranks that the server forked. It tells how each ended, and keeps them until it is told to let go."""
+    """Ranks that the server forked. The server reports the exit code of each, and reaps them after `close`."""
 
     def __init__(self, pids: dict[int, int], server: ForkServer):
         self.pids = pids

@@ -3,7 +3,7 @@
 Each rank would load the same modules anew: some seconds of a core, times the ranks of a host. The server loads them,
 starts no thread and touches no device, and then forks: for each start, and for each restart after a fault. A process
 of its own hosts the store where the ranks meet, since what hosts it has threads. Where a run's task needs torch to be
-checked, a fork does that too, and the launcher loads no torch at all.
+checked, a fork does that too, and the launcher need not load torch for it.
 
 `python -m weft.cli.launcher.starting.fork_server` is the server; what it loads comes over its line to the launcher.
 """
@@ -37,7 +37,7 @@ _Role = Callable[[], None]
 class _Server:
     """The server's end. Its methods return what a fork is to be in a fork, and None otherwise.
 
-    said: by the modules that were loaded. threads: of a core that they were loaded for.
+    said: what the loaded modules wrote to the standard streams. threads: OMP_NUM_THREADS when they were loaded.
     """
 
     def __init__(self, line: socket.socket):
