@@ -12,6 +12,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.monitor.alert_curves import FOUND_WITHIN, scored
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,5 +33,24 @@ class DeepFamily(FamilyCase):
         depth = {"n_layer" if "n_layer" in known.settings else "num_hidden_layers": self.depth}
         return dataclasses.replace(known, settings={**known.settings, **SETTINGS[self.name], **depth})
 
+    def model(self) -> nn.Module:
+        """OLMo 2's norms add up over all heads, in float32 whatever they are given: that would round by the cut."""
+        model = super().model()
+        if self.name == "olmo2":
+            for norm in model.modules():
+                if type(norm).__name__ == "Olmo2RMSNorm":
+                    norm.__class__ = _wide_norm(type(norm))
+        return model
+
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(input_ids=batch["input_ids"]).logits
+
+
+@functools.cache
+def _wide_norm(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * scaled).to(x.dtype)
+
+    return type("Olmo2RMSNorm", (kind,), {"forward": forward})

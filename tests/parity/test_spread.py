@@ -51,8 +51,11 @@ def differing(found):
 
 
 def runs_of(plan, style, names):
-    """The model of one's own cannot be called without a tower's input, and Whisper's encoder is a part of a chain."""
-    left_out = {"whisper"} if "pp=" in plan else set()
+    """Stages cut one list of blocks: Whisper's encoder is a part of it, and a model of one's own has two.
+
+    Nor can that model be called without a tower's input.
+    """
+    left_out = {"whisper", "own"} if "pp=" in plan else set()
     left_out |= {"own"} if "sp=on" in plan or not style else set()
     return [(plan, name, style) for name in names if name not in left_out]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,9 +77,26 @@ class CachelessBlock(nn.Module):
 
     Models of transformers make a cache in each forward unless they are told use_cache=False. Each layer fills a place
     of its own in it, so torch.compile would make a graph for each layer, and leave those after the eighth uncompiled.
+    Hooks by which transformers keeps what layers give would break a graph: they run outside of it.
     """
 
+    _weft_captures: list[hugging_face.Capture]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        wanted = hugging_face.wanted_captures()
+        if not wanted:
+            return self._uncached(*args, **kwargs)
+        # They were put there just before, in the first forward that wants something.
+        self._weft_captures += hugging_face.take_captures(self)
+        inner = [one for one in self._weft_captures if one.module is not self and one.key in wanted]
+        with _put_back(inner):
+            output = self._uncached(*args, **kwargs)
+        for one in self._weft_captures:
+            if one.module is self:
+                one.hook(self, args, output)
+        return output
+
+    def _uncached(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             args, kwargs = tuple(map(_unless_empty, args)), {name: _unless_empty(one) for name, one in kwargs.items()}
             if "use_cache" in kwargs:
@@ -89,6 +106,21 @@ class CachelessBlock(nn.Module):
             with torch.compiler.set_stance("force_eager"):
                 return super().__call__(*args, **kwargs)
         return super().__call__(*args, **kwargs)
+
+
+@contextmanager
+def _put_back(captures: Sequence[hugging_face.Capture]) -> Iterator[None]:
+    """Run without compiled code while some modules of a block keep what they give."""
+    if not captures:
+        yield
+        return
+    handles = [one.module.register_forward_hook(one.hook) for one in captures]
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _unless_empty(value: Any) -> Any:
@@ -114,7 +146,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     recompute = recompute_of(model)
     blocks = list(repeated_blocks(model).values())
     for block in blocks:
-        become(block, CachelessBlock)
+        become(block, CachelessBlock, captures=hugging_face.take_captures(block))
     for block in blocks or [model]:
         block.compile(backend=backend)
         if recompute is not None and recompute.setting != "none":

@@ -11,6 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ TOKENS = ("input_ids", "decoder_input_ids")
 
 #: Arguments that are no caches, whatever their names end with.
 _NO_CACHES = (torch.Tensor, bool, int, float, str, tuple, list, dict)
+
+#: Where transformers keeps its hooks that record what layers give.
+_CAPTURES = "transformers.utils.output_capturing"
 
 #: Where a config of transformers keeps how its experts are multiplied.
 _EXPERTS = "_experts_implementation_internal"
@@ -232,6 +236,32 @@ def looks_at_positions(model: Any, signature: inspect.Signature, given: dict[str
         return True
     wanted = given.get("use_cache")
     return not (getattr(model.config.get_text_config(decoder=True), "use_cache", True) if wanted is None else wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A hook by which transformers keeps what a module gives. key: hidden_states, attentions and such."""
+
+    module: nn.Module
+    key: str
+    hook: Any
+
+
+def wanted_captures() -> frozenset[str]:
+    """Keys of what the model of transformers that is being called shall keep of its layers; mostly none."""
+    collector: Any = getattr(sys.modules.get(_CAPTURES), "_active_collector", None)
+    return frozenset((collector and collector.get()) or ())
+
+
+def take_captures(module: nn.Module) -> list[Capture]:
+    """Remove those hooks from a module and from all inside of it, and return them."""
+    found: list[Capture] = []
+    for part in module.modules():
+        hooks: dict[int, Any] = part._forward_hooks
+        for place in [place for place, hook in hooks.items() if getattr(hook, "__module__", "") == _CAPTURES]:
+            hook = hooks.pop(place)
+            found.append(Capture(part, inspect.getclosurevars(hook).nonlocals["key"], hook))
+    return found
 
 
 def is_cache(value: Any) -> bool:

@@ -233,7 +233,8 @@ class CutNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape. What the ranks add up is one number per token."""
         axis = self._weft_axis
-        mean = x.to(torch.float32).square().mean(-1, keepdim=True) / axis.size
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = wide.square().mean(-1, keepdim=True) / axis.size
         # Each rank's features read the sum, so that its gradient is a sum over the ranks, too.
         return self._weft_form.scaled(x, copy_to(sum_over(mean, axis), axis), self.weight)
 

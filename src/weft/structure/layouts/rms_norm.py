@@ -34,10 +34,10 @@ class RmsForm:
 
         Args:
             x: (..., features).
-            mean_square: of the features of x in float32, (..., 1).
+            mean_square: of the features of x in float32, or in float64 as x is, (..., 1).
             weight: (features,).
         """
-        normed = x.to(torch.float32) * torch.rsqrt(mean_square + self.eps)
+        normed = x.to(torch.promote_types(x.dtype, torch.float32)) * torch.rsqrt(mean_square + self.eps)
         if self.rounds_first:
             normed = normed.to(x.dtype)
         factor = 1.0 + weight.to(normed.dtype) if self.from_one else weight
