@@ -1,6 +1,9 @@
 """Bytes read and memory per rank where two ranks load a pretrained folder, beside `from_pretrained`.
 
-python benchmarks/load_weights.py FOLDER [PLAN ...] [--rounds N]    FOLDER: of a Hugging Face model; PLAN: such as tp=2
+    python benchmarks/load_weights.py FOLDER [PLAN ...] [--rounds N] [--bf16]
+
+FOLDER: of a Hugging Face model; PLAN: such as tp=2. A rank's share are the weights that it trains: of bf16 the fp32
+masters, which Weft keeps, and no copy in bf16, which the first step makes.
 """
 
 from __future__ import annotations
@@ -36,13 +39,13 @@ def load(plan_text: str, folder: str) -> tuple[float, ...]:
     return share / 2**20, source.num_bytes_read / 2**20, _peak() - before, *seconds
 
 
-def load_whole(folder: str) -> tuple[float, ...]:
-    """Return what `load` returns, of `from_pretrained` in float32. Nothing counts the bytes that it reads."""
+def load_whole(folder: str, dtype: str) -> tuple[float, ...]:
+    """Return what `load` returns, of `from_pretrained`. Nothing counts the bytes that it reads."""
     import torch
     import transformers
 
     before, clocks = _peak(), _clocks()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     with torch.no_grad():  # mapped pages count, and are read, once they are touched
         touched = float(sum(param.sum() for param in model.parameters()))
     assert touched == touched
@@ -69,14 +72,16 @@ def main() -> None:
     parser.add_argument("folder", help="of a Hugging Face model")
     parser.add_argument("plans", nargs="*", default=["tp=2", "pp=2 microbatches=2", "dp_shard=2 zero=3"])
     parser.add_argument("--rounds", type=int, default=1, help="loads of each kind, one after the other")
+    parser.add_argument("--bf16", action="store_true", help="in bf16, in place of fp32")
     asked = parser.parse_args()
+    dtype, words = ("bfloat16", " precision=bf16") if asked.bf16 else ("float32", "")
     found = defaultdict[tuple[str, int], list[tuple[float, ...]]](list)
     for _ in range(asked.rounds):
         with RankPool(1) as pool:
-            found["from_pretrained", 0] += pool.run(load_whole, asked.folder)
+            found["from_pretrained", 0] += pool.run(load_whole, asked.folder, dtype)
         for plan in asked.plans:
             with RankPool(2) as pool:
-                for rank, figures in enumerate(pool.run(load, plan, asked.folder)):
+                for rank, figures in enumerate(pool.run(load, plan + words, asked.folder)):
                     found[plan, rank].append(figures)
     for (plan, rank), rounds in found.items():
         share, num_read, peak, seconds, processor = (statistics.median(column) for column in zip(*rounds, strict=True))

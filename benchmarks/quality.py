@@ -5,7 +5,7 @@ counts is its loss on these in the end, in percent of the exact run's of the sam
 travels. Rates fall to zero, so that trainings end at rest and not at a point of chance. The model is small and the
 training short: small differences say that nothing is broken, not what a large model does.
 
-    python benchmarks/quality.py [--steps 300] [--seeds 0,1,2] [--only "exact;int8"] [--json found.json]
+    python benchmarks/quality.py [--steps 300] [--seeds 0,1,2] [--dim 96] [--only "exact;int8"] [--json found.json]
 
 Two ranks of one thread each; what takes the time is computing, and seconds are not measured.
 """
@@ -13,6 +13,7 @@ Two ranks of one thread each; what takes the time is computing, and seconds are 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import socket
@@ -83,11 +84,14 @@ def part_of(batch: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor
     return {name: one.tensor_split(RANKS)[rank] for name, one in batch.items()}
 
 
-def train(plan_text: str, steps: int, seed: int, rank: int, nudge: float = 0.0) -> tuple[float, float]:
+def train(
+    plan_text: str, steps: int, seed: int, rank: int, nudge: float = 0.0, dim: int = MODEL.dim
+) -> tuple[float, float]:
     """The loss on what is held out, and bytes that this rank sent in a step."""
     plan, ledger = Plan.parse(plan_text), Ledger()
     run = weft.Run(plan, build_mesh(plan, record=ledger.record), ledger, seed=seed)
-    made, generator = build_decoder(MODEL, seed=seed), torch.Generator().manual_seed(1)
+    spec = dataclasses.replace(MODEL, dim=dim, ffn_dim=dim * MODEL.ffn_dim // MODEL.dim)
+    made, generator = build_decoder(spec, seed=seed), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for param in made.parameters():
             param.mul_(1 + nudge * torch.randn(param.shape, generator=generator))
@@ -132,14 +136,16 @@ def work(rank: int, port: int, options: argparse.Namespace) -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     for seed in map(int, options.seeds.split(",")):
         for name in options.only.split(";"):
-            found.setdefault(name, []).append(train(PLANS[name], options.steps, seed, rank, 1e-3 * (name == NUDGED)))
+            nudge = 1e-3 * (name == NUDGED)
+            one = train(PLANS[name], options.steps, seed, rank, nudge, options.dim)
+            found.setdefault(name, []).append(one)
             if rank == 0:
                 loss, sent = found[name][-1]
                 print(f"seed {seed}, {name}: held-out loss {loss:.5f}, {sent / 1e3:.1f} kB a rank and step", flush=True)
                 if options.json:
                     Path(options.json).write_text(json.dumps(found))
     if rank == 0 and "exact" in found:
-        print(f"{options.steps} steps of {BATCH} x {LENGTH} bytes, seeds {options.seeds}")
+        print(f"{options.steps} steps of {BATCH} x {LENGTH} bytes, width {options.dim}, seeds {options.seeds}")
         print("\n".join(table(rows_of(found), right=(1, 2, 3, 4))), flush=True)
     dist.barrier()
     os._exit(0)  # gloo may abort while models are still alive
@@ -149,6 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", default="0", help="of first weights and batches, with commas between them")
+    parser.add_argument("--dim", type=int, default=MODEL.dim, help="width of the model")
     parser.add_argument("--only", default=";".join(PLANS), help="names of the table, with ; between them")
     parser.add_argument("--json", default="", help="file to write the figures to")
     options = parser.parse_args()

@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 
 from tests.train.test_tuned_parity import optimizer_of
 from tests.train.tuned_folders import CASES, save_model, settings, write_tables
+from weft.checkpoint import load_checkpoint, newest_checkpoint
 from weft.errors import ConfigError, DataError, PlanError
 from weft.mesh import build_mesh
+from weft.monitor import tail_events
 from weft.parallel import parallelize
 from weft.parallel.zero import load_base
 from weft.spec.files.config_file import load_config
 from weft.spec.plan import Plan
 from weft.testing.verify.float64 import Float64Throughout
-from weft.train import Microbatches, RunFolder, TrainStep, prepare_run
+from weft.train import Microbatches, RunFolder, TrainStep, prepare_run, run_rank
 from weft.train.microbatch import Costs
 from weft.train.microbatch.by_cost import _Runs
+from weft.train.microbatch.step_places import CostPlaces
 from weft.train.state import capture_model
 from weft.train.task import Share
 from weft.train.tasks.task_choice import find_task
@@ -46,10 +49,11 @@ def cost_of_run(lengths: np.ndarray, run: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
-@pytest.mark.parametrize("columns", [1, 2])
-def test_each_sample_lies_in_one_microbatch_that_is_not_too_costly(num_ranks, columns):
-    lengths = np.stack([lengths_like_text(900)] * columns, axis=1)
-    costs, rng = Costs(lengths, cost_of, 3000.0, most_tokens=1500, room=6), np.random.default_rng(1)
+@pytest.mark.parametrize(("columns", "pictures"), [(1, False), (2, False), (1, True)])
+def test_each_sample_lies_in_one_microbatch_that_is_not_too_costly(num_ranks, columns, pictures):
+    lengths, rng = np.stack([lengths_like_text(900)] * columns, axis=1), np.random.default_rng(1)
+    beside = rng.integers(0, 4, 900) * 150.0 * pictures
+    costs = Costs(lengths, cost_of, 3000.0, most_tokens=1500, room=6, beside=beside if pictures else None)
     for number in (1, 2, 7, 64):
         indices = rng.permutation(900)[:number]
         ranks = costs.divide(indices, num_ranks)
@@ -61,7 +65,8 @@ def test_each_sample_lies_in_one_microbatch_that_is_not_too_costly(num_ranks, co
             assert empty == sorted(empty), "an empty microbatch stands before one with samples"
             for run in filter(None, rank):
                 own = lengths[indices]
-                assert cost_of_run(own, run) <= 3000 * 1.001
+                besides = beside[indices][list(run)].sum()
+                assert cost_of_run(own, run) + besides <= 3000 * 1.001
                 assert own[list(run)].max(0).sum() * len(run) <= 1500
 
 
@@ -98,6 +103,8 @@ def prepared(root: Path, case: str, *more: str) -> RunFolder:
     if not (root / family).exists():
         save_model(root / family, family, dropout=0.1)
     words = [*settings(case, root), f"train.global_batch={BATCH}", *more]
+    if any(word.startswith("train.epochs") for word in more):
+        words = [word for word in words if not word.startswith("train.steps")]
     return prepare_run(load_config(None, words).config, world_size=1)
 
 
@@ -164,11 +171,67 @@ def test_every_plan_and_task_gives_the_same_numbers(root, ranks2, ranks4):
             check(root, case, PLANS, {2: ranks2, 3: ranks3, 4: ranks4})
 
 
+def test_steps_by_cost_are_the_same_under_every_plan(root, ranks2):
+    """Steps that differ in samples; some are one sample that alone costs too much."""
+    most = "train.global_cost=90"
+    one = prepared(root, "classify", "data.batching=cost", most, "run.name=steps-by-cost").path
+    wanted = trained("accumulation=1", one, 6)
+    two = prepared(root, "classify", "data.batching=cost", "data.microbatch_cost=160", most, "run.name=steps-cut").path
+    for result in ranks2.run(trained, "dp_shard=2 zero=3 accumulation=2", two, 6):
+        assert_alike(result, wanted)
+    assert len({count for _, _, count in wanted[0]}) > 1
+
+
+def test_a_run_of_steps_by_cost_ends_with_its_epochs_and_goes_on(root):
+    """The checkpoint keeps the place in the data: steps before and after a stop are those of a run without one."""
+    words = ["data.batching=cost", "train.global_cost=90", "optimizer.lr=1e-3", "schedule.warmup_steps=0"]
+    words += ["schedule.kind=constant", "eval.every=0"]
+    whole = prepared(root, "classify", *words, "train.epochs=1.5", "run.name=cost-whole")
+    task = find_task(whole.config())
+    task.open(whole)
+    steps, places = whole.config().train.steps, task.places()
+    assert places.first(steps) >= 1.5 * task.samples_per_epoch() > places.first(steps - 1)
+    assert run_rank(whole).step == steps
+    for some in (steps // 2, steps):
+        assert run_rank(prepared(root, "classify", *words, f"train.steps={some}", "run.name=cost-cut")).step == some
+    cut = RunFolder(whole.path.parent / "cost-cut")
+    losses, others = ([e["loss"] for e in tail_events(one.events) if e["event"] == "step"] for one in (whole, cut))
+    assert losses == pytest.approx(others, rel=1e-5)
+    found = newest_checkpoint(cut.path / "checkpoints")
+    assert found is not None
+    assert load_checkpoint(found.path).state["data"]["next_sample"] == places.first(steps)
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    st.floats(1, 120),
+    st.integers(0, 40),
+    st.integers(0, 90),
+)
+def test_steps_take_samples_while_their_cost_lasts(costs, most, step, place):
+    def in_order(epoch):
+        return np.roll(np.array(costs, float), epoch)
+
+    endless = np.concatenate([in_order(epoch) for epoch in range(step + place + 3)])
+    firsts, used = [0], 0.0
+    for number, cost in enumerate(endless):
+        if number > firsts[-1] and used + cost > most * (1 + 1e-9):
+            firsts.append(number)
+            used = 0.0
+        used += cost
+    places = CostPlaces(in_order, len(costs), most)
+    assert [places.first(one) for one in range(step)] == firsts[:step]
+    at = places.step_at(place)
+    assert firsts[at] <= place < firsts[at + 1]
+    assert places.steps(firsts[at]) == at
+
+
 @pytest.mark.parametrize(
     ("case", "more", "sentence"),
     [
         ("embed", "data.batching=cost", "task.name=embed does not say how long"),
         ("classify", "data.microbatch_cost=300", "only data.batching=cost reads it"),
+        ("classify", "train.global_cost=300", "train.global_cost=300: only data.batching=cost knows costs"),
     ],
 )
 def test_what_cannot_be_is_refused(case, more, sentence, root):
@@ -197,12 +260,6 @@ def test_runs_are_as_long_as_the_bound_lets_them(lengths, bound, most_tokens):
             start = stop - 1
     found.append(range(start, len(lengths)))
     assert _Runs(longest_first, cost_of, most_tokens).cut(bound) == found
-
-
-def test_recordings_have_no_cost_yet(tmp_path):
-    words = ["task.name=transcribe", f"model.path={tmp_path}", "task.options.data=records", "data.batching=cost"]
-    with pytest.raises(ConfigError, match=r"task\.name=transcribe does not say how long"):
-        find_task(load_config(None, words).config)
 
 
 def test_a_pipeline_and_a_small_bound_are_refused(root):

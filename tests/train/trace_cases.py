@@ -124,6 +124,6 @@ def traced(
     step.settle()
     if late and kind == "gradient":
         step.compute_again(Microbatches(own))
-    event = StepTracer(model, mesh, task, BATCH).trace(kind, kept)
+    event = StepTracer(model, mesh, task, batches).trace(kind, kept)
     step(Microbatches(batches.batches(number + 3)))  # a trace leaves nothing that the next step minds
     return event, (done.loss, done.grad_norm), place

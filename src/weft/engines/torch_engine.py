@@ -224,8 +224,7 @@ class TorchEngine:
         if kind == "gradient" and is_late:
             # The next step has put its own gradients in their place.
             self._step.compute_again(*self._asked(step.batches, number - 1))
-        tracer = StepTracer(self.model, self.mesh, self._task, self._config.train.global_batch)
-        return tracer.trace(kind, step)
+        return StepTracer(self.model, self.mesh, self._task, self._batches).trace(kind, step)
 
     def _asked(self, batches: Sequence[Any], number: int) -> tuple[Microbatches, list[int], int]:
         """What a step is computed from: its microbatches, and all that its chance comes from. number: from 0."""

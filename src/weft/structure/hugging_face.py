@@ -22,6 +22,7 @@ from weft import env
 from weft.errors import DataError, MissingExtra, ModelError
 from weft.private_torch import named_modules
 from weft.spec.model import image_shape, number
+from weft.structure.private_torch import forward_hooks
 
 #: Numbers by which models change their logits after the head.
 _SCALES = (
@@ -257,7 +258,7 @@ def take_captures(module: nn.Module) -> list[Capture]:
     """Remove those hooks from a module and from all inside of it, and return them."""
     found: list[Capture] = []
     for part in module.modules():
-        hooks: dict[int, Any] = part._forward_hooks
+        hooks = forward_hooks(part)
         for place in [place for place, hook in hooks.items() if getattr(hook, "__module__", "") == _CAPTURES]:
             hook = hooks.pop(place)
             found.append(Capture(part, inspect.getclosurevars(hook).nonlocals["key"], hook))

@@ -28,6 +28,11 @@ def number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
+def forward_hooks(module: nn.Module) -> dict[int, Any]:
+    """A module's hooks that run behind its forward, by the number of each: what is taken out no longer runs."""
+    return module._forward_hooks
+
+
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
     """A module's children by name, each as often as it is there; `named_children` gives a shared one once."""
     return module._modules

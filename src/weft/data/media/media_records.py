@@ -122,9 +122,22 @@ class MediaRecords:
         """Return the tokens of a sample's text."""
         return self._row(index)["tokens"]
 
+    def token_counts(self) -> NDArray[np.int64]:
+        """Return how many tokens each sample's text has, marks of pictures and recordings too: int64 (samples,)."""
+        return self._lengths("tokens")
+
+    def _lengths(self, column: str) -> NDArray[np.int64]:
+        found = self.table.lengths(column)
+        return found if self._chosen is None else found[self._chosen]
+
     def size(self, index: int) -> tuple[int, ...]:
         """Return a picture's width and height, or a recording's frames, frames a second and channels."""
         return tuple(map(int, self._row(index)["place"][4:-1]))
+
+    def sizes_of_all(self) -> NDArray[np.int64]:
+        """Return the sizes of all samples as `size` tells them, int64 (samples, numbers)."""
+        found = self.table.column("place").reshape(len(self.table), -1)[:, 4:-1]
+        return np.asarray(found if self._chosen is None else found[self._chosen], np.int64)
 
     def encoded(self, index: int) -> Encoded:
         """Return where a picture or a recording lies."""

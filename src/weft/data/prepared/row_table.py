@@ -116,6 +116,10 @@ class RowTable(Sequence[dict[str, np.ndarray]]):
         """Return how many values each row has in a column, int64 (rows,)."""
         return np.diff(self._starts[name])
 
+    def column(self, name: str) -> np.ndarray:
+        """Return the values of all rows in a column, one row after another."""
+        return self._values[name]
+
     def __len__(self) -> int:
         return self._num_rows
 

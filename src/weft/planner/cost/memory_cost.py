@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.planner.cost.backward_memory import fullest_of_backward
 from weft.planner.cost.context_cost import buffer_bytes
 from weft.planner.cost.layer_cost import padded_vocab
 from weft.planner.cost.layer_kernels import own_cut
@@ -43,12 +44,14 @@ CLASSES = (
 class LayerBytes:
     """Bytes of a mean layer and one pass on a rank.
 
-    whole: all that it saves. kept: what recompute leaves of it. beside: buffers while its backward runs.
+    whole: all that it saves. kept: what recompute leaves of it. beside: buffers while its backward runs. passing: the
+    gradients of its activations then, less the activations that they let go.
     """
 
     whole: Array
     kept: Array
     beside: Array
+    passing: Array
 
 
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
@@ -67,7 +70,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     # Eager steps of RMSNorm keep two values in fp32 beside a half-precision input, one beside one in fp32.
     norms = np.where(stack.fused_norm | shape.layer_norm | columns.compile, 0.0, np.where(fp32, 2.0, 6.0))
     if job.adapter is not None:  # what is normalised is kept for the gradient of the norm's weight alone
-        norms = np.maximum(0.0, norms - 2.0)
+        norms = np.maximum(0.0, norms - np.where(fp32, 2.0, 4.0))
     masks = 2.0 if stack.dropout else 0.0
     outside = (2 * 2.0 + norms * 2 + masks) * h / between + 2 * 2.0 * h / gathered
     core = 2.0 * q + 4.0 * kv
@@ -88,7 +91,10 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     kept = np.choose(columns.recompute, [left[name] for name in RECOMPUTES])
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     beside = buffer_bytes(job, columns, tokens, q, kv) + _unpacking_bytes(job, t, width)
-    return LayerBytes(whole=tokens * whole * width, kept=tokens * kept * width, beside=beside)
+    # Of the residual stream and of the products that go up, which are the widest.
+    passing = 2.0 * h + (2.0 if shape.gated else 1.0) * product_up
+    whole, kept, passing = (tokens * each * width for each in (whole, kept, passing))
+    return LayerBytes(whole=whole, kept=kept, beside=beside, passing=passing)
 
 
 def _unpacking_bytes(job: Job, t: Array, width: Array) -> Array:
@@ -104,7 +110,8 @@ def _traced_bytes(job: Job, shape: TracedShape, columns: Columns, width: Array) 
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
     q, kv = shape.cut_widths(cut.t)
     beside = buffer_bytes(job, columns, cut.batch * cut.seq, q, kv) + _unpacking_bytes(job, cut.t, width)
-    return LayerBytes(whole=whole * width, kept=kept * width, beside=beside)
+    # Of a traced model nobody knows them: as much as a layer keeps.
+    return LayerBytes(whole=whole * width, kept=kept * width, beside=beside, passing=kept * width)
 
 
 def _end_bytes(job: Job, columns: Columns, embedding: bool, head: bool) -> Array:
@@ -206,12 +213,11 @@ def rank_bytes(
     reduced = reduced + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
     # on their way.
-    # A frozen layer's backward makes no gradients of weights: what is on its way is let go as fast as it comes.
-    again = layer.whole if job.adapter is None else layer.whole - layer.kept
-    loss, backward = saved + logits + gathered, saved + again + gathered + reduced
-    late = backward > loss
+    kept, again, begun, loose = _while_backward(job, columns, (layer, layers, saved), trained, begun)
+    loss, backward = saved + logits + gathered, kept + again + gathered + reduced
+    late = backward + loose > loss
     moving = {
-        "activations": saved + np.where(late, again, 0.0),
+        "activations": np.where(late, kept + again, saved),
         "logits": np.where(late, 0.0, logits),
         "buffers": gathered + np.where(late, reduced, 0.0),
     }
@@ -227,6 +233,28 @@ def rank_bytes(
         "context": np.full(len(columns), tables.context_gib * 2**30),
         "reserve": states["reserve"] + dynamic * (tables.reserve - 1),
     }
+
+
+def _while_backward(
+    job: Job, columns: Columns, held: tuple[LayerBytes, Array, Array], trained: Shares, begun: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Bytes of saved activations and of a layer at work at the fullest moment of backward, and gradients by then.
+
+    Those are told by their share and, where they stay loose, by their bytes, which are not there at the loss.
+
+    held: a mean layer, the layers of the rank, what all save. begun: share of a pipeline's gradients.
+    """
+    layer, layers, saved = held
+    loose = stays_loose(columns) & job.stack.travel_once
+    followed = layer.whole - layer.kept + layer.passing
+    again = followed if job.adapter is not None else np.where(loose, followed, layer.whole)
+    if not loose.any():
+        return saved, again, begun, np.zeros(len(columns))
+    each = np.where(columns.precision == PRECISIONS.index("fp32"), 4.0, job.stack.weight_bytes)
+    gradients = (trained.dense + trained.experts + trained.ends) * each
+    left, share = fullest_of_backward(layers, saved, gradients, trained.ends * each, tied=job.shape.tied)
+    kept, share = np.where(loose, saved * left, saved), np.where(loose, share, begun)
+    return kept, again, share, np.where(loose, share * gradients, 0.0)
 
 
 def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, bool]) -> Array:
@@ -246,8 +274,8 @@ def _states(
 ) -> dict[str, Array]:
     """Bytes of parameters, gradients and optimizer states.
 
-    of_rank: all of its parameters, those that are trained, its layers. begun: share of a pipeline's gradients that are
-    made by then. late: the moment is in backward.
+    of_rank: all of its parameters, those that are trained, its layers. begun: share of the gradients of a
+    pipeline, or of those that stay loose, that are made by then. late: the moment is in backward.
     """
     stack = job.stack
     zero = columns.zero
@@ -316,7 +344,8 @@ def _gradient_share(job: Job, columns: Columns, begun: Array, size: Array) -> Ar
     piped = columns.pp > 1
     several = several & (zero < 3) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
     own = np.where(zero == 0, np.where(piped, 1.0, 0.0), np.where(piped | (zero == 2), 1 / size, 0.0))
-    return np.where(piped & (zero < 3) & (columns.num_micro > 1), begun, found) + np.where(several, own, 0.0)
+    followed = (piped & (zero < 3) & (columns.num_micro > 1)) | stays_loose(columns)
+    return np.where(followed, begun, found) + np.where(several, own, 0.0)
 
 
 def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array) -> tuple[Array, Array]:

@@ -209,6 +209,10 @@ class TrainSection(Section):
     """Tokens in one sequence."""
     global_batch: Extent = 8
     """Sequences in one optimizer step, over all ranks and microbatches."""
+    global_cost: PositiveFloat | None = Field(default=None, examples=[8192.0])
+    """Of data.batching=cost, in place of global_batch in training: a step takes samples in their order while they cost
+    no more than this together, in tokens as data.microbatch_cost, each by its own length. Evaluation, the planner and
+    rules keep counting global_batch samples."""
     max_bad_steps: Count = 5
     """Consecutive steps that may be skipped for a non-finite loss or gradient before the run stops."""
     on_bad: Literal["stop", "restart", "leave_out"] = "stop"

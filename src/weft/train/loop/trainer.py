@@ -19,6 +19,7 @@ from weft.train.engine import Engine, LateResult, StepResult, TraceKind
 from weft.train.loop.hooks import Hook, SaveEnd
 from weft.train.loop.left_out import stretches
 from weft.train.loop.progress import Progress
+from weft.train.microbatch import StepPlaces
 from weft.train.task import Task
 
 #: Why a run ended that a signal or a hook stopped.
@@ -322,7 +323,8 @@ class Trainer:
         meter.count(times, result.count)
         self.engine.pulse.step_took(times.total_s)
         self.book.add_step(times, launched.data_s)
-        speed, samples = meter.count_per_s, self.config.train.global_batch * result.share
+        first = StepPlaces.of(self.engine.batches, self.config.train.global_batch).first
+        speed, samples = meter.count_per_s, (first(launched.number) - first(launched.number - 1)) * result.share
         busy_s, exposed = busy_seconds(times)
         return StepRecord(
             step=launched.number,

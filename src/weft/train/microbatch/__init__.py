@@ -10,6 +10,7 @@ __all__ = [
     "LABELS",
     "Costs",
     "Microbatches",
+    "StepPlaces",
     "call_model",
     "cost_limits",
     "costs_of",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         stands_in,
         values_in,
     )
+    from weft.train.microbatch.step_places import StepPlaces
 
 __getattr__ = loads(
     __name__,
@@ -45,6 +47,7 @@ __getattr__ = loads(
         "Costs": ".by_cost",
         "LABELS": ".forward",
         "Microbatches": ".microbatches",
+        "StepPlaces": ".step_places",
         "call_model": ".forward",
         "cost_limits": ".by_cost",
         "costs_of": ".by_cost",

@@ -38,6 +38,7 @@ class Costs:
     cost_of: cost of samples of such lengths, in tokens: FLOPs, divided by those of one token alone; float64, of the
     same shape, and never less for a longer one. most: cost of a microbatch. most_tokens: tokens of one, filled up;
     None: any number. room: microbatches of a rank, up to which a step may be cut into more of them than it must.
+    beside: what each sample costs besides, such as encoders of its pictures: float64 (samples,); None: nothing.
     """
 
     lengths: Sequence[int] | np.ndarray
@@ -45,6 +46,7 @@ class Costs:
     most: float
     most_tokens: int | None = None
     room: int = 1
+    beside: np.ndarray | None = None
 
     def check(self) -> None:
         """Refuse a sample that alone costs more than a microbatch may.
@@ -54,6 +56,7 @@ class Costs:
         """
         lengths = _columns(self.lengths).sum(1)
         found = self.cost_of(lengths) if lengths.size else np.zeros(0)
+        found = found if self.beside is None else found + self.beside
         if found.size and found.max() > self.most * _NEARLY:
             number, least = int(found.argmax()), int(np.ceil(found.max()))
             raise DataError(
@@ -72,7 +75,8 @@ class Costs:
         lengths = _columns(self.lengths)[np.asarray(indices)]
         # Ties by number: the order is the same wherever it is computed.
         order = np.lexsort((np.arange(len(lengths)), *-lengths.T, -lengths.sum(1)))
-        runs = _Runs(lengths[order], self.cost_of, self.most_tokens)
+        beside = None if self.beside is None else self.beside[np.asarray(indices)][order]
+        runs = _Runs(lengths[order], self.cost_of, self.most_tokens, beside)
         needed = -(-len(runs.cut(self.most)) // num_ranks)
         room = max(needed, min(self.room, _SEARCHED // num_ranks))
         counts = [number * num_ranks for number in range(needed, room + 1)]
@@ -98,10 +102,23 @@ class Costs:
 
 
 class _Runs:
-    """Samples from the longest to the shortest, cut into runs. most_tokens: of a run, filled up."""
+    """Samples from the longest to the shortest, cut into runs. most_tokens: of a run, filled up.
 
-    def __init__(self, lengths: np.ndarray, cost_of: Callable[[np.ndarray], np.ndarray], most_tokens: int | None):
+    beside: what each costs besides.
+    """
+
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        cost_of: Callable[[np.ndarray], np.ndarray],
+        most_tokens: int | None,
+        beside: np.ndarray | None = None,
+    ):
         self._lengths, self._cost_of, self._most_tokens = lengths, cost_of, most_tokens
+        #: What all samples before each place cost besides.
+        self._beside = np.zeros(len(lengths) + 1)
+        if beside is not None:
+            np.cumsum(beside, out=self._beside[1:])
         #: Of each power of two: the longest of so many samples from each place on.
         self._longest = [lengths]
         while 2 ** len(self._longest) <= len(lengths):
@@ -127,7 +144,8 @@ class _Runs:
             starts = np.flatnonzero(np.arange(len(sizes)) + sizes + 2**power <= len(sizes))
             more, number = np.maximum(filled[starts], self._longest[power][starts + sizes[starts]]), 2**power
             tokens, number = more.sum(1), number + sizes[starts]
-            fits = self._cost_of(tokens) * number <= bound * _NEARLY
+            besides = self._beside[starts + number] - self._beside[starts]
+            fits = self._cost_of(tokens) * number + besides <= bound * _NEARLY
             if self._most_tokens is not None:
                 fits &= tokens * number <= self._most_tokens
             taken = starts[fits]
@@ -153,7 +171,8 @@ class _Runs:
         for row, start in enumerate(places[:-1]):
             filled = np.maximum.accumulate(self._lengths[start:]).sum(1)
             ends = np.array(places[row + 1 :]) - start
-            costs = self._cost_of(filled[ends - 1]) * ends
+            besides = self._beside[start + ends] - self._beside[start]
+            costs = self._cost_of(filled[ends - 1]) * ends + besides
             fits = (costs <= bound * _NEARLY) & (filled[ends - 1] * ends <= (self._most_tokens or np.inf))
             weights[row, row + 1 :] = np.where(fits, costs, np.inf)
         sums = np.where(np.arange(len(places)) == 0, 0.0, np.inf)
@@ -175,7 +194,9 @@ class _Runs:
     def costs_of(self, cut: list[range]) -> list[float]:
         """Cost of each run, filled up to its longest sample."""
         filled = np.array([self._lengths[run.start : run.stop].max(0).sum() for run in cut], np.int64)
-        return [float(cost) * len(run) for cost, run in zip(self._cost_of(filled), cut, strict=True)]
+        besides = [float(self._beside[run.stop] - self._beside[run.start]) for run in cut]
+        costs = self._cost_of(filled)
+        return [float(cost) * len(run) + more for cost, run, more in zip(costs, cut, besides, strict=True)]
 
 
 def _dealt(costs: list[float], num_ranks: int) -> list[list[int]]:
@@ -201,16 +222,18 @@ def _columns(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return found[:, None] if found.ndim == 1 else found
 
 
-class _CostTask(Protocol):
+class CostTask(Protocol):
     """What is asked of a task."""
 
     config: RunConfig
+    fills_seq_len: bool
 
     def lengths(self) -> Sequence[int] | np.ndarray | None: ...
     def length_costs(self, lengths: np.ndarray) -> np.ndarray: ...
+    def costs_beside(self) -> np.ndarray | None: ...
 
 
-def costs_of(task: _CostTask, rows: int, num_microbatches: int) -> Costs | None:
+def costs_of(task: CostTask, rows: int, num_microbatches: int) -> Costs | None:
     """Return what a task's samples cost, as its config asks; None of fixed batches.
 
     Args:
@@ -221,23 +244,37 @@ def costs_of(task: _CostTask, rows: int, num_microbatches: int) -> Costs | None:
     Raises:
         DataError: where a sample costs more than a microbatch may.
     """
-    data, longest = task.config.data, task.config.train.seq_len
+    data = task.config.data
     if data.batching == "fixed":
         return None
-    lengths = task.lengths()
-    lengths = np.asarray(() if lengths is None else lengths, np.int64)
-    columns = _columns(lengths)
-    longest = max(longest, int(columns.max(0, initial=1).sum()))
-    table = np.maximum.accumulate(np.asarray(task.length_costs(np.arange(longest + 1)), np.float64))
+    lengths, table = _lengths_and_table(task)
+    longest, beside = len(table) - 1, task.costs_beside()
 
     def cost_of(some: np.ndarray) -> np.ndarray:
         return table[some]
 
     if data.microbatch_cost == "auto":
-        return Costs(lengths, cost_of, rows * float(table[longest]), rows * longest, _MORE * num_microbatches)
-    found = Costs(lengths, cost_of, data.microbatch_cost, room=_MORE * num_microbatches)
+        most = rows * (float(table[longest]) + (0.0 if beside is None else float(beside.max(initial=0.0))))
+        return Costs(lengths, cost_of, most, rows * longest, _MORE * num_microbatches, beside)
+    found = Costs(lengths, cost_of, data.microbatch_cost, room=_MORE * num_microbatches, beside=beside)
     found.check()
     return found
+
+
+def alone_costs(task: CostTask) -> np.ndarray:
+    """Return what each training sample of a task costs alone, by its own length, in tokens: float64 (samples,)."""
+    lengths, table = _lengths_and_table(task)
+    found, beside = table[_columns(lengths).sum(1)], task.costs_beside()
+    return found if beside is None else found + beside
+
+
+def _lengths_and_table(task: CostTask) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of a task's samples, and what a sample of each length costs, up to the longest that there may be."""
+    given = task.lengths()
+    lengths = np.asarray(() if given is None else given, np.int64)
+    least = task.config.train.seq_len if task.fills_seq_len else 1
+    longest = max(least, int(_columns(lengths).max(0, initial=1).sum()))
+    return lengths, np.maximum.accumulate(np.asarray(task.length_costs(np.arange(longest + 1)), np.float64))
 
 
 def traced_costs(traced: TracedModel | None, lengths: np.ndarray) -> np.ndarray:

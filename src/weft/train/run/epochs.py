@@ -19,13 +19,15 @@ def with_steps(config: RunConfig, task: Task) -> tuple[RunConfig, list[str]]:
     epochs = config.train.epochs
     if epochs is None:
         return config, []
-    num_samples, batch = task.samples_per_epoch(), config.train.global_batch
-    steps = max(1, math.ceil(epochs * num_samples / batch))
+    num_samples = task.samples_per_epoch()
+    steps = task.places().step_at(max(1, math.ceil(epochs * num_samples)) - 1) + 1
     # From here on the steps alone count: what is resumed with more of them is not asked for its epochs again.
     train = config.train.model_copy(update={"steps": steps, "epochs": None})
     config = config.model_copy(update={"train": train})
     problems = config_problems(config)
     if problems:
         raise ConfigError(problems)
-    told = f"train.epochs={epochs:g}: {num_samples} {task.sample_unit} an epoch, {batch} a step: {steps} steps"
+    most = config.train.global_cost
+    a_step = config.train.global_batch if most is None else f"a cost of {most:g}"
+    told = f"train.epochs={epochs:g}: {num_samples} {task.sample_unit} an epoch, {a_step} a step: {steps} steps"
     return config, [told]

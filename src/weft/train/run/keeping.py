@@ -34,6 +34,7 @@ from weft.spec import RunConfig
 from weft.train.engine import GROUPS, Engine
 from weft.train.folder import RunFolder
 from weft.train.loop import Progress, SaveEnd
+from weft.train.microbatch import StepPlaces
 from weft.train.run.save_thread import Save
 from weft.train.run.telling import rate_change, rate_state
 from weft.train.state import Copies, DigestsBehind
@@ -278,7 +279,7 @@ class Keeper:
 
     def _state(self, progress: Progress, is_good: bool) -> dict[str, object]:
         """All but arrays."""
-        position = progress.step * self._config.train.global_batch
+        position = StepPlaces.of(self._engine.batches, self._config.train.global_batch).first(progress.step)
         return {
             "progress": asdict(progress),
             "plan": str(self._engine.plan),

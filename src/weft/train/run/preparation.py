@@ -23,7 +23,9 @@ from weft.train.task import Report, Task, with_adapter
 from weft.train.tasks import find_task
 
 #: Settings that decide what the weights of a step are, beside those of the task: another value is another run.
-_BEFORE_TASK, _AFTER_TASK = ("seed", "task"), ("train.global_batch", "train.norm_group", "optimizer.name", "adapter")
+_BEFORE_TASK = ("seed", "task")
+_AFTER_TASK = ("train.global_batch", "train.global_cost", "train.norm_group",
+               "optimizer.name", "adapter")  # fmt: skip
 
 
 def prepare_run(

@@ -23,6 +23,7 @@ from weft.train.engine import Engine, EngineJob, ReplicaWorld
 from weft.train.folder import RunFolder
 from weft.train.injected import FaultHook, asked_fault
 from weft.train.loop import ASKED_TO_STOP, GOES_BACK, Hook, Progress, Trainer, steps_left_out
+from weft.train.microbatch import StepPlaces
 from weft.train.planned import PlanWatch
 from weft.train.run.among_replicas import AmongReplicas
 from weft.train.run.folder_lock import run_lock
@@ -261,14 +262,14 @@ class _RankRun:
     def _recorder(self, progress: Progress, notes: list[str]) -> RunRecorder:
         config, engine = self.config, self.engine
         tell(self.terminal, [*opening_lines(self.folder, self.task, engine), *notes])
-        epoch = engine.batches.samples_per_epoch
+        epoch, places = engine.batches.samples_per_epoch, StepPlaces.of(engine.batches, config.train.global_batch)
         display = make_display(
             self.terminal,
             total_steps=config.train.steps,
             start_step=progress.step,
             every=config.log.every,
             title=(config.run.name, str(engine.plan)),
-            steps_per_epoch=epoch / config.train.global_batch if epoch is not None else None,
+            steps_per_epoch=places.steps(epoch) if epoch is not None else None,
             past=tail_events(self.folder.events) if progress.step else (),
             metrics={metric.name: metric.label for metric in self.task.metrics},
         )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from weft.data import Prefetch
 from weft.data.batch import map_tensors
 from weft.data.order import permutation
 from weft.errors import DataError
 from weft.spec import shares
-from weft.train.microbatch import Costs, Microbatches
+from weft.train.microbatch import Costs, Microbatches, StepPlaces
 from weft.train.task.share import MapDataset, Share
 
 Collate = Callable[[list[Any]], Any]
@@ -19,16 +21,26 @@ Collate = Callable[[list[Any]], Any]
 class IndexedBatches:
     """The microbatches of one rank.
 
-    Step s takes the places s * global_batch + [0, global_batch) of an endless row of epochs, each a permutation of all
-    samples; `microbatch_samples` shares them out, or with `costs` what they cost. Samples are read in a thread, two
-    steps ahead.
+    Step s takes its `places` of an endless row of epochs, each a permutation of all samples: by default s *
+    global_batch + [0, global_batch). `microbatch_samples` shares them out, or with `costs` what they cost. Samples are
+    read in a thread, two steps ahead.
     """
 
-    def __init__(self, samples: MapDataset, share: Share, collate: Collate, *, seed: int, costs: Costs | None = None):
+    def __init__(
+        self,
+        samples: MapDataset,
+        share: Share,
+        collate: Collate,
+        *,
+        seed: int,
+        costs: Costs | None = None,
+        places: StepPlaces | None = None,
+    ):
         if not len(samples):
             raise DataError("task: it has no training samples. Let samples('train') return some.")
         self._samples, self._share, self._collate, self._seed = samples, share, collate, seed
         self._costs = costs
+        self.places: StepPlaces = places or StepPlaces.of(None, share.global_batch)
         self._divided: dict[int, Sequence[Sequence[int]]] = {}
 
     @property
@@ -42,16 +54,17 @@ class IndexedBatches:
         """Return the same, read at once and with the next step's in view where the samples can."""
         if not hasattr(self._samples, "many"):
             return self._cut(step, None)
-        size = self._share.global_batch
         own, coming = ([number for part in self._own(one) for number in part] for one in (step, step + 1))
-        place = {number: self.locate(step * size + number) for number in own}
-        soon = [self.locate((step + 1) * size + number) for number in coming]
+        first, second = self.places.first(step), self.places.first(step + 1)
+        place = {number: self.locate(first + number) for number in own}
+        soon = [self.locate(second + number) for number in coming]
         return self._cut(step, _reader(self._samples, place, soon))
 
     def _cut(self, step: int, read: Callable[[int], Any] | None) -> list[Any]:
-        first = step * self._share.global_batch
+        first = self.places.first(step)
         read = read or (lambda number: self.sample(first + number))
-        return _microbatches(read, self._own(step), self._share, self._collate)
+        total = self.places.first(step + 1) - first
+        return _microbatches(read, self._own(step), total, self._share, self._collate)
 
     def _own(self, step: int) -> Sequence[Sequence[int]]:
         """Numbers in the global batch of each microbatch's samples."""
@@ -60,8 +73,7 @@ class IndexedBatches:
             return _own_parts(share)
         found = self._divided.get(step)
         if found is None:
-            first = step * share.global_batch
-            indices = [self.locate(first + number)[1] for number in range(share.global_batch)]
+            indices = [self.locate(place)[1] for place in range(self.places.first(step), self.places.first(step + 1))]
             found = self._costs.divide(indices, share.size)[share.rank]
             # Who reads ahead asks for a step twice.
             self._divided = {**{one: own for one, own in self._divided.items() if one == step - 1}, step: found}
@@ -87,6 +99,11 @@ class IndexedBatches:
         epoch, index = self.locate(place)
         in_epoch = getattr(self._samples, "in_epoch", None)
         return self._samples[index] if in_epoch is None else in_epoch(epoch, index)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the indices of all samples in the order of an epoch, int64 (samples,)."""
+    return permutation(num_samples, "task", seed, epoch).take(np.arange(num_samples))
 
 
 def sample_place(num_samples: int, seed: int, place: int) -> tuple[int, int]:
@@ -131,7 +148,7 @@ class _EvalBatches:
                 read = _reader(self._samples, place, soon) or (
                     lambda number, first=start: self._samples[first + number]
                 )
-                yield from _microbatches(read, parts, self._share, self._collate)
+                yield from _microbatches(read, parts, size, self._share, self._collate)
         finally:
             _close(self._samples)
 
@@ -194,10 +211,10 @@ def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Call
 
 
 def _microbatches(
-    sample_at: Callable[[int], Any], own: Sequence[Sequence[int]], share: Share, collate: Collate
+    sample_at: Callable[[int], Any], own: Sequence[Sequence[int]], total: int, share: Share, collate: Collate
 ) -> list[Any]:
-    """The rank's microbatches of a global batch, marked with the samples that they hold."""
-    cut = Microbatches.of_samples(sample_at, own, collate, share.global_batch)
+    """The rank's microbatches of a global batch of `total` samples, marked with the samples that they hold."""
+    cut = Microbatches.of_samples(sample_at, own, collate, total)
     return (cut.map(_pinned) if share.pin else cut).marked()
 
 

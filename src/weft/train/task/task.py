@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
-from weft.train.microbatch import cost_limits, costs_of, traced_costs
+from weft.train.microbatch import StepPlaces, cost_limits, costs_of, traced_costs
 from weft.train.task.forwards import Forwards
 from weft.train.task.share import Batches, MapDataset, Share
 from weft.units import format_count
@@ -115,7 +115,17 @@ class Task:
         from weft.train.task.indexed import IndexedBatches
 
         costs = costs_of(self, share.rows, share.microbatches)
-        return IndexedBatches(self.samples("train") or (), share, self.collate, seed=self.config.seed, costs=costs)
+        samples = self.samples("train") or ()
+        return IndexedBatches(samples, share, self.collate, seed=self.config.seed, costs=costs, places=self.places())
+
+    def places(self) -> StepPlaces:
+        """Return which samples each step takes: train.global_batch of them, or those that train.global_cost allows.
+
+        Asked after `prepare` or `open`.
+        """
+        from weft.train.task.indexed import epoch_order
+
+        return StepPlaces.of_task(self, lambda number, epoch: epoch_order(number, self.config.seed, epoch))
 
     def lengths(self) -> Sequence[int] | np.ndarray | None:
         """Return how long each training sample is, by its index; None: the task has no batches by cost.
@@ -132,6 +142,16 @@ class Task:
         lengths: whole numbers; the result has their shape.
         """
         return traced_costs(self.describe().traced, lengths)
+
+    #: Whether samples may be as long as train.seq_len; else the longest of `lengths` is the longest that there is.
+    fills_seq_len: bool = True
+
+    def costs_beside(self) -> np.ndarray | None:
+        """Return what each training sample costs beside its length, in tokens too; None: nothing.
+
+        Such as encoders of its pictures. float64 (samples,), by index.
+        """
+        return None
 
     def eval_batches(self, share: Share) -> Iterable[Any] | None:
         """Return the evaluation set of one rank, equally many batches on each; None where there is none.
@@ -271,6 +291,8 @@ class Task:
     def batch_line(self) -> str:
         """Say what a step and the whole run read."""
         batch, steps = self.config.train.global_batch, self.config.train.steps
+        if (most := self.config.train.global_cost) is not None:
+            return f"{self.sample_unit} that cost up to {most:g} tokens a step, {steps} steps"
         return f"{batch} {self.sample_unit} a step, {steps} steps, {format_count(batch * steps)} {self.sample_unit}"
 
     def show(self, folder: RunFolder, step: int) -> str:

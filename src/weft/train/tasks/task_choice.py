@@ -104,6 +104,9 @@ def _check_batching(task: Task, config: RunConfig) -> None:
         rule = f"train.norm_group={config.train.norm_group} takes samples in their order. Leave one of the two out"
     elif cost != "auto" and not asked:
         key, rule = f"microbatch_cost={cost:g}", "only data.batching=cost reads it. Set that too, or leave it out"
+    if not rule and not asked and (most := config.train.global_cost) is not None:
+        rule = "only data.batching=cost knows costs. Set that too, or use train.global_batch"
+        raise ConfigError([Problem("train.global_cost", f"train.global_cost={most:g}: {rule}.")])
     if rule:
         raise ConfigError([Problem(f"data.{key.split('=')[0]}", f"data.{key}: {rule}.")])
 

@@ -50,13 +50,19 @@ class MixedRecords(MediaRecords):
         """Return how many pictures and recordings each sample has."""
         return self._lengths("places") // _NUMBERS
 
-    def token_counts(self) -> NDArray[np.int64]:
-        """Return the tokens of each sample, a picture or a recording counted as one."""
-        return self._lengths("tokens")
+    def media_sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return which sample each picture and recording belongs to, (media,), and what it is, int64 (media, 3).
 
-    def _lengths(self, column: str) -> NDArray[np.int64]:
-        found = self.table.lengths(column)
-        return found if self._chosen is None else found[self._chosen]
+        That is whether it is a sound, and two numbers of its size as `sizes` gives them.
+        """
+        rows = self.table.column("places").reshape(-1, _NUMBERS)
+        owners = np.repeat(np.arange(len(self.table)), self.table.lengths("places") // _NUMBERS)
+        if self._chosen is not None:
+            place = np.full(len(self.table), -1)
+            place[self._chosen] = np.arange(len(self._chosen))
+            rows, owners = rows[place[owners] >= 0], place[owners]
+            owners = owners[owners >= 0]
+        return owners, np.asarray(rows[:, [0, 6, 7]], np.int64)
 
     def sizes(self, index: int) -> list[tuple[bool, tuple[int, ...]]]:
         """Return for each picture or recording whether it is a sound, and its size as headers say it."""

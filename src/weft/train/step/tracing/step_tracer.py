@@ -22,7 +22,7 @@ from weft.parallel import data_parallel
 from weft.parallel.randomness import SampleNumbers
 from weft.spec import shares
 from weft.train.engine import TraceKind
-from weft.train.microbatch import Microbatches, cut_rows, samples_in, samples_of
+from weft.train.microbatch import Microbatches, StepPlaces, cut_rows, samples_in, samples_of
 from weft.train.state import gather
 from weft.train.step.evaluation import each_output
 from weft.train.step.tracing.module_watch import (
@@ -34,7 +34,7 @@ from weft.train.step.tracing.module_watch import (
 )
 from weft.train.step.tracing.trace_event import LossPart, RankFinding, TracedSamples, judge, unusual, worst
 from weft.train.step.whole_batch import WholeBatchLoss
-from weft.train.task import Task
+from weft.train.task import Batches, Task
 
 #: A microbatch is cut into so many parts, and so is the worst of them, until a part is one sample.
 _PARTS = 16
@@ -78,11 +78,12 @@ class StepTracer:
         model: what `parallelize` returned.
         mesh: of the ranks.
         task: gives forward and loss.
-        global_batch: samples of a step.
+        batches: say which samples each step takes.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, task: Task, global_batch: int):
-        self._model, self._mesh, self._task, self._global_batch = model, mesh, task, global_batch
+    def __init__(self, model: nn.Module, mesh: Mesh, task: Task, batches: Batches):
+        self._model, self._mesh, self._task = model, mesh, task
+        self._places = StepPlaces.of(batches, task.config.train.global_batch)
 
     def trace(self, kind: TraceKind, step: TracedStep) -> dict[str, Any]:
         """Return the event of a step, the same on all ranks. A collective.
@@ -112,7 +113,7 @@ class StepTracer:
         chosen = joined[worst(joined) if can_tell else 0]
         every = len(joined) > 1 and all(part.is_bad for part in joined)
         samples = TracedSamples(data, index, named, chosen.mean if chosen.count else math.nan, losses, every)
-        before = (step.number - 1) * self._global_batch
+        before = self._places.first(step.number - 1)
         return {
             "event": "trace",
             "step": step.number,

@@ -24,6 +24,7 @@ from weft.train.task import Report, Task
 from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, keep_base
 from weft.train.tasks.tuned.padding import FilledUp, padded, padded_length
 from weft.train.tasks.tuned.table_data import Rows, SplitTables, TableReader, TableRecord
+from weft.train.tasks.tuned.token_costs import TokenCosts
 from weft.units import format_count
 
 if TYPE_CHECKING:
@@ -257,18 +258,11 @@ class FolderTask(Task):
 
     def length_costs(self, lengths: np.ndarray) -> np.ndarray:
         """Return the FLOPs of texts, divided by those of one token: of all weights but tables, and of attention."""
-        from torch import nn
-
         from weft.structure import hugging_face
 
         config: Any = hugging_face.load_model_config(self._base)
-        model = self.shapes()
-        tables = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
-        weights = sum(param.numel() for param in model.parameters() if id(param) not in tables)
-        # A token takes 2 FLOPs for each weight, and for each token that it looks at 4 for each feature of each layer.
-        per_pair = 2 * config.num_hidden_layers * config.hidden_size
-        asked = np.asarray(lengths, np.float64)
-        return asked * (weights + per_pair * asked) / (weights + per_pair)
+        costs = TokenCosts.of(self.shapes(), config.num_hidden_layers, config.hidden_size)
+        return costs.work(lengths) / costs.work(1)
 
     def sample_lines(self, place: int) -> Sequence[str]:
         """Show the text that the model reads, beside what else a row holds."""

@@ -20,6 +20,7 @@ from weft.models.speech import build_speech_model
 from weft.monitor.screen import SheetEntry
 from weft.train.task import Metric
 from weft.train.tasks.tuned.media.media_task import MediaTask
+from weft.train.tasks.tuned.token_costs import TokenCosts
 
 
 @dataclass(eq=False)
@@ -56,6 +57,8 @@ class AudioClassTask(MediaTask):
     media_file = "recordings.json"
     metrics = (Metric("accuracy", "", "Share of the recordings whose class the model names."),)
     sum_names = ("right",)
+    sections = (*MediaTask.sections, "data.batching", "data.microbatch_cost")
+    fills_seq_len = False
 
     def __post_init__(self) -> None:
         self.check_share()
@@ -118,6 +121,21 @@ class AudioClassTask(MediaTask):
             row[:, : made.shape[1]] = made
         labels = torch.tensor([label for _, label in samples])
         return {"features": torch.from_numpy(features), "frames": torch.tensor(frames), "labels": labels}
+
+    # --- what samples cost ---
+
+    def lengths(self) -> np.ndarray:
+        """Return the frames that each recording is filled up to where it stands alone, int64 (samples,)."""
+        frames, rates = self.media("train").sizes_of_all()[:, :2].T
+        heard = np.minimum(frames / np.maximum(1, rates), self.seconds) * self.rate
+        found = np.maximum(1, heard.astype(np.int64) // round(self.rate / 100))
+        return -(-found // self.pad_multiple) * self.pad_multiple
+
+    def length_costs(self, lengths: np.ndarray) -> np.ndarray:
+        """Return what frames cost, in frames: of four of them the network makes a token."""
+        model: Any = self.shapes()
+        costs = TokenCosts.of(model, len(model.blocks), model.norm.normalized_shape[0])
+        return 4.0 * costs.work(np.asarray(lengths) / 4.0) / costs.work(1)
 
     # --- the model ---
 

@@ -6,21 +6,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.data.media.mixed import PICTURE_MARK, MixedSample
+from weft.data.media.mixed import PICTURE_MARK, MixedRecords, MixedSample
 from weft.errors import DataError
-from weft.models.multimodal import build_media_decoder, sound_tokens
+from weft.models.multimodal import build_media_decoder, encoder_tokens, sound_tokens
+from weft.optim import freeze
 from weft.parallel.pipeline import pipeline_of
 from weft.train.task import Forwards, Metric
 from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
 from weft.train.tasks.tuned.media.edit_distance import edit_distance
+from weft.train.tasks.tuned.media.frozen_encoders import frozen_encoders
 from weft.train.tasks.tuned.media.mixed_task import MixedTask
 from weft.train.tasks.tuned.media.writing import LOOK_EVERY, any_goes_on
+from weft.train.tasks.tuned.token_costs import TokenCosts
 
 #: Tokens of a batch are rounded up to so many.
 _MULTIPLE = 8
+#: What an encoder that is not trained costs of one that is: it has a forward and no backward.
+_FORWARD_ALONE = 1 / 3
 
 
 @dataclass(eq=False)
@@ -45,6 +51,8 @@ class CaptionTask(MixedTask):
         Metric("accuracy", "", "share of the texts that the model writes without a wrong letter"),
     )
     sum_names = ("named", "edits", "letters", "right", "texts")
+    sections = (*MixedTask.sections, "data.batching", "data.microbatch_cost")
+    fills_seq_len = False
 
     _forwards: Forwards | None = field(default=None, init=False, repr=False)
 
@@ -94,6 +102,49 @@ class CaptionTask(MixedTask):
 
     def nominal_count(self) -> int:
         return self.config.train.global_batch * self.text_len // 4
+
+    # --- what samples cost ---
+
+    def lengths(self) -> np.ndarray:
+        """Return the tokens of each sample, those of its pictures and recordings among them: int64 (samples,)."""
+        records: MixedRecords = self.media("train")
+        owners, is_sound, frames = self._media_frames()
+        each = np.where(is_sound, sound_tokens(frames), (self.grid // 2) ** 2)
+        # The mark of each is a token already.
+        found = records.token_counts() + np.bincount(owners, each - 1, len(records)).astype(np.int64)
+        return -(-found // _MULTIPLE) * _MULTIPLE
+
+    def length_costs(self, lengths: np.ndarray) -> np.ndarray:
+        costs = self._text_costs(self.shapes())
+        return costs.work(lengths) / costs.work(1)
+
+    def costs_beside(self) -> np.ndarray:
+        """Return what encoders of pictures and sound cost for each sample: float64 (samples,)."""
+        model, (owners, is_sound, frames) = self.shapes(), self._media_frames()
+        freeze(model, self.config.optimizer)
+        kept = frozen_encoders(model, self.config, self) if self.config.data.cache_features else ()
+        found = np.zeros(len(owners))
+        counts = {"vision": np.full(len(owners), self.grid**2), "sound": encoder_tokens(frames)}
+        for name, tokens in counts.items():
+            tower: Any = getattr(model, name)
+            if tower is None or name in kept:
+                continue
+            costs = TokenCosts.of(tower, len(tower.blocks), tower.norm.normalized_shape[0])
+            is_trained = any(param.requires_grad for param in tower.parameters())
+            work = costs.work(tokens) * (1.0 if is_trained else _FORWARD_ALONE)
+            found += np.where(is_sound == (name == "sound"), work, 0.0)
+        found /= float(self._text_costs(model).work(1))
+        return np.bincount(owners, found, len(self.media("train")))
+
+    def _text_costs(self, model: Any) -> TokenCosts:
+        return TokenCosts.of(model.text, model.text.spec.num_layers, model.text.spec.dim)
+
+    def _media_frames(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every picture and recording: its sample, whether it is a sound, its frames (of a picture 1)."""
+        owners, sizes = self.media("train").media_sizes()
+        is_sound, hop = sizes[:, 0] > 0, round(self.rate / 100)
+        seconds = np.where(is_sound, sizes[:, 1] / np.maximum(1, sizes[:, 2]), 0.0)
+        return owners, is_sound, np.maximum(1, (seconds * self.rate).astype(np.int64) // hop)
 
     # --- the model ---
 

@@ -20,7 +20,7 @@ from weft.parallel.pipeline import pipeline_of
 from weft.spec.rules import Facts
 from weft.spec.traced import Limit
 from weft.train.folder import RunFolder
-from weft.train.task import Forwards, Metric, Report, Task
+from weft.train.task import Forwards, Metric, Report
 from weft.train.tasks.decoder_files import base_of
 from weft.train.tasks.decoder_loss import token_cross_entropy
 from weft.train.tasks.tuned.folder_task import IGNORED, FolderTask
@@ -28,6 +28,7 @@ from weft.train.tasks.tuned.media.edit_distance import edit_distance
 from weft.train.tasks.tuned.media.media_task import MediaTask
 from weft.train.tasks.tuned.media.writing import LOOK_EVERY, any_goes_on
 from weft.train.tasks.tuned.padding import padded, padded_length
+from weft.train.tasks.tuned.token_costs import TokenCosts
 
 #: Why no plan shares out the tokens of a text between layers.
 _NO_SP = Limit((0,), "evaluations write token by token, which is none to share out; task.options.generate=0 leaves it")
@@ -61,7 +62,7 @@ class TranscribeTask(MediaTask, FolderTask):
     unit, sample_unit = "tokens", "recordings"
     head, head_words = "SpeechSeq2Seq", "model that writes what it hears"
     media_file = "recordings.json"
-    sections = ("model.path", "data.cache_dir", "data.workers")
+    sections = ("model.path", "data.cache_dir", "data.workers", "data.batching", "data.microbatch_cost")
     identity = ("model",)
     sum_names = ("right", "edits", "letters")
     metrics = (
@@ -71,8 +72,7 @@ class TranscribeTask(MediaTask, FolderTask):
 
     _forwards: Forwards | None = field(default=None, init=False, repr=False)
 
-    #: Those of a table of texts: recordings have no cost yet, so batches by cost are refused.
-    lengths, length_costs = Task.lengths, Task.length_costs
+    fills_seq_len = False
 
     def __post_init__(self) -> None:
         self.check_share()
@@ -227,6 +227,34 @@ class TranscribeTask(MediaTask, FolderTask):
 
     def nominal_count(self) -> int:
         return self.config.train.global_batch * self.target_len
+
+    # --- what samples cost ---
+
+    def lengths(self) -> np.ndarray:
+        """Return what each text is filled up to where it stands alone, int64 (samples,)."""
+        counts, multiple = self.media("train").token_counts(), self.pad_multiple
+        return np.maximum(counts, np.minimum(-(-counts // multiple) * multiple, self.target_len))
+
+    def length_costs(self, lengths: np.ndarray) -> np.ndarray:
+        costs, _ = self._costs
+        return costs.work(lengths) / costs.work(1)
+
+    def costs_beside(self) -> np.ndarray:
+        """Return what the encoder costs for each sample: it hears all its seconds, whatever a recording lasts."""
+        costs, encoder = self._costs
+        return np.full(len(self.media("train")), encoder / float(costs.work(1)))
+
+    @cached_property
+    def _costs(self) -> tuple[TokenCosts, float]:
+        """What tokens of a text cost, and the encoder."""
+        model: Any = self.shapes()
+        config, encoder = model.config, model.get_encoder()
+        heard = int(config.max_source_positions)
+        text = TokenCosts.of(model, config.decoder_layers, config.d_model)
+        sound = TokenCosts.of(encoder, config.encoder_layers, config.d_model)
+        # A token of the text looks at all that was heard, too.
+        weights = text.weights - sound.weights + text.per_pair * heard
+        return TokenCosts(weights, text.per_pair), float(sound.work(heard))
 
     # --- the model ---
 

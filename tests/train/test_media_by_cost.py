@@ -1,0 +1,157 @@
+"""Batches by cost of pictures and sound: what samples cost, and the numbers of fixed batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data import recordings
+from tests.data.mixed_records import as_tar, mixed
+from tests.train import test_mixed_tasks, test_speech_parity
+from tests.train.speech_folders import save_whisper
+from weft.errors import ConfigError
+from weft.mesh import build_mesh
+from weft.parallel import parallelize
+from weft.parallel.zero import load_base
+from weft.spec import RunConfig
+from weft.spec.plan import Plan
+from weft.testing.verify.float64 import Float64Throughout
+from weft.train import Microbatches, TrainStep, prepare_run
+from weft.train.folder import run_folder
+from weft.train.state import capture_model
+from weft.train.task import Share
+from weft.train.tasks import find_task
+
+STEPS, BATCH = 2, 7
+FROZEN = [{"match": "vision.*", "lr": 0.0}]
+
+
+def by_cost(made: RunConfig, **train: Any) -> RunConfig:
+    """The same with batches by cost; of those that cost little, so that steps have several microbatches."""
+    values = made.model_dump(by_alias=True)
+    values["data"] |= {"batching": "cost", "microbatch_cost": train.pop("microbatch_cost", "auto")}
+    values["train"] |= train
+    return RunConfig.model_validate(values)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("media_by_cost")
+    as_tar(found, mixed(40))
+    recordings.sound_folder(found / "folder")
+    (found / "said").mkdir()
+    recordings.as_tar(found / "said", recordings.spoken(24), "text")
+    save_whisper(found / "whisper")
+    speech = (test_speech_parity.config(case, found) for case in ("speech-tiny", "whisper"))
+    for made in (test_mixed_tasks.config(found), *speech):
+        prepare_run(made, world_size=1)
+    return found
+
+
+def opened(made: RunConfig) -> Any:
+    task: Any = find_task(made)
+    task.open(run_folder(made))
+    return task
+
+
+def trained(plan_text: str, made: RunConfig) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], list[int]]:
+    """Losses and norms of some steps, weights after them, and the number of microbatches of each."""
+    torch.set_num_threads(1)
+    plan = Plan.parse(f"{plan_text} precision=fp64")
+    mesh = build_mesh(plan)
+    with Float64Throughout():
+        task = opened(made)
+        model = task.initial_model(plan)
+        weights = task.initial_weights(model)
+        parallelize(model, mesh, filled_later=weights is not None)
+        if weights is not None:
+            load_base(model, weights)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.1)
+        step = TrainStep(model, optimizer, task.loss, mesh, forward=task.forward, max_grad_norm=1.0)
+        batches = task.batches(Share(BATCH, plan.microbatches_per_step, mesh.data.rank, mesh.data.size))
+        cut = [batches.batches(index) for index in range(STEPS)]
+        done = [step(Microbatches(own, any_number=True)) for own in cut]
+        whole = {name: tensor.clone() for name, tensor in capture_model(model).items()}
+    return [(one.loss, one.grad_norm) for one in done], whole, [len(own) for own in cut]
+
+
+def assert_alike(got: Any, wanted: Any) -> None:
+    for one, other in zip(got[0], wanted[0], strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+    for name, tensor in got[1].items():
+        torch.testing.assert_close(tensor, wanted[1][name], rtol=1e-8, atol=1e-10, msg=name)
+
+
+def bound_of(task: Any, samples: float) -> float:
+    """What so many of the most costly samples cost."""
+    lengths = np.asarray(task.lengths())
+    beside = task.costs_beside()
+    return float((task.length_costs(lengths) + (0.0 if beside is None else beside)).max()) * samples
+
+
+@pytest.mark.parametrize("plan", ["dp_shard=2 zero=3", pytest.param("dp_replicate=2", marks=pytest.mark.full)])
+def test_pictures_and_sound_by_cost_give_the_numbers_of_fixed_batches(plan: str, root: Path, ranks2: Any) -> None:
+    made = test_mixed_tasks.config(root)
+    wanted = trained("dp_replicate=1", made)
+    cut = by_cost(made, microbatch_cost=bound_of(opened(made), 2.5))
+    for found in ranks2.run(trained, plan, cut):
+        assert_alike(found, wanted)
+        assert max(found[2]) > 1
+
+
+def test_steps_of_pictures_by_cost_are_the_same_under_every_plan(root: Path, ranks2: Any) -> None:
+    most = bound_of(opened(test_mixed_tasks.config(root)), 3)
+    made = by_cost(test_mixed_tasks.config(root), global_cost=most)
+    wanted = trained("dp_replicate=1", made)
+    for found in ranks2.run(trained, "dp_shard=2 zero=3", by_cost(made, microbatch_cost=most / 2)):
+        assert_alike(found, wanted)
+    places = opened(made).places()
+    assert len({places.first(step + 1) - places.first(step) for step in range(6)}) > 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["speech-tiny", "whisper"])
+def test_recordings_by_cost(case: str, root: Path, ranks2: Any) -> None:
+    made = test_speech_parity.config(case, root)
+    wanted = trained("dp_replicate=1", made)
+    cut = by_cost(made, microbatch_cost=bound_of(opened(made), 2.5))
+    for found in ranks2.run(trained, "dp_shard=2 zero=3", cut):
+        assert_alike(found, wanted)
+
+
+def test_lengths_are_those_that_samples_are_filled_up_to(root: Path) -> None:
+    task = opened(test_mixed_tasks.config(root))
+    samples = task.samples("train")
+    own = [task.collate([samples[index]])["input_ids"].shape[1] for index in range(len(samples))]
+    # A recording may have a frame more or less than its header lets one think: a token, rounded to eight.
+    assert np.abs(np.asarray(own) - task.lengths()).max() <= 8
+    assert np.mean(np.asarray(own) == task.lengths()) > 0.8
+
+
+def test_what_is_not_trained_costs_a_third_and_what_is_kept_nothing(root: Path) -> None:
+    made = test_mixed_tasks.config(root, augment=False)
+    values = made.model_dump(by_alias=True)
+    values["optimizer"]["groups"] = FROZEN
+    frozen = RunConfig.model_validate(values)
+    values["data"]["cache_features"] = True
+    kept = RunConfig.model_validate(values)
+    owners, sizes = opened(made).media("train").media_sizes()
+    costs = [opened(one).costs_beside() for one in (made, frozen, kept)]
+    pictures = np.bincount(owners[sizes[:, 0] == 0], minlength=len(costs[0]))
+    alone = (pictures > 0) & (np.bincount(owners[sizes[:, 0] > 0], minlength=len(pictures)) == 0)
+    assert alone.any()
+    np.testing.assert_allclose(costs[1][alone], costs[0][alone] / 3)
+    assert not costs[2][alone].any()
+    each = costs[0][alone] / pictures[alone]
+    np.testing.assert_allclose(each, each[0])
+    # 16 patches of a tower as wide as the text, and about as deep.
+    assert 8 < each[0] < 32
+
+
+def test_a_task_that_compares_samples_has_no_batches_by_cost(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"task\.name=contrast does not say how long"):
+        find_task(by_cost(test_mixed_tasks.config(root, "contrast")))
