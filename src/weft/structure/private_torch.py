@@ -30,8 +30,8 @@ def number_of(node: Any) -> int:
 
 def forward_hooks(module: nn.Module) -> dict[int, Any]:
     """A module's hooks that run behind its forward, by the number of each: what is taken out no longer runs."""
-    hooks: dict[int, Any] = module._forward_hooks  # pyright: ignore[reportUnknownMemberType] - its hooks have no types
-    return hooks
+    untyped: Any = module  # the types of its hooks are partly unknown
+    return untyped._forward_hooks
 
 
 def children(module: nn.Module) -> dict[str, nn.Module | None]:
