@@ -97,7 +97,8 @@ def check(case: object, ranks: list[dict[str, torch.Tensor]], expected: dict[str
 
 @pytest.mark.parametrize(
     "plan, size",
-    [("", 16), ("", 4), ("accumulation=2", 4), ("accumulation=2 recompute=full", 8), ("accumulation=4", 2)],
+    # No groups of 2: normalised, two values are +1 and -1 but for eps, and what rounding leaves of a gradient grows.
+    [("", 16), ("", 4), ("accumulation=2", 4), ("accumulation=2 recompute=full", 8), ("accumulation=4", 4)],
 )
 def test_groups_in_one_process(plan, size):
     check(plan, [trained(plan, size)], by_hand(size))

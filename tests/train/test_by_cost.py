@@ -204,15 +204,16 @@ def test_a_run_of_steps_by_cost_ends_with_its_epochs_and_goes_on(root):
 
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=30),
-    st.floats(1, 120),
+    st.floats(1, 60),
+    st.integers(0, 12),
     st.integers(0, 40),
-    st.integers(0, 90),
 )
 def test_steps_take_samples_while_their_cost_lasts(costs, most, step, place):
     def in_order(epoch):
         return np.roll(np.array(costs, float), epoch)
 
-    endless = np.concatenate([in_order(epoch) for epoch in range(step + place + 3)])
+    needed = int((step + 2) * most) + place  # of samples that cost 1 or more
+    endless = np.concatenate([in_order(epoch) for epoch in range(needed // len(costs) + 2)])
     firsts, used = [0], 0.0
     for number, cost in enumerate(endless):
         if number > firsts[-1] and used + cost > most * (1 + 1e-9):

@@ -166,7 +166,9 @@ def tuned(plan_text: str, folders: dict[str, Path], *, late: bool = True) -> dic
 def test_an_adapter_starts_beside_a_base_that_each_rank_reads(plan, folders, ranks2):
     tried = {family: folders[family] for family in ("llama", "gpt2")}
     wanted = tuned("dp_replicate=1", tried, late=False)
-    assert tuned("dp_replicate=1", tried) == wanted
+    for family, losses in tuned("dp_replicate=1", tried).items():
+        # Two roundings of fp32: kernels round by where in memory the same weights lie.
+        assert losses == pytest.approx(wanted[family], rel=2.0**-22), family
     for result in ranks2.run(tuned, plan, tried):
         for family, losses in wanted.items():
             assert result[family] == pytest.approx(losses, rel=2e-5), family

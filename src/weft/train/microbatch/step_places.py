@@ -99,7 +99,8 @@ class CostPlaces(StepPlaces):
         start = 0
         while start < self._num_samples:
             stop = int(np.searchsorted(sums, sums[start] + self._most - self._used, side="right")) - 1
-            if before + stop <= self._firsts[-1]:  # the first sample alone is too much
+            stop = max(stop, start)  # a step that is open from the epoch before may have no room
+            if before + stop == self._firsts[-1]:  # the first sample alone is too much
                 stop = start + 1
             if stop == self._num_samples:  # there may be room for samples of the next epoch
                 self._used += float(sums[stop] - sums[start])

@@ -22,6 +22,9 @@ from weft.train.tasks.tuned.media.mixed_task import MixedTask
 
 _NO_PP = Limit((1,), "the loss compares all samples of the batch, which no stage of a pipeline has in time")
 _WITHIN = (1, 5, 10)
+#: Products of vectors of length one that differ by less are alike: a text that is there twice has one place, however
+#: it rounds.
+_ALIKE = 1e-6
 
 
 @dataclass(eq=False)
@@ -95,7 +98,7 @@ class ContrastTask(MixedTask):
     def _score(self, own: Any, every: Any, places: Tensor) -> Mapping[str, Tensor]:
         """Of how many at most so many texts of the set are nearer than their own."""
         products = own[0] @ every[1].T
-        nearer = (products > products.gather(1, places[:, None])).sum(1)
+        nearer = (products > products.gather(1, places[:, None]) + _ALIKE).sum(1)
         return {f"within_{most}": (nearer < most).sum() for most in _WITHIN}
 
     def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:

@@ -1,0 +1,161 @@
+"""Samples a second of batches by cost, beside fixed batches and batches grouped by length: the same model and samples.
+
+    python benchmarks/by_cost.py FOLDER [--samples 768] [--rounds 3]
+
+FOLDER: Debian's tuxpaint-stamps-default, unpacked: pictures with captions and spoken captions in many languages.
+omni-tiny learns to write the caption after picture and recording, in one process of one thread, in steps of 64:
+`fixed` cuts them into 4 microbatches of 16 as drawn, filled up to the longest; `grouped` sorts 50 batches of 16 by
+length first, as the sampler of transformers does; `cost` is data.batching=cost. Samples are decoded before the clock
+runs. For four ranks nothing is run: the work of the slowest rank is counted, in FLOPs of filled batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.data.order import permutation
+from weft.mesh import build_mesh
+from weft.optim import build_optimizer
+from weft.parallel import parallelize
+from weft.spec import RunConfig
+from weft.spec.plan import Plan
+from weft.train import Microbatches, TrainStep, prepare_run
+from weft.train.microbatch import costs_of
+from weft.train.tasks import find_task
+
+STEP, ROWS, MEGABATCH = 64, 16, 50
+
+
+def triples(folder: Path, most: int) -> list[dict[str, Any]]:
+    """Records of picture, spoken caption and caption in the same language, drawn from all."""
+    found: list[dict[str, Any]] = []
+    for said in sorted(folder.rglob("*_desc_*.ogg")):
+        name, _, language = said.stem.rpartition("_desc_")
+        picture, words = said.with_name(f"{name}.png"), said.with_name(f"{name}.txt")
+        if not picture.is_file() or not words.is_file():
+            continue
+        for line in words.read_text("utf-8", "replace").splitlines():
+            if line.startswith(f"{language}.utf8="):
+                text = line.partition("=")[2].strip()
+                found.append({"text": f"<image><audio>{text}", "files": (picture, said)})
+    order = permutation(len(found), "by_cost", 0).take(np.arange(len(found)))
+    return [found[index] for index in order[:most].tolist()]
+
+
+def task_of(folder: Path, records: list[dict[str, Any]]) -> Any:
+    """The task, its data prepared."""
+    path = folder / "x.tar"
+    with tarfile.open(path, "w") as tar:
+        for number, record in enumerate(records):
+            (folder / "text.json").write_text(json.dumps({"text": record["text"]}))
+            for file in (*record["files"], folder / "text.json"):
+                tar.add(file, f"{number:05d}{file.suffix}")
+    options = {"data": str(path), "model": "omni-tiny", "seconds": 30.0, "text_len": 400, "holdout": 0.02}
+    made = RunConfig.model_validate(
+        {
+            "task": {"name": "caption", "options": options},
+            "run": {"name": "by_cost", "dir": str(folder / "runs")},
+            "train": {"steps": 1, "global_batch": STEP},
+            "data": {"cache_dir": str(folder / "cache"), "workers": 0, "batching": "cost"},
+            "launch": {"device": "cpu"},
+        }
+    )
+    prepare_run(made, 1)
+    task: Any = find_task(made)
+    task.prepare(_Nowhere(folder), None)
+    return task
+
+
+class _Nowhere:
+    """A run folder without a run."""
+
+    def __init__(self, path: Path):
+        self.path = path / "nowhere"
+
+
+def steps_of(task: Any, kind: str, costs: Any, lengths: np.ndarray, seed: int) -> list[list[list[int]]]:
+    """Microbatches of all steps of an epoch, as indices of samples."""
+    drawn = np.random.default_rng(seed).permutation(len(lengths))
+    drawn = drawn[: len(drawn) // STEP * STEP]
+    if kind == "cost":
+        found = [drawn[first : first + STEP] for first in range(0, len(drawn), STEP)]
+        return [[one[list(run)].tolist() for run in costs.divide(one, 1)[0] if run] for one in found]
+    if kind == "grouped":
+        size = MEGABATCH * ROWS
+        parts = [drawn[first : first + size] for first in range(0, len(drawn), size)]
+        drawn = np.concatenate([part[np.argsort(-lengths[part], kind="stable")] for part in parts])
+    batches = drawn.reshape(-1, ROWS)
+    if kind == "grouped":
+        batches = batches[np.random.default_rng(seed).permutation(len(batches))]
+    return [batches[first : first + STEP // ROWS].tolist() for first in range(0, len(batches), STEP // ROWS)]
+
+
+def slowest(steps: Sequence[Any], work: Any, num_ranks: int, rows: int) -> float:
+    """Work of the slowest of some ranks that take the samples of a step as drawn, `rows` in a microbatch."""
+    total = 0.0
+    for step in steps:
+        own = np.concatenate([np.asarray(batch) for batch in step]).reshape(num_ranks, -1)
+        total += max(sum(work(rank[first : first + rows]) for first in range(0, len(rank), rows)) for rank in own)
+    return total
+
+
+def main() -> None:
+    """Print samples a second of each, and the counted work of four ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="tuxpaint-stamps-default, unpacked")
+    parser.add_argument("--samples", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as made:
+        task = task_of(Path(made), triples(options.folder, options.samples))
+        samples = task.samples("train")
+        decoded = [samples[index] for index in range(len(samples))]
+        lengths, beside = np.asarray(task.lengths()), task.costs_beside()
+        plan = Plan.parse(f"accumulation={STEP // ROWS}")
+        costs = costs_of(task, ROWS, STEP // ROWS)
+        model = parallelize(task.initial_model(plan), build_mesh(plan))
+        optimizer = build_optimizer(model.named_parameters(), task.config.optimizer)
+        step = TrainStep(model, optimizer, task.loss, build_mesh(plan), forward=task.forward)
+        kinds = ("fixed", "grouped", "cost")
+        rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for turn in range(options.rounds):
+            for kind in kinds:
+                for number, own in enumerate(steps_of(task, kind, costs, lengths, turn)[:6]):
+                    batches = [task.collate([decoded[index] for index in run]) for run in own]
+                    start = time.perf_counter()
+                    step(Microbatches(batches, any_number=True))
+                    if number:  # the first of a kind makes buffers
+                        rates[kind].append(sum(map(len, own)) / (time.perf_counter() - start))
+        found = {kind: statistics.median(rates[kind]) for kind in kinds}
+        print(f"{len(samples)} samples of {lengths.min()} to {lengths.max()} tokens, steps of {STEP}, one process")
+        for kind in kinds:
+            print(f"{kind:8} {found[kind]:7.1f} samples/s, cost is {found['cost'] / found[kind]:.2f} of it")
+
+        def work(run: np.ndarray) -> float:
+            return float(costs.cost_of(lengths[run].max())) * len(run) + float(beside[run].sum())
+
+        as_drawn = {kind: steps_of(task, kind, costs, lengths, 0) for kind in ("fixed", "grouped")}
+        by_cost = 0.0
+        for one in as_drawn["fixed"]:
+            indices = np.concatenate([np.asarray(batch) for batch in one])
+            ranks = costs.divide(indices, 4)
+            by_cost += max(sum(work(indices[list(run)]) for run in rank if run) for rank in ranks)
+        for kind, some in as_drawn.items():
+            share = slowest(some, work, 4, ROWS) / by_cost
+            print(f"4 ranks, counted: the slowest of {kind} does {share:.2f} of cost's work")
+
+
+if __name__ == "__main__":
+    main()
