@@ -18,7 +18,7 @@ from weft.spec import RunConfig
 from weft.spec.traced import Limit, TracedModel
 
 #: What a microbatch costs beside its samples, as a share of what it may hold: calls of many small kernels.
-_CALL = 0.05
+_CALL = 0.01
 #: Bounds of a microbatch's cost that are tried, and the runs of all ranks up to which they are.
 _BOUNDS, _SEARCHED = 4, 32
 #: Into how many more microbatches than the plan's a step may be cut, where that leaves less to fill up.
