@@ -58,7 +58,9 @@ class OtherWorlds:
         )  # fmt: skip
         self.party.wants_out = stops
         self.sync = meet_apart(model, data_parallel(model), mesh, job.plan, self.party)
-        self.sync.terms = f" seed={job.config.seed} train.global_batch={job.config.train.global_batch}"
+        train = job.config.train
+        most = "" if train.global_cost is None else f" train.global_cost={train.global_cost:g}"
+        self.sync.terms = f" seed={job.config.seed} train.global_batch={train.global_batch}{most}"
 
     def before_step(self, number: int) -> None:
         """Hear that a step begins. number: steps done before."""
