@@ -2,7 +2,7 @@
 
     python benchmarks/learning.py digits            # scikit-learn's 1,797 written digits, resnet18
     python benchmarks/learning.py stamps FOLDER     # Debian's tuxpaint-stamps-default, unpacked: pictures and captions
-    python benchmarks/learning.py spoken FOLDER     # Debian's asterisk-core-sounds-en-wav, unpacked: digits seen or said
+    python benchmarks/learning.py spoken FOLDER     # Debian's asterisk-core-sounds-en-wav, unpacked: seen or said
 
 digits: every fifth is held out; the share named right. stamps: every tenth stamp is held out with its caption; recall
 at 5 of `task=contrast`, beside chance. spoken: omni-tiny writes the name of a digit that it sees or hears. One voice

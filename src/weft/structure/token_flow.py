@@ -10,6 +10,7 @@ would tell. An operation that is not known here ends the mark, without a word.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from weft.errors import LayoutError, ModelError
 from weft.private_torch import named_modules, tree_leaves
 from weft.spec import Style
+from weft.structure import hugging_face
 from weft.structure.blocks import has_params, repeated_blocks
 from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, without_numbers
 from weft.structure.feature_flow import FeatureFlow, FlowStep, Mark, plain_name
@@ -269,3 +271,22 @@ class _TokenStep(FlowStep):
     def _scaled_dot_product_attention(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         if all((mark := self.flow.of(one)) is None or mark.dim != one.dim() - 2 for one in self.args[:3]):
             yield from self._keep(self.first.dim)
+
+
+def why_fixed_attention(model: Any) -> str:
+    """Why calls of attention of this model of transformers cannot be replaced; "" where they can."""
+    kind = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"the attention of {kind} cannot be replaced from outside (_supports_attention_backend is not set)"
+    if hugging_face.attention_heads(model) is None:
+        return f"{kind} gives no single number of attention heads"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{kind} takes no position_ids"
+    if getattr(getattr(model, "config", None), "trigram_input", False):
+        return f"{kind} reads the embeddings of neighbouring tokens together (trigram_input)"
+    for path, block in repeated_blocks(model).items():
+        for name, module in named_modules(block):
+            if mixing(module) == "other":
+                place = f"{path}.{name}" if name else path
+                return f"{place} ({type(module).__name__}) mixes tokens by something other than attention"
+    return ""

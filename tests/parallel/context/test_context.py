@@ -17,10 +17,11 @@ from weft.mesh import build_mesh
 from weft.models import build_decoder, generate
 from weft.parallel import parallelize
 from weft.parallel.context import Context, apply_context, context_of, cut_sequence, sequence_in_use
-from weft.parallel.context.attention_functions import PREFIX, refuse_chunks, why_whole
+from weft.parallel.context.attention_functions import PREFIX, refuse_chunks
 from weft.spec.plan import Plan
 from weft.spec.shares import choose_cp_mode
 from weft.spec.shares.sequence_chunks import sent_bytes
+from weft.structure import token_flow
 from weft.testing import DecoderCase, train_case
 from weft.train.step import evaluate
 from weft.train.tasks import DecoderTask
@@ -307,9 +308,9 @@ def test_without_cp_nothing_happens():
 )
 def test_why_attention_gets_all_tokens(change, why):
     model = hf_llama()
-    assert why_whole(model) == ""
+    assert token_flow.why_fixed_attention(model) == ""
     if change == "trigram_input":
         model.config.trigram_input = True
     else:
         model._supports_attention_backend = False
-    assert why_whole(model).startswith(why)
+    assert token_flow.why_fixed_attention(model).startswith(why)

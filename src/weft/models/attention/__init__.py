@@ -14,6 +14,8 @@ __all__ = [
     "SdpaCore",
     "Visible",
     "bordered_attention",
+    "document_attention",
+    "find_starts",
     "repeat_heads",
     "rotate",
     "rotation",
@@ -22,9 +24,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.models.attention.by_documents import bordered_attention, document_attention, find_starts
     from weft.models.attention.cache import Cache, LayerCache
     from weft.models.attention.causal import Attention, SdpaCore, Visible, repeat_heads, see_causally, takes_groups
-    from weft.models.attention.document_attention import bordered_attention
     from weft.models.attention.rotary import Rotation, rotate, rotation
 
 __getattr__ = loads(
@@ -36,7 +38,9 @@ __getattr__ = loads(
         "Rotation": ".rotary",
         "SdpaCore": ".causal",
         "Visible": ".causal",
-        "bordered_attention": ".document_attention",
+        "bordered_attention": ".by_documents",
+        "document_attention": ".by_documents",
+        "find_starts": ".by_documents",
         "repeat_heads": ".causal",
         "rotate": ".rotary",
         "rotation": ".rotary",

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.models.attention.by_documents import document_attention, find_starts
 from weft.models.attention.cache import LayerCache
-from weft.models.attention.document_attention import document_attention, find_starts
 from weft.models.attention.rotary import Rotation, rotate
 
 
@@ -23,7 +23,7 @@ class Visible(NamedTuple):
     mask_B1TS: 0 where a query sees a key and -inf elsewhere; None: the queries are the last T of the S tokens, each
     sees itself and all before it.
     positions_BT, document_ids_BT: as the model got them, for cores that need no dense mask.
-    starts_BM: where documents begin, for those cores; see `document_attention.py`. None: not known.
+    starts_BM: where documents begin, for those cores; see `by_documents.py`. None: not known.
     """
 
     mask_B1TS: Tensor | None

@@ -14,12 +14,12 @@ from weft.errors import ModelError, WeftWarning
 from weft.memory import Opaque
 from weft.mesh import Mesh
 from weft.models import Decoder
-from weft.parallel.context.attention_functions import hold_attention, replace_attention, why_whole
+from weft.parallel.context.attention_functions import hold_attention, replace_attention
 from weft.parallel.context.context_mode import Context
 from weft.parallel.context.decoder_attention import hold_cores, replace_cores
 from weft.parallel.context.whole_mixers import WholeMixers, chains_of, check_mixers, gather_mixers, mixers_of
 from weft.parallel.placement import Placement
-from weft.structure import hugging_face
+from weft.structure import hugging_face, token_flow
 
 _ATTRIBUTE = "_weft_context"
 
@@ -35,7 +35,7 @@ def check_sequences(model: nn.Module, mesh: Mesh) -> str:
     """
     if mesh["cp"].size == 1 or not hugging_face.is_hugging_face(model):
         return ""
-    if why := why_whole(model):
+    if why := token_flow.why_fixed_attention(model):
         if mesh.plan.sp:
             raise ModelError(
                 f"cp={mesh['cp'].size} sp=on: {why}, so it gets all tokens on every rank, and sp would cut "

@@ -29,7 +29,7 @@ from weft.parallel.context.pieces import Sight
 from weft.parallel.context.positions import positions_of
 from weft.parallel.context.whole_mixers import BESIDE_TOKENS
 from weft.private_torch import uncompiled
-from weft.structure import hugging_face, repeated_blocks, token_flow
+from weft.structure import hugging_face, repeated_blocks
 
 #: Our attention functions are registered under this and the name of the one whose place they take.
 PREFIX = "weft_context_parallel_"
@@ -79,25 +79,6 @@ def _attend(module: nn.Module, inputs: Sequence[Tensor], numbers: Sequence[float
     asked = {"sliding_window": None if window is None else int(window), "softcap": softcap, "s_aux": sink_H}
     causal = None if is_causal is None else bool(is_causal)
     return _attend_cut(module, getattr(module, _ATTRIBUTE), query, key, value, ids_BT, 0.0, scaling, causal, asked)
-
-
-def why_whole(model: nn.Module) -> str:
-    """Why attention of this model of transformers must get all tokens; "" where its calls can be replaced."""
-    kind = type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"the attention of {kind} cannot be replaced from outside (_supports_attention_backend is not set)"
-    if hugging_face.attention_heads(model) is None:
-        return f"{kind} gives no single number of attention heads"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{kind} takes no position_ids"
-    if getattr(getattr(model, "config", None), "trigram_input", False):
-        return f"{kind} reads the embeddings of neighbouring tokens together (trigram_input)"
-    for path, block in repeated_blocks(model).items():
-        for name, module in block.named_modules():
-            if token_flow.mixing(module) == "other":
-                place = f"{path}.{name}" if name else path
-                return f"{place} ({type(module).__name__}) mixes tokens by something other than attention"
-    return ""
 
 
 def attend_by_name(

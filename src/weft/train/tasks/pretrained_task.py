@@ -123,9 +123,11 @@ class PretrainedTask(DecoderTask):
         return pretrained_source(model, self._path)[0] if is_read else None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        # Positions that begin anew tell transformers where a document begins.
-        found = model(input_ids=batch["input_ids"], position_ids=batch["positions"], use_cache=False)
-        return found.logits
+        from weft.parallel.layers import borders_of
+
+        # Positions that begin anew tell transformers where a document begins, unless the borders are given.
+        places = {"input_ids": batch["input_ids"], "position_ids": batch["positions"]}
+        return model(**places, use_cache=False, **borders_of(model, batch)).logits
 
     def flops_per_count(self) -> float | None:
         from weft.monitor import flops_per_token

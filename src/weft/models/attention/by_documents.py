@@ -24,7 +24,7 @@ _ROWS = 512
 
 
 def find_starts(document_ids_BT: Tensor) -> Tensor | None:
-    """Where documents begin, int64 (B, M), from an id for each token, on a CPU.
+    """Return where documents begin, int64 (B, M), from an id for each token, on a CPU.
 
     None where ids come again after others, as tokens of one id see each other wherever they are; and on a device, where
     the host would have to wait for the answer: there the loader's places save memory and time.
@@ -43,23 +43,36 @@ def find_starts(document_ids_BT: Tensor) -> Tensor | None:
 
 
 def document_attention(
-    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, starts_BM: Tensor | None, ids_BT: Tensor
+    q_BHTC: Tensor,
+    k_BKTC: Tensor,
+    v_BKTC: Tensor,
+    starts_BM: Tensor | None,
+    ids_BT: Tensor,
+    window: int | None = None,
 ) -> Tensor:
-    """Each token sees itself and what is before it in its document; (B, H, T, C).
+    """Mix the values of each token with those before it in its document; (B, H, T, C of the values).
 
-    starts_BM: as of `find_starts`. ids_BT: of documents; tokens of one id are one document.
+    Args:
+        q_BHTC: queries.
+        k_BKTC: keys; K divides H.
+        v_BKTC: values.
+        starts_BM: as of `find_starts`; None: not known.
+        ids_BT: of documents; tokens of one id are one document.
+        window: a token sees so many at most, itself among them; None: all.
     """
     given = (q_BHTC, k_BKTC, v_BKTC)
     if has_torch_function(given):
-        return handle_torch_function(document_attention, given, *given, starts_BM, ids_BT)
+        return handle_torch_function(document_attention, given, *given, starts_BM, ids_BT, window)
     kind = q_BHTC.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         q_BHTC, k_BKTC, v_BKTC = given = (q_BHTC.to(dtype), k_BKTC.to(dtype), v_BKTC.to(dtype))
-    if starts_BM is not None and kind == "cpu":
+    if starts_BM is None or window is not None or v_BKTC.shape[-1] != q_BHTC.shape[-1]:
+        return _by_rows(*given, ids_BT, is_causal=True, window=window)
+    if kind == "cpu":
         return _one_by_one(*given, starts_BM, True)[0]
     half = q_BHTC.dtype in (torch.bfloat16, torch.float16)
-    if starts_BM is not None and kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
+    if kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
         return _by_lengths(*given, starts_BM, q_BHTC.shape[2], is_causal=True)
     return _by_rows(*given, ids_BT, is_causal=True)
 
@@ -114,21 +127,31 @@ def _by_lengths(
     return out_NHC.unflatten(0, (rows, num_tokens)).transpose(1, 2)
 
 
-def _by_rows(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, ids_BT: Tensor, *, is_causal: bool = True) -> Tensor:
-    """Some queries at a time, with a mask for those."""
+def _by_rows(
+    q_BHTC: Tensor,
+    k_BKTC: Tensor,
+    v_BKTC: Tensor,
+    ids_BT: Tensor,
+    *,
+    is_causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
+    """Some queries at a time, with a mask for those over the keys that one of them may see."""
     times = q_BHTC.shape[1] // k_BKTC.shape[1]
     if times > 1:
         k_BKTC, v_BKTC = (x.repeat_interleave(times, 1) for x in (k_BKTC, v_BKTC))
     place_T, outs = torch.arange(q_BHTC.shape[2], device=q_BHTC.device), []
     for start in range(0, q_BHTC.shape[2], _ROWS):
         end = min(start + _ROWS, q_BHTC.shape[2])
-        last = end if is_causal else q_BHTC.shape[2]
-        seen = ids_BT[:, start:end, None] == ids_BT[:, None, :last]
+        first, last = 0 if window is None else max(0, start - window + 1), end if is_causal else q_BHTC.shape[2]
+        seen = ids_BT[:, start:end, None] == ids_BT[:, None, first:last]
         if is_causal:
-            seen &= place_T[start:end, None] >= place_T[:last]
+            seen &= place_T[start:end, None] >= place_T[first:last]
+        if window is not None:
+            seen &= place_T[start:end, None] - place_T[first:last] < window
         outs.append(
             F.scaled_dot_product_attention(
-                q_BHTC[:, :, start:end], k_BKTC[:, :, :last], v_BKTC[:, :, :last], attn_mask=seen[:, None]
+                q_BHTC[:, :, start:end], k_BKTC[:, :, first:last], v_BKTC[:, :, first:last], attn_mask=seen[:, None]
             )
         )
     return torch.cat(outs, 2)

@@ -1,0 +1,124 @@
+"""Attention of Hugging Face models within the documents of packed sequences, without a mask over pairs of tokens.
+
+Where positions begin anew, transformers makes a mask of (B, 1, T, T), which no flash kernel takes, and it asks the
+device whether any do. Here the borders, which the loader knows, travel as the attention mask: a model hands one of
+four dims through to every layer unread. The modules get a config of their own, with the name of a function that reads
+it; whatever else that function is given goes to the one in whose place it is called.
+
+B sequences, T tokens, M places, H query heads, C width of one head.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.models.attention import document_attention, find_starts
+from weft.structure import hugging_face, token_flow
+
+#: transformers' name for torch's fused attention, whose place is taken, and ours.
+_OWN, _NAME = "sdpa", "weft_sdpa_by_documents"
+_READY = "_weft_reads_documents"
+#: What some models ask of attention that reads a mask over pairs.
+_BESIDE = ("softcap", "s_aux", "position_bias", "head_mask", "indices")
+
+
+def attend_in_documents(model: nn.Module) -> None:
+    """Let the layers of a causal model of transformers read what `borders_of` gives, in place."""
+    if not hugging_face.is_hugging_face(model) or not _is_usual(model):
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    masks = importlib.import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, partial(_attend, ALL_ATTENTION_FUNCTIONS[_OWN]))
+    masks.register(_NAME, masks[_OWN])
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if hugging_face.attention_name(module) is None:
+            continue
+        config: Any = module.config
+        if id(config) not in copies:
+            copies[id(config)] = copy.copy(config)
+            copies[id(config)]._attn_implementation_internal = _NAME
+        module.config = copies[id(config)]
+    setattr(model, _READY, True)
+
+
+def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what tells a model where the documents of a batch of the loader begin, as arguments of its forward.
+
+    Empty where the model does not read it: positions tell it then. In a batch without a border the mask is empty, so
+    that transformers does not look for some.
+    """
+    if not getattr(model, _READY, False):
+        return {}
+    starts_BM, ids_BT = batch.get("document_starts"), batch.get("document_ids")
+    if starts_BM is None and ids_BT is not None:
+        starts_BM = find_starts(ids_BT)
+        if starts_BM is None:
+            return {}
+    if starts_BM is None:
+        starts_BM = torch.empty((1, 0), dtype=torch.int64, device=batch["input_ids"].device)
+    return {"attention_mask": starts_BM[:, None, None]}
+
+
+def _is_usual(model: Any) -> bool:
+    """Whether all layers look up torch's fused attention, are causal, and nothing else reads the mask."""
+    takes = inspect.signature(model.forward).parameters
+    config: Any = getattr(model, "config", None)
+    layers = [module for module in model.modules() if hasattr(module, "is_causal")]
+    return (
+        "attention_mask" in takes
+        and importlib.util.find_spec("transformers.masking_utils") is not None
+        and {hugging_face.attention_name(module) for module in model.modules()} <= {None, _OWN}
+        and bool(layers)
+        and all(layer.is_causal and not hugging_face.attention_chunk(layer) for layer in layers)
+        and not getattr(config, "output_router_logits", False)  # whose loss reads the mask
+        and not token_flow.why_fixed_attention(model)
+    )
+
+
+def _attend(
+    own: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+    is_causal: bool | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """An attention function in the manner of transformers: (B, H, T, C) in, (B, T, H, C) out.
+
+    own: the one in whose place it is called. Blocks are compiled with it: a name could not be looked up there.
+    """
+    how = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        return own(module, query, key, value, attention_mask, **how)
+    num_tokens, window = query.shape[2], kwargs.get("sliding_window")
+    window = None if window is None or window >= num_tokens else window
+    starts_BM = attention_mask[:, 0, 0]
+    if starts_BM.shape[1] == 0 and window is None:
+        return own(module, query, key, value, None, **how)
+    place_T = torch.arange(num_tokens, device=query.device)
+    if starts_BM.shape[1] == 0:
+        ids_BT = torch.zeros_like(place_T).expand(query.shape[0], -1)
+    else:
+        ids_BT = torch.searchsorted(starts_BM, place_T.expand(query.shape[0], -1).contiguous(), right=True)
+    if dropout or any(kwargs.get(name) is not None for name in _BESIDE):
+        return own(module, query, key, value, _mask(ids_BT, place_T, window), **how)
+    usual = query.shape[-1] ** -0.5
+    if scaling is not None and scaling != usual:
+        query = query * (scaling / usual)
+    known = starts_BM if starts_BM.shape[1] else None
+    return document_attention(query, key, value, known, ids_BT, window).transpose(1, 2).contiguous(), None
+
+
+def _mask(ids_BT: Tensor, place_T: Tensor, window: int | None) -> Tensor:
+    """What each token sees, bool (B, 1, T, T)."""
+    seen = (ids_BT[:, :, None] == ids_BT[:, None, :]) & (place_T[:, None] >= place_T)
+    if window is not None:
+        seen = seen & (place_T[:, None] - place_T < window)
+    return seen[:, None]

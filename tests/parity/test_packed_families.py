@@ -1,0 +1,62 @@
+"""Packed documents in models of transformers, under plans of two ranks: the numbers of transformers' own mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parity.compiled import compiled_plan, train_compiled
+from tests.parity.dropout_cases import train_throughout
+from tests.parity.families import FamilyCase
+from tests.parity.test_compile import FIRST_RUN, RTOL
+from weft.parallel.layers import borders_of
+from weft.testing import train_plain
+from weft.testing.verify.float64 import Float64Throughout
+
+PLANS = [
+    "dp_shard=2 zero=3 recompute=full",
+    "dp_replicate=2 zero=0 recompute=selective accumulation=2",
+    "tp=2 sp=on",
+    "pp=2 microbatches=2 recompute=full",
+]
+
+
+@dataclass(frozen=True)
+class PackedFamily(FamilyCase):
+    """Two or three documents in a row, as the loader tells them."""
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        batch = super().batch(step)
+        place_BT = torch.arange(self.seq_len).expand(self.global_batch, -1)
+        row_B1 = torch.arange(self.global_batch)[:, None]
+        ids_BT = (place_BT >= 2 + row_B1 % 3).long() + (place_BT >= 6) * (row_B1 % 2)
+        first_BT = ids_BT.diff(dim=1, prepend=ids_BT[:, :1] - 1) != 0
+        begun_BT = torch.where(first_BT, place_BT, 0).cummax(1).values
+        starts_BM = torch.where(first_BT, place_BT, self.seq_len).sort(1).values[:, :4].contiguous()
+        return batch | {"positions": place_BT - begun_BT, "document_ids": ids_BT, "document_starts": starts_BM}
+
+    def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        places = {"input_ids": batch["input_ids"], "position_ids": batch["positions"], "use_cache": False}
+        with Float64Throughout():
+            return model(**places, **borders_of(model, batch)).logits
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek-v3"])
+def test_two_ranks_compute_what_transformers_does(name, ranks2):
+    case = PackedFamily(name, num_steps=2)
+    want = train_plain(case)
+    for plan in PLANS:
+        for found in ranks2.run(train_throughout, f"{plan} precision=fp64", {name: case}):
+            assert found[name].largest_difference(want) < 1e-10, plan
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_blocks_are_one_graph(name):
+    case = PackedFamily(name)
+    found = train_compiled(compiled_plan(""), case)
+    assert found.result.largest_difference(train_plain(case)) < RTOL
+    assert not [reason for reason in found.breaks if FIRST_RUN not in reason]
+    assert found.graphs == 1
