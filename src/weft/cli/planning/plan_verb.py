@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from weft import env
 from weft.cli.planning import plan_options as options
 from weft.cli.planning.findings import Findings
 from weft.errors import ConfigError, PlanError, Problem, WeftError
@@ -57,6 +59,8 @@ def plan(
     learn: options.Learn = None,
 ) -> None:
     """Find the best plans for a model on a cluster, and say why."""
+    if "numpy" not in sys.modules:  # its threads for products of matrices would be a third of its start, and idle
+        env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
     with _errors_as_json() if json else nullcontext():
         if _needs_no_question(score, experience, (learn, profile), (model, cluster), as_json=json):
             return

@@ -157,7 +157,7 @@ class _Keep:
         names = [name for name in found.memory if name not in ("context", "communicators", "reserve")]
         largest = np.argmax(np.stack([found.memory[name][rows] for name in names]), axis=0)
         needed = found.total_bytes[rows]
-        classes: list[int] = np.unique(largest).tolist()
+        classes: list[int] = np.flatnonzero(np.bincount(largest)).tolist()
         for code in classes:
             of_class = largest == code
             one = rows[of_class][np.argmin(needed[of_class])]
@@ -216,7 +216,10 @@ def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[An
     order = np.lexsort((speed, cells))
     starts = np.r_[True, cells[order][1:] != cells[order][:-1]]
     place = np.arange(len(order)) - np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))
-    return np.unique(np.concatenate([fastest, rows[order[place < _KEPT_OF_CELL]], rows[_border(memory, speed)]]))
+    worth = np.zeros(len(columns), dtype=np.bool_)
+    for some in (fastest, rows[order[place < _KEPT_OF_CELL]], rows[_border(memory, speed)]):
+        worth[some] = True
+    return np.flatnonzero(worth)
 
 
 def _border(memory: Floats, speed: Floats) -> NDArray[Any]:

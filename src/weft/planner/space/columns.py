@@ -201,7 +201,7 @@ class Columns:
         if not self.order.any():
             return usual
         found = usual.copy()
-        for code in map(int, np.unique(self.order)):
+        for code in np.flatnonzero(np.bincount(self.order)).tolist():
             rows = self.order == code
             found[rows] = self._inside(ORDERS[code], axis, rows)
         return found
