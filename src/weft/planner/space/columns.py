@@ -163,7 +163,7 @@ class Columns:
         def __getattr__(self, name: str) -> NDArray[Any]: ...
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]]):
-        vars(self).update({name: arrays[name] for name in _DEFAULTS})
+        vars(self).update(arrays)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"columns are not changed in place; with_arrays({name}=...) makes others")
@@ -173,11 +173,15 @@ class Columns:
         return Columns.make(len(self), **{**vars(self), **changes})
 
     def __len__(self) -> int:
-        return len(self.pp)
+        return len(next(iter(vars(self).values())))
 
     def __getitem__(self, rows: NDArray[np.bool_] | Ints | slice) -> Columns:
-        """The rows of a mask, of indices or of a slice."""
-        return Columns({name: array[rows] for name, array in vars(self).items()})
+        """The rows of a mask, of indices or of a slice. What is one number for all rows stays one in memory."""
+        chosen = np.arange(len(self))[rows] if isinstance(rows, slice) or rows.dtype.kind == "b" else rows
+        return Columns({
+            name: np.broadcast_to(array[:1], chosen.shape) if array.strides == (0,) and len(array) else array[rows]
+            for name, array in vars(self).items()
+        })  # fmt: skip
 
     @property
     def world_size(self) -> Ints:

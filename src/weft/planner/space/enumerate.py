@@ -127,8 +127,8 @@ class PlanGrid:
             alive = self._alive(rows, tally)
             mesh, flag = np.nonzero(alive)
             if len(mesh):
-                values = {name: array[rows][mesh] for name, array in left.items()}
-                values |= {name: array[flag] for name, array in right.items()}
+                values = {name: _taken(array[rows], mesh) for name, array in left.items()}
+                values |= {name: _taken(array, flag) for name, array in right.items()}
                 yield Columns.make(len(mesh), **values).with_recompute_share(job.shape.layers)
 
     def _alive(self, rows: slice, tally: Tally) -> Mask:
@@ -318,6 +318,11 @@ def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: 
         return PlanGrid(meshes, flags, ())
     asked = [(rule, crossed(rule, meshes, flags, tally.reader)) for rule in still_open]
     return PlanGrid(meshes, flags, tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any()))
+
+
+def _taken(array: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
+    """Those rows of an array; one number where all are the same: it takes no room, and no time to take out again."""
+    return array[0] if (array == array[0]).all() else array[rows]
 
 
 def _columns(table: PartialPlans) -> dict[str, NDArray[Any]]:

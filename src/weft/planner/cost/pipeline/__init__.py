@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.planner.cost.pipeline.pipeline_cost import (
+    OF_FLIGHT,
     Stages,
     balanced_layers,
     bubble_s,
@@ -17,6 +18,7 @@ from weft.planner.cost.pipeline.pipeline_sim import Durations, Timeline, simulat
 
 __all__ = [
     "Durations",
+    "OF_FLIGHT",
     "Stages",
     "Timeline",
     "balanced_layers",
