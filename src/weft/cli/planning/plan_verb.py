@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -61,7 +62,7 @@ def plan(
     """Find the best plans for a model on a cluster, and say why."""
     if "numpy" not in sys.modules:  # its threads for products of matrices would be a third of its start, and idle
         env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
-    with _errors_as_json() if json else nullcontext():
+    with _errors_as_json() if json else nullcontext(), _without_collections():
         if _needs_no_question(score, experience, (learn, profile), (model, cluster), as_json=json):
             return
         if model is None or cluster is None:
@@ -108,6 +109,18 @@ def _needs_no_question(
 
     learn_from(learn, profile)
     return words[0] is None
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let the garbage collector rest: a plan makes many values and no circles, and it would look through them all."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextmanager
