@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.planner.cost.pipeline.makespan import makespan_s
 from weft.planner.cost.pipeline.pipeline_cost import (
     OF_FLIGHT,
     Stages,
@@ -27,6 +28,7 @@ __all__ = [
     "fullest_moment",
     "hidden_sends",
     "in_flight",
+    "makespan_s",
     "sends",
     "simulate",
     "split_layers",
