@@ -177,9 +177,11 @@ class Columns:
 
     def __getitem__(self, rows: NDArray[np.bool_] | Ints | slice) -> Columns:
         """The rows of a mask, of indices or of a slice. What is one number for all rows stays one in memory."""
-        chosen = np.arange(len(self))[rows] if isinstance(rows, slice) or rows.dtype.kind == "b" else rows
+        if isinstance(rows, slice) or not len(self):
+            return Columns({name: array[rows] for name, array in vars(self).items()})
+        count = int(np.count_nonzero(rows)) if rows.dtype.kind == "b" else len(rows)
         return Columns({
-            name: np.broadcast_to(array[:1], chosen.shape) if array.strides == (0,) and len(array) else array[rows]
+            name: np.broadcast_to(array[0], count) if array.strides == (0,) else array[rows]
             for name, array in vars(self).items()
         })  # fmt: skip
 
@@ -263,9 +265,11 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[Columns]) -> Columns:
-        """Join the rows of several columns, one after another."""
+        """Join the rows of several columns, one after another. What is one number for all rows stays one in memory."""
         tables = list(parts)
-        return cls({name: np.concatenate([getattr(table, name) for table in tables]) for name in _DEFAULTS})
+        if len(tables) == 1:
+            return tables[0]
+        return cls({name: _joined([getattr(table, name) for table in tables]) for name in _DEFAULTS})
 
     def plan(self, row: int) -> Plan:
         """Return one row as a plan.
@@ -289,6 +293,14 @@ class Columns:
         rows = zip(*fields.values(), strict=True)
         passes: list[int] = self.num_micro.tolist()
         return [_plan_of(dict(zip(fields, row, strict=True)), count) for row, count in zip(rows, passes, strict=True)]
+
+
+def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Some arrays one after another."""
+    first = arrays[0][:1]
+    if all(array.strides == (0,) and (array[:1] == first).all() for array in arrays):
+        return np.broadcast_to(first[0], sum(map(len, arrays)))
+    return np.concatenate(arrays)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
