@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -193,9 +194,9 @@ def test_the_version_is_that_of_the_distribution(monkeypatch):
 
     def missing(name):
         assert name == "weft-train"
-        raise env.PackageNotFoundError(name)
+        raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(env, "version", missing)
+    monkeypatch.setattr("importlib.metadata.version", missing)
     assert env.weft_version() == "not installed"
 
 

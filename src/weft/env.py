@@ -15,6 +15,7 @@
 | WEFT_HOST | ranks with another value count as ranks of another host: two hosts on one machine, for tests |
 | WEFT_DRILL | a fault that `weft drill` has one of its ranks suffer, as JSON |
 | OMP_NUM_THREADS | threads of one CPU rank; `weft train` divides the cores where it is not set |
+| OPENBLAS_NUM_THREADS | set to 1 by `weft plan`, whose numpy multiplies no matrices, unless the user sets it |
 | NO_COLOR, CI, COLUMNS | respected by the terminal output |
 """
 
@@ -25,7 +26,6 @@ import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from weft.errors import LaunchError
@@ -55,6 +55,8 @@ class RankEnv:
 
 def weft_version() -> str:
     """Version of the installed distribution; "not installed" where Weft runs from a source tree on the path."""
+    from importlib.metadata import PackageNotFoundError, version  # it parses mail headers: slow to load
+
     try:
         return version("weft-train")
     except PackageNotFoundError:

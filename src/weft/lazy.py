@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,6 +40,9 @@ def named_object(source: str) -> Any:
 
 def _module_in(file: Path) -> ModuleType:
     """The module that a file holds, loaded once. Its folder can be imported from, as of a script that is run."""
+    import hashlib
+    import importlib.util
+
     path = file.resolve()
     key = f"weft_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if key in sys.modules:

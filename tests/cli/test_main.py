@@ -11,7 +11,7 @@ from weft.cli import app as main
 from weft.cli.launcher.launch import Stopped
 from weft.errors import CommError, ConfigError, Problem, TrainingHalted, WeftError
 
-#: What nobody should pay for who only asks. (typer brings pydantic, which is small by itself, once a verb runs.)
+#: What nobody should pay for who only asks.
 HEAVY = ("torch", "numpy", "pyarrow", "tokenizers", "matplotlib", "transformers", "psutil", "pynvml")
 
 

@@ -210,6 +210,16 @@ def test_planning_needs_no_torch():
     assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
+def test_a_plain_question_loads_no_pydantic_and_no_masked_arrays():
+    """Each costs as much as the answer of a small question."""
+    code = (
+        "import sys\nfrom weft.cli.app import run\nassert run(['plan', 'tiny', '2xh100']) == 0\n"
+        "print([name for name in ('pydantic', 'numpy.ma', 'importlib.metadata') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
 def test_a_config_suits_the_model_and_names_what_is_left(capsys, tmp_path):
     """The learning rate falls with the size; what a person must fill in stands in the file and on the terminal."""
     path = tmp_path / "plan.toml"

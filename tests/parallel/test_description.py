@@ -19,7 +19,7 @@ from weft.memory.trace import trace_block
 from weft.models import build_decoder
 from weft.planner import estimate
 from weft.planner.cost.machine import Tables
-from weft.planner.cost.memory_cost import layer_bytes
+from weft.planner.cost.memory import layer_bytes
 from weft.planner.search.figures import flops_per_token
 from weft.planner.search.model_source import _from_hugging_face, read_model
 from weft.planner.search.question import Question

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from weft import env
-from weft.monitor.screen import columns_of, wrapped
 
 #: report(stage, done, total), as the preparation of data calls it.
 Report = Callable[[str, int, int], None]
@@ -39,6 +38,8 @@ def complain(text: str) -> None:
 
 def _beside(label: str, text: str) -> str:
     """`text` wrapped for a place beside a label, where standard error is a terminal."""
+    from weft.monitor.screen import columns_of, wrapped  # many commands say nothing
+
     return wrapped(label + text, columns_of(sys.stderr), indent=2)[len(label) :]
 
 

@@ -12,7 +12,7 @@ from weft.planner.cost import context_cost
 from weft.planner.cost.machine.collective_cost import Fabric
 from weft.planner.cost.machine.kernels import flash_s
 from weft.planner.cost.machine.tables import Tables
-from weft.planner.cost.memory_cost import layer_bytes
+from weft.planner.cost.memory import layer_bytes
 from weft.planner.space.columns import CP_MODES, Columns, Job
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack

@@ -113,7 +113,7 @@ def test_a_pipeline_fills_for_forwards_too():
 
 def test_logits_of_a_teacher_are_as_many_bytes_as_are_alive():
     torch = pytest.importorskip("torch")
-    from weft.planner.cost.memory_cost import TWO_LOGITS
+    from weft.planner.cost.memory import TWO_LOGITS
     from weft.testing.memory import LiveTensors
     from weft.train.tasks.distill.divergence import distilled_losses
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.planner import estimate
-from weft.planner.cost import loss_memory
 from weft.planner.cost.machine.tables import Tables
-from weft.planner.cost.memory_cost import CLASSES, layer_bytes
+from weft.planner.cost.memory import CLASSES, layer_bytes, loss_memory
 from weft.planner.space.adapter_size import AdapterSize
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.spec.schedule.cases import schedules
+from weft.planner.cost.pipeline.makespan import makespan_s
 from weft.planner.cost.pipeline.pipeline_sim import Durations, simulate
 from weft.spec.schedule import Action, Schedule, build_schedule
 
@@ -72,3 +75,24 @@ def test_ranks_that_wait_for_each_other_are_found():
     ranks = ((Action("F", 0, 0), Action("BW", 0, 0)), (Action("BW", 1, 0), Action("F", 1, 0)))
     with pytest.raises(ValueError, match="wait for each other"):
         simulate(Schedule("1f1b", 2, 1, 1, ranks), Durations(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "v"),
+    [("gpipe", 4, 8, 1), ("1f1b", 4, 8, 1), ("interleaved", 4, 8, 3), ("zb_h1", 4, 8, 1), ("zb_interleaved", 4, 8, 2),
+     ("zb_v", 4, 9, 2), ("dualpipe_v", 4, 10, 2)],
+)  # fmt: skip
+def test_the_makespan_alone_is_that_of_the_timeline(name, p, m, v):
+    schedule, draw = build_schedule(name, p, m, v), random.Random(0)
+    for _ in range(20):
+        forward, backward, weights = ([draw.random() for _ in range(p * v)] for _ in range(3))
+        seconds = Durations(forward, backward, weights)
+        assert makespan_s(schedule, seconds) == simulate(schedule, seconds).makespan_s
+
+
+def test_the_makespan_of_ranks_that_wait_for_each_other_is_an_error():
+    ranks = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
+    with pytest.raises(ValueError, match="wait for each other"):
+        makespan_s(Schedule("1f1b", 2, 1, 1, ranks), Durations(1, 1, 1))
+    with pytest.raises(ValueError, match="latency"):
+        makespan_s(build_schedule("1f1b", 2, 2), Durations(1, 1, 1, latency_s=1.0))

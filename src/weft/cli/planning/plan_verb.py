@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from weft import env
 from weft.cli.planning import plan_options as options
 from weft.cli.planning.findings import Findings
 from weft.errors import ConfigError, PlanError, Problem, WeftError
@@ -57,7 +60,9 @@ def plan(
     learn: options.Learn = None,
 ) -> None:
     """Find the best plans for a model on a cluster, and say why."""
-    with _errors_as_json() if json else nullcontext():
+    if "numpy" not in sys.modules:  # its threads for products of matrices would be a third of its start, and idle
+        env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
+    with _errors_as_json() if json else nullcontext(), _without_collections():
         if _needs_no_question(score, experience, (learn, profile), (model, cluster), as_json=json):
             return
         if model is None or cluster is None:
@@ -104,6 +109,18 @@ def _needs_no_question(
 
     learn_from(learn, profile)
     return words[0] is None
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let the garbage collector rest: a plan makes many values and no circles, and it would look through them all."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextmanager

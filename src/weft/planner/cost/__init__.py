@@ -27,8 +27,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.planner.cost.layer_cost import LayerCosts, layer_costs, padded_vocab
-    from weft.planner.cost.loss_memory import cut_loss_bytes, is_loss_cut
-    from weft.planner.cost.memory_cost import CLASSES, layer_bytes, rank_bytes, stays_loose
+    from weft.planner.cost.memory import CLASSES, cut_loss_bytes, is_loss_cut, layer_bytes, rank_bytes, stays_loose
     from weft.planner.cost.recompute_cost import budget_s, replay_s
     from weft.planner.cost.shares import rank_shares
     from weft.planner.cost.step import TERMS, Parts, device_parts
@@ -37,21 +36,21 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
-        "CLASSES": ".memory_cost",
+        "CLASSES": ".memory",
         "LayerCosts": ".layer_cost",
         "Parts": ".step",
         "TERMS": ".step",
         "budget_s": ".recompute_cost",
-        "cut_loss_bytes": ".loss_memory",
+        "cut_loss_bytes": ".memory",
         "device_parts": ".step",
-        "is_loss_cut": ".loss_memory",
-        "layer_bytes": ".memory_cost",
+        "is_loss_cut": ".memory",
+        "layer_bytes": ".memory",
         "layer_costs": ".layer_cost",
         "model_flops": ".traced_cost",
         "padded_vocab": ".layer_cost",
-        "rank_bytes": ".memory_cost",
+        "rank_bytes": ".memory",
         "rank_shares": ".shares",
-        "stays_loose": ".memory_cost",
+        "stays_loose": ".memory",
         "replay_s": ".recompute_cost",
     },
 )

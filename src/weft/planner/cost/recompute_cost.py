@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weft.planner.cost.layer_cost import LayerCosts
 from weft.planner.cost.layer_kernels import own_cut
-from weft.planner.cost.memory_cost import layer_bytes
+from weft.planner.cost.memory import layer_bytes
 from weft.planner.cost.traced_cost import Cut
 from weft.planner.space import PRECISIONS, Columns, Job, TracedShape
 from weft.spec.plan import RECOMPUTES

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.host_cost import LayerWork, host_bytes, offload_s
+from weft.planner.cost.host_cost import LayerWork, offload_s
 from weft.planner.cost.layer_cost import LayerCosts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, gemm_s
-from weft.planner.cost.memory_cost import memory_bytes
+from weft.planner.cost.memory import memory_bytes
 from weft.planner.cost.overlap import Window, exposed_s, gathered_s
 from weft.planner.cost.pipeline import (
     Stages,
@@ -70,13 +70,14 @@ def device_parts(
         weighed: with bytes.
     """
     fabric = Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
+    on_device = cluster.device.memory_bytes
+    if not timed:
+        yield {}, memory_bytes(job, columns, tables, split_layers(job.shape.layers, columns), on_device)
+        return
     for start in range(0, max(1, len(columns)), _CHUNK):
         some = columns[slice(start, start + _CHUNK)]
-        if timed:
-            terms, stages = _chunk(job, cluster, some, tables, fabric)
-            yield terms, _memory(job, cluster, some, tables, stages) if weighed else {}
-        else:
-            yield {}, _memory(job, cluster, some, tables, split_layers(job.shape.layers, some))
+        terms, stages = _chunk(job, cluster, some, tables, fabric)
+        yield terms, memory_bytes(job, some, tables, stages, on_device) if weighed else {}
 
 
 def _chunk(
@@ -108,12 +109,6 @@ def _chunk(
         terms["frozen"] = _frozen_s(job, columns, tables, fabric, costs)
     _step_terms(job, columns, cluster, tables, fabric, (costs, idle_f, idle_b), stages, terms)
     return terms, stages
-
-
-def _memory(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, stages: Stages) -> dict[str, Array]:
-    """Bytes by class, and what is kept in the host's memory."""
-    device = memory_bytes(job, columns, tables, stages, cluster.device.memory_bytes)
-    return {**device, "host": host_bytes(job, columns, stages)}
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:

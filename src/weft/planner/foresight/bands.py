@@ -12,7 +12,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ class Experience:
 @functools.cache
 def shipped() -> Experience:
     """Return the experience that comes with the package."""
-    text = resources.files("weft.planner.foresight").joinpath("experience.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("experience.toml").read_text(encoding="utf-8")
     return experience_of(tomllib.loads(text))
 
 

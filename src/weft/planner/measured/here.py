@@ -6,7 +6,6 @@ import os
 import platform
 import re
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 from weft.errors import ConfigError, Problem
@@ -116,6 +115,8 @@ def _gpu(machine: Machine) -> DeviceSpec:
 
 
 def _torch_version() -> str:
+    from importlib import metadata  # slow to load, and most plans are for other machines
+
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:

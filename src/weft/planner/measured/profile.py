@@ -11,7 +11,6 @@ Times are in seconds, sizes in values or bytes as the operation's line in docs/h
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, fields, replace
@@ -47,6 +46,8 @@ class Machine:
     @property
     def hash(self) -> str:
         """Twelve characters that stand for all of it but memory, whose last digits change from start to start."""
+        import hashlib  # slow to load, and most plans need no profile
+
         told = {name: value for name, value in asdict(self).items() if name != "memory_bytes"}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,9 +43,8 @@ def answer(question: Question) -> Answer[Candidate]:
     tally = Tally(question.facts)
     space, blocks = _space_in_bounds(question, tally)
     keep = _Keep(question, question.tables)
-    for block in blocks:
-        for columns in block.chunks(_CHUNK, tally, question.job):
-            keep.look_at(columns)
+    for parts in _together(part for block in blocks for part in block.chunks(_CHUNK, tally, question.job)):
+        keep.look_at(parts)
     ranked, pareto = keep.ranked()
     ranked = _refined(ranked, question)
     refused = [*tally.refused.values(), *keep.refused.values()]
@@ -57,6 +60,18 @@ def answer(question: Question) -> Answer[Candidate]:
         nearest=keep.nearest,
         seconds=time.perf_counter() - start,
     )
+
+
+def _together(parts: Iterable[Columns]) -> Iterator[list[Columns]]:
+    """Parts that are estimated in one go: many blocks are small."""
+    found: list[Columns] = []
+    for part in parts:
+        if found and sum(map(len, found)) + len(part) > _CHUNK:
+            yield found
+            found = []
+        found.append(part)
+    if found:
+        yield found
 
 
 def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
@@ -92,12 +107,24 @@ def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
         if one.plan.pp > 1 and steps <= most:
             timed[one.plan] = clocked(one)
     order = [timed.get(one.plan, one) for one in ranked]
-    return sorted((one for one in order if one.fits >= one.question.fits), key=_rank)
+    return _ranked(one for one in order if one.fits >= one.question.fits)
 
 
-def _rank(one: Candidate) -> tuple[float, int, str]:
+def _ranked(found: Iterable[Candidate]) -> list[Candidate]:
     """Fastest first. What is alike in four digits goes by the fewer words: every machine then ranks alike."""
-    return float(f"{one.step_s:.3e}"), len(str(one.plan).split()), str(one.plan)
+    times = defaultdict[float, list[Candidate]](list)
+    for one in found:
+        times[float(f"{one.step_s:.3e}")].append(one)
+    order: list[Candidate] = []
+    for _, alike in sorted(times.items()):
+        order += sorted(alike, key=_words) if len(alike) > 1 else alike
+    return order
+
+
+def _words(one: Candidate) -> tuple[int, str]:
+    """Words of a plan, and the plan in words. Most plans are alone with their time: they need none."""
+    text = str(one.plan)
+    return len(text.split()), text
 
 
 def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[PlanGrid]]:
@@ -126,26 +153,34 @@ class _Keep:
     tables: Tables
     kept: list[Columns] = field(default_factory=list[Columns])
     refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
-    nearest: Candidate | None = None
+    nearest_row: Columns | None = None
+    least: float = math.inf
     num_plans: int = 0
     num_fit: int = 0
 
-    def look_at(self, columns: Columns) -> None:
+    def look_at(self, parts: Sequence[Columns]) -> None:
         """Estimate some plans, keep the best of them, and count the others by what does not fit."""
-        asked = self.question
+        asked, columns = self.question, Columns.concatenate(parts)
         found = estimate_memory(asked.job, asked.cluster, columns, self.tables)
         fits = found.fits_probability >= asked.fits
         self.num_plans += len(columns)
         self.num_fit += int(fits.sum())
-        self._refuse(columns, found, ~fits)
+        total, out, stop = found.total_bytes, ~fits, 0
+        for part in parts:  # of each block an example is told apart
+            start, stop = stop, stop + len(part)
+            self._refuse(columns, found, total, start + np.flatnonzero(out[start:stop]))
         rows = np.flatnonzero(fits)
-        if len(rows):
-            columns = columns[rows]
-            seconds = estimate_seconds(asked.job, asked.cluster, columns, self.tables)
-            self.kept.append(columns[_promising(columns, found.total_bytes[rows], seconds, np.arange(len(columns)))])
+        if not len(rows):
+            return
+        columns, memory = columns[rows], total[rows]
+        seconds = estimate_seconds(asked.job, asked.cluster, columns, self.tables)
+        stops = np.searchsorted(rows, np.cumsum([len(part) for part in parts])).tolist()
+        for start, stop in pairwise((0, *stops)):
+            if start < stop:
+                self.kept.append(columns[_promising(columns, memory, seconds, np.arange(start, stop))])
 
-    def _refuse(self, columns: Columns, found: Estimates, out: NDArray[np.bool_]) -> None:
-        rows = np.flatnonzero(out)
+    def _refuse(self, columns: Columns, found: Estimates, total: Floats, rows: NDArray[Any]) -> None:
+        """Count plans that do not fit by their largest class of memory. total: bytes of every plan."""
         if not len(rows):
             return
         too_much = found.host_bytes[rows] > found.host_limit
@@ -156,20 +191,18 @@ class _Keep:
                 return
         names = [name for name in found.memory if name not in ("context", "communicators", "reserve")]
         largest = np.argmax(np.stack([found.memory[name][rows] for name in names]), axis=0)
-        needed = found.total_bytes[rows]
-        classes: list[int] = np.unique(largest).tolist()
+        needed = total[rows]
+        classes: list[int] = np.flatnonzero(np.bincount(largest)).tolist()
         for code in classes:
             of_class = largest == code
             one = rows[of_class][np.argmin(needed[of_class])]
             name = f"memory-{names[code]}"
-            known = self.refused.setdefault(name, Refused(name, 0, columns.plan(int(one)), ""))
-            known.count += int(of_class.sum())
-            if not known.message:
-                known.message = _memory_message(self.question, names[code], _rows(found, [one]))
-        if self.nearest is None or needed.min() < self.nearest.total_bytes:
-            nearest = columns[rows[[np.argmin(needed)]]]
-            timed = estimate(self.question.job, self.question.cluster, nearest, self.tables)
-            self.nearest = candidates(self.question, nearest, timed)[0]
+            if name not in self.refused:
+                message = _memory_message(self.question, names[code], _rows(found, [one]))
+                self.refused[name] = Refused(name, 0, columns.plan(int(one)), message)
+            self.refused[name].count += int(of_class.sum())
+        if needed.min() < self.least:
+            self.least, self.nearest_row = float(needed.min()), columns[rows[[np.argmin(needed)]]]
 
     def _refuse_host(self, columns: Columns, found: Estimates, rows: NDArray[Any]) -> None:
         """Count plans that keep more in their host's memory than it has."""
@@ -177,6 +210,14 @@ class _Keep:
         known = self.refused.setdefault("memory-host", Refused("memory-host", 0, columns.plan(one), ""))
         known.count += len(rows)
         known.message = known.message or host_message(float(found.host_bytes[one]), found.host_limit)
+
+    @property
+    def nearest(self) -> Candidate | None:
+        """The plan that needs the least memory of those that do not fit."""
+        if self.nearest_row is None:
+            return None
+        timed = estimate(self.question.job, self.question.cluster, self.nearest_row, self.tables)
+        return candidates(self.question, self.nearest_row, timed)[0]
 
     def ranked(self) -> tuple[list[Candidate], list[Candidate]]:
         """The best plans, fastest first, and those of the border of memory against time."""
@@ -216,7 +257,10 @@ def _promising(columns: Columns, memory: Floats, speed: Floats, rows: NDArray[An
     order = np.lexsort((speed, cells))
     starts = np.r_[True, cells[order][1:] != cells[order][:-1]]
     place = np.arange(len(order)) - np.maximum.accumulate(np.where(starts, np.arange(len(order)), 0))
-    return np.unique(np.concatenate([fastest, rows[order[place < _KEPT_OF_CELL]], rows[_border(memory, speed)]]))
+    worth = np.zeros(len(columns), dtype=np.bool_)
+    for some in (fastest, rows[order[place < _KEPT_OF_CELL]], rows[_border(memory, speed)]):
+        worth[some] = True
+    return np.flatnonzero(worth)
 
 
 def _border(memory: Floats, speed: Floats) -> NDArray[Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from weft.errors import PlanError
-from weft.planner.cost.pipeline import Durations, simulate
+from weft.planner.cost.pipeline import Durations, makespan_s
 from weft.planner.estimator import Estimates
 from weft.planner.foresight import memory_spread
 from weft.planner.measured import HostTables
@@ -91,9 +91,9 @@ def _makespan(one: Candidate, seconds: Durations) -> tuple[float, float]:
     """Seconds of all microbatches, and those of one on the longest rank."""
     plan = one.plan
     schedule = schedule_of(one, 2 * plan.pp)
-    timeline = simulate(schedule, seconds)
+    makespan = makespan_s(schedule, seconds)
     longest = _longest(one, seconds)
-    return timeline.makespan_s + (plan.microbatches - schedule.num_microbatches) * longest, longest
+    return makespan + (plan.microbatches - schedule.num_microbatches) * longest, longest
 
 
 def _longest(one: Candidate, seconds: Durations) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 
 from weft.planner.cost import model_flops
 from weft.planner.space import Job, Shape, TracedShape
@@ -76,7 +76,7 @@ def usual_price(cluster: ClusterSpec) -> float | None:
 
 @functools.cache
 def _prices() -> dict[str, float]:
-    text = resources.files("weft.planner.search").joinpath("prices.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("prices.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)["dollars_per_hour"]
 
 

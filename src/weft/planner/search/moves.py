@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -57,6 +58,8 @@ def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) ->
     seen = {plan, _fitted(plan, {}, question.job)}
     is_legal = question.verdicts.near(plan)
     for change in changes:
+        if all(getattr(plan, name) == value for name, value in change.items()):
+            continue
         try:
             found = _fitted(plan, change, question.job)
         except PlanError:
@@ -129,13 +132,15 @@ def _primes(number: int) -> list[int]:
     return [each for each in common_divisors(number) if each > 1 and all(each % low for low in range(2, each))]
 
 
+_all_values = operator.attrgetter(*PLAN_FIELDS)
 #: Fields that need axes, with those.
 _NEEDS = tuple((name, frozenset(known.needs), known.default) for name, known in PLAN_FIELDS.items() if known.needs)
 
 
 def _fitted(plan: Plan, change: dict[str, Any], job: Job) -> Plan:
     """The plan with the change; what belongs to an axis that is not in use goes back to its default."""
-    found = {name: getattr(plan, name) for name in PLAN_FIELDS} | change
+    before = _all_values(plan)
+    found = dict(zip(PLAN_FIELDS, before, strict=True)) | change
     unused = {axis for axis in AXES if found[axis] == 1}
     for name, needs, default in _NEEDS:
         if needs <= unused:
@@ -149,7 +154,7 @@ def _fitted(plan: Plan, change: dict[str, Any], job: Job) -> Plan:
     in_use = tuple(axis for axis in AXES if found[axis] > 1)
     if found["order"] == in_use or set(found["order"]) != set(in_use) or found["ep"] > 1:
         found["order"] = ()
-    changed = {name: value for name, value in found.items() if value is not getattr(plan, name)}
+    changed = {name: value for (name, value), old in zip(found.items(), before, strict=True) if value is not old}
     return job.settled(plan.replace(**changed))
 
 

@@ -163,7 +163,7 @@ class Columns:
         def __getattr__(self, name: str) -> NDArray[Any]: ...
 
     def __init__(self, arrays: Mapping[str, NDArray[Any]]):
-        vars(self).update({name: arrays[name] for name in _DEFAULTS})
+        vars(self).update(arrays)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"columns are not changed in place; with_arrays({name}=...) makes others")
@@ -173,11 +173,17 @@ class Columns:
         return Columns.make(len(self), **{**vars(self), **changes})
 
     def __len__(self) -> int:
-        return len(self.pp)
+        return len(next(iter(vars(self).values())))
 
     def __getitem__(self, rows: NDArray[np.bool_] | Ints | slice) -> Columns:
-        """The rows of a mask, of indices or of a slice."""
-        return Columns({name: array[rows] for name, array in vars(self).items()})
+        """The rows of a mask, of indices or of a slice. What is one number for all rows stays one in memory."""
+        if isinstance(rows, slice) or not len(self):
+            return Columns({name: array[rows] for name, array in vars(self).items()})
+        count = int(np.count_nonzero(rows)) if rows.dtype.kind == "b" else len(rows)
+        return Columns({
+            name: np.broadcast_to(array[0], count) if array.strides == (0,) else array[rows]
+            for name, array in vars(self).items()
+        })  # fmt: skip
 
     @property
     def world_size(self) -> Ints:
@@ -201,7 +207,7 @@ class Columns:
         if not self.order.any():
             return usual
         found = usual.copy()
-        for code in map(int, np.unique(self.order)):
+        for code in np.flatnonzero(np.bincount(self.order)).tolist():
             rows = self.order == code
             found[rows] = self._inside(ORDERS[code], axis, rows)
         return found
@@ -259,9 +265,11 @@ class Columns:
 
     @classmethod
     def concatenate(cls, parts: Iterable[Columns]) -> Columns:
-        """Join the rows of several columns, one after another."""
+        """Join the rows of several columns, one after another. What is one number for all rows stays one in memory."""
         tables = list(parts)
-        return cls({name: np.concatenate([getattr(table, name) for table in tables]) for name in _DEFAULTS})
+        if len(tables) == 1:
+            return tables[0]
+        return cls({name: _joined([getattr(table, name) for table in tables]) for name in _DEFAULTS})
 
     def plan(self, row: int) -> Plan:
         """Return one row as a plan.
@@ -285,6 +293,14 @@ class Columns:
         rows = zip(*fields.values(), strict=True)
         passes: list[int] = self.num_micro.tolist()
         return [_plan_of(dict(zip(fields, row, strict=True)), count) for row, count in zip(rows, passes, strict=True)]
+
+
+def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Some arrays one after another."""
+    first = arrays[0][:1]
+    if all(array.strides == (0,) and (array[:1] == first).all() for array in arrays):
+        return np.broadcast_to(first[0], sum(map(len, arrays)))
+    return np.concatenate(arrays)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)

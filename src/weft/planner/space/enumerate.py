@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ _FLAGS = tuple(
 MOST_TOKENS = 2**18
 
 Counts = NDArray[np.int64]
+Made = TypeVar("Made")
 
 
 @dataclass(slots=True)
@@ -44,11 +45,12 @@ class Refused:
 
 @dataclass(slots=True)
 class Tally:
-    """The plans that rules refuse, by rule."""
+    """The plans that rules refuse, by rule; and what was made of one job's spaces, which share most of their tables."""
 
     facts: Facts
     refused: dict[str, Refused] = field(default_factory=dict[str, Refused])
     reader: RuleReader = field(init=False)
+    made: dict[tuple[Any, ...], tuple[Any, Any]] = field(default_factory=dict[tuple[Any, ...], tuple[Any, Any]])
 
     def __post_init__(self) -> None:
         self.reader = RuleReader(self.facts)
@@ -81,12 +83,31 @@ class Tally:
             weights: how many whole plans each row stands for.
             rest: fields that complete an example.
         """
-        found, still_open = broken(rules, table, self.reader)
-        alive = np.ones(len(table), dtype=bool)
+
+        def judged() -> tuple[list[tuple[Rule, Mask]], list[Rule], Mask, PartialPlans]:
+            found, still_open = broken(rules, table, self.reader)
+            alive = np.ones(len(table), dtype=bool)
+            for _, mask in found:
+                alive &= ~mask
+            return found, still_open, alive, table[alive]
+
+        found, still_open, alive, left = self.once("judged", (table, *(rule.name for rule in rules)), judged)
         for rule, mask in found:
             self.add(rule, int(weights[mask].sum()), {**(rest or {}), **table.row(int(np.argmax(mask)))})
-            alive &= ~mask
-        return table[alive], weights[alive], still_open
+        return left, weights[alive], still_open
+
+    def once(self, name: str, of: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+        """Return what is made of some things, as it was made of the same ones before.
+
+        Args:
+            name: of what is made.
+            of: tables, which are told apart by being the same object, and values.
+            make: makes it of those alone, and of what is the same for all spaces of a job.
+        """
+        key = (name, *(id(each) if isinstance(each, PartialPlans) else each for each in of))
+        if key not in self.made:
+            self.made[key] = of, make()  # the tables are kept, so that no other one gets their place
+        return self.made[key][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +148,8 @@ class PlanGrid:
             alive = self._alive(rows, tally)
             mesh, flag = np.nonzero(alive)
             if len(mesh):
-                values = {name: array[rows][mesh] for name, array in left.items()}
-                values |= {name: array[flag] for name, array in right.items()}
+                values = {name: _taken(array[rows], mesh) for name, array in left.items()}
+                values |= {name: _taken(array, flag) for name, array in right.items()}
                 yield Columns.make(len(mesh), **values).with_recompute_share(job.shape.layers)
 
     def _alive(self, rows: slice, tally: Tally) -> Mask:
@@ -153,22 +174,27 @@ def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Ru
         rules: that plans keep.
         tally: what the rules refuse is counted in it.
     """
-    meshes = _meshes(space, job, cluster)
-    flags = {kind: _flags(space, kind) for kind in _KINDS}
+    meshes = tally.once("meshes", (space.splits,), lambda: _meshes(space, job, cluster))
+    chosen = tuple(space.choices[name] for name in _FLAGS if name in space.choices)
+    flags = tally.once("flags", chosen, lambda: {kind: _flags(space, kind) for kind in _KINDS})
     num_piped = math.prod(len(space.choices[name]) for name in _PIPED)
     sizes = np.array([len(flags[kind]) for kind in _KINDS], dtype=np.int64)
-    batches = {dp: _batches(space, job, dp) for dp in meshes.levels["dp_size"]}
+    batches = tally.once(
+        "batches", (meshes,), lambda: {dp: _batches(space, job, dp) for dp in meshes.levels["dp_size"]}
+    )
     piped = meshes.values("pp") > 1
     num_batches = np.array([len(batches[dp]) for dp in meshes.levels["dp_size"]])[meshes.codes["dp_size"]]
     weights = sizes[_kind_of(meshes)] * np.where(piped, num_piped, 1) * num_batches
     meshes, _, still_open = tally.prune(rules, meshes, weights)
-    meshes = _with_batches(meshes, batches, job, space)
+    meshes = tally.once("passes", (meshes,), lambda: _with_batches(meshes, batches, job, space))
     weights = sizes[_kind_of(meshes)] * np.where(meshes.values("pp") > 1, num_piped, 1)
     meshes, _, still_open = tally.prune(still_open, meshes, weights)
-    meshes = _with_piped(meshes, space)
+    schedules = tuple(space.choices[name] for name in _PIPED)
+    meshes = tally.once("schedules", (meshes, schedules), lambda: _with_piped(meshes, space))
     meshes, weights, still_open = tally.prune(still_open, meshes, sizes[_kind_of(meshes)])
     kinds = _kind_of(meshes)
-    blocks = [_block(meshes[kinds == index], flags[kind], still_open, tally) for index, kind in enumerate(_KINDS)]
+    of_kinds = tally.once("kinds", (meshes,), lambda: [meshes[kinds == index] for index in range(len(_KINDS))])
+    blocks = [_block(some, flags[kind], still_open, tally) for some, kind in zip(of_kinds, _KINDS, strict=True)]
     return [block for block in blocks if block.num_rows]
 
 
@@ -260,9 +286,10 @@ def _with_piped(meshes: PartialPlans, space: Space) -> PartialPlans:
     for name in _PIPED:
         choices = [default_choice(name), *space.choices[name]]
         piped = meshes.values("pp") > 1
-        rows = np.repeat(np.arange(len(meshes)), np.where(piped, len(choices) - 1, 1))
-        several, one = np.arange(1, len(choices)), np.zeros(1, int)
-        chosen = np.concatenate([several if each else one for each in piped.tolist()] or [rows])
+        counts = np.where(piped, len(choices) - 1, 1)
+        rows = np.repeat(np.arange(len(meshes)), counts)
+        place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        chosen = np.where(piped[rows], 1 + place, 0).astype(np.int32)
         table = meshes[rows]
         meshes = _with_choices(PartialPlans({**table.codes, name: chosen}, {**table.levels, name: choices}), name)
     return meshes
@@ -272,7 +299,7 @@ def _with_choices(table: PartialPlans, name: str) -> PartialPlans:
     """The table with a value for each of the fields that a searched field decides."""
     chosen, values = table.codes[name], [as_values(name, one) for one in table.levels[name]]
     levels = {member: [each[member] for each in values] for member in members(name)}
-    codes = dict.fromkeys(levels, chosen.astype(np.int64))
+    codes = dict.fromkeys(levels, chosen.astype(np.int32))
     return PartialPlans({**table.codes, **codes}, {**table.levels, **levels})
 
 
@@ -307,17 +334,36 @@ def _shardings(space: Space, *, sharded: bool, context: bool) -> Sequence[tuple[
 
 def _block(meshes: PartialPlans, flags: PartialPlans, rules: list[Rule], tally: Tally) -> PlanGrid:
     """A block of meshes and flags; fields that neither decides have the plan's default."""
-    for name, known in PLAN_FIELDS.items():
-        if name not in meshes.codes and name not in flags.codes:
-            codes = {**flags.codes, name: np.zeros(len(flags), dtype=np.int64)}
-            flags = PartialPlans(codes, {**flags.levels, name: [known.default]})
+    flags = tally.once("filled", (flags, *meshes.codes), lambda: _filled(flags, meshes.codes))
     if not len(meshes):
         return PlanGrid(meshes, flags, ())
     flags, _, still_open = tally.prune(rules, flags, np.full(len(flags), len(meshes)), meshes.row(0))
     if not len(flags):
         return PlanGrid(meshes, flags, ())
-    asked = [(rule, crossed(rule, meshes, flags, tally.reader)) for rule in still_open]
-    return PlanGrid(meshes, flags, tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any()))
+    names = (rule.name for rule in still_open)
+    asked = tally.once("crossed", (meshes, flags, *names), lambda: _crossed(still_open, meshes, flags, tally))
+    return PlanGrid(meshes, flags, asked)
+
+
+def _filled(flags: PartialPlans, decided: Mapping[str, Any]) -> PartialPlans:
+    """The flags with the plan's default for the fields that nothing decides."""
+    left = {name: known for name, known in PLAN_FIELDS.items() if name not in decided and name not in flags.codes}
+    codes = {name: np.zeros(len(flags), dtype=np.int32) for name in left}
+    levels = {name: [known.default] for name, known in left.items()}
+    return PartialPlans({**flags.codes, **codes}, {**flags.levels, **levels})
+
+
+def _crossed(
+    rules: list[Rule], meshes: PartialPlans, flags: PartialPlans, tally: Tally
+) -> tuple[tuple[Rule, Crossed], ...]:
+    """The rules that some pair of a mesh and flags breaks."""
+    asked = [(rule, crossed(rule, meshes, flags, tally.reader)) for rule in rules]
+    return tuple((rule, found) for rule, found in asked if (found.grid == BROKEN).any())
+
+
+def _taken(array: NDArray[Any], rows: NDArray[np.intp]) -> NDArray[Any]:
+    """Those rows of an array; one number where all are the same: it takes no room, and no time to take out again."""
+    return array[0] if (array == array[0]).all() else array[rows]
 
 
 def _columns(table: PartialPlans) -> dict[str, NDArray[Any]]:

@@ -27,15 +27,21 @@ KEPT, BROKEN, OPEN = 0, 1, 2
 _MOST_KEYS = 2**18
 
 
+#: A number for each row that tells its combination of some fields; of each number, in rising order, a row's place.
+Keys = tuple[Rows, dict[int, int]]
+
+
 @dataclass(frozen=True, slots=True)
 class PartialPlans:
     """Rows of partial plans. codes: field -> code of each row. levels: field -> what the codes stand for.
 
-    A field of `Plan` that is missing is not decided yet.
+    A field of `Plan` that is missing is not decided yet. keyed: what `_keys` found, by fields: many rules read the
+    same.
     """
 
-    codes: Mapping[str, Rows]
+    codes: Mapping[str, NDArray[np.int32]]
     levels: Mapping[str, Sequence[Any]]
+    keyed: dict[tuple[str, ...], Keys] = field(default_factory=dict[tuple[str, ...], Keys], repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(next(iter(self.codes.values())))
@@ -54,7 +60,7 @@ class PartialPlans:
     def with_values(self, field: str, values: NDArray[Any]) -> PartialPlans:
         """The table with one field more, given by value."""
         levels, codes = np.unique(values, return_inverse=True)
-        return PartialPlans({**self.codes, field: codes}, {**self.levels, field: levels.tolist()})
+        return PartialPlans({**self.codes, field: codes.astype(np.int32)}, {**self.levels, field: levels.tolist()})
 
     def cross(self, other: PartialPlans) -> PartialPlans:
         """Every row of this table with every row of the other."""
@@ -65,7 +71,7 @@ class PartialPlans:
     @classmethod
     def product(cls, levels: Mapping[str, Sequence[Any]]) -> PartialPlans:
         """Every combination of the given values."""
-        grids = np.meshgrid(*(np.arange(len(values)) for values in levels.values()), indexing="ij")
+        grids = np.meshgrid(*(np.arange(len(values), dtype=np.int32) for values in levels.values()), indexing="ij")
         return cls({name: grid.ravel() for name, grid in zip(levels, grids, strict=True)}, dict(levels))
 
 
@@ -128,7 +134,7 @@ def verdicts(rule: Rule, table: PartialPlans, reader: RuleReader) -> NDArray[np.
         for (each, place), values in zip(places.items(), _values(table, fields, places), strict=True):
             verdict = said.get(values)
             if verdict is None:
-                plan = _Watched(place)
+                plan = _Watched((table, place))
                 verdict = _ask(rule, plan, facts)
                 if not plan.reads <= read:
                     known |= plan.reads
@@ -139,11 +145,11 @@ def verdicts(rule: Rule, table: PartialPlans, reader: RuleReader) -> NDArray[np.
             return found[key]
 
 
-def _values(table: PartialPlans, fields: Sequence[str], places: Mapping[int, Place]) -> list[tuple[Any, ...]]:
+def _values(table: PartialPlans, fields: Sequence[str], places: Mapping[int, int]) -> list[tuple[Any, ...]]:
     """The values that the rows at some places have of some fields."""
     if not fields:
         return [()] * len(places)
-    rows = [row for _, row in places.values()]
+    rows = list(places.values())
     codes = {name: table.codes[name][rows].tolist() for name in fields}
     return list(zip(*([table.levels[name][code] for code in codes[name]] for name in fields), strict=True))
 
@@ -157,10 +163,18 @@ def _ask(rule: Rule, plan: _Watched, facts: Facts) -> int:
         return KEPT
 
 
-def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, dict[int, Place]]:
+def _keys(table: PartialPlans, fields: Sequence[str]) -> Keys:
     """A number for each row that tells its combination of `fields`; and of each number, in rising order, a row."""
+    known = table.keyed.get(tuple(fields))
+    if known is None:
+        known = table.keyed[tuple(fields)] = _numbered(table, fields)
+    return known
+
+
+def _numbered(table: PartialPlans, fields: Sequence[str]) -> Keys:
+    """What `_keys` remembers."""
     if not fields:
-        return np.zeros(len(table), dtype=np.int64), {0: (table, 0)} if len(table) else {}
+        return np.zeros(len(table), dtype=np.int64), {0: 0} if len(table) else {}
     key, span = np.zeros(len(table), dtype=np.int64), 1
     for name in fields:
         key, span = key * len(table.levels[name]) + table.codes[name], span * len(table.levels[name])
@@ -170,7 +184,7 @@ def _keys(table: PartialPlans, fields: Sequence[str]) -> tuple[Rows, dict[int, P
     first = np.full(span, -1, dtype=np.int64)
     first[key] = np.arange(len(key))
     numbers = np.flatnonzero(first >= 0)
-    return key, {number: (table, row) for number, row in zip(numbers.tolist(), first[numbers].tolist(), strict=True)}
+    return key, dict(zip(numbers.tolist(), first[numbers].tolist(), strict=True))
 
 
 def broken(
@@ -223,7 +237,7 @@ def crossed(rule: Rule, left: PartialPlans, right: PartialPlans, reader: RuleRea
             for (other, beside), more in rights:
                 verdict = said.get(values + more)
                 if verdict is None:
-                    plan = _Watched(beside, place)
+                    plan = _Watched((right, beside), (left, place))
                     said[values + more] = verdict = _ask(rule, plan, facts)
                     known |= plan.reads
                 grid[one, other] = verdict

@@ -113,7 +113,7 @@ def _codes(column: NDArray[Any]) -> list[int]:
     """The codes in a column. Nearly always it is one: then nothing is sorted."""
     if len(column) and (column == column[0]).all():
         return [int(column[0])]
-    return np.unique(column).tolist()
+    return np.flatnonzero(np.bincount(column)).tolist()
 
 
 def _of_rows(columns: Columns, of: Callable[[WireSpec], Array | float]) -> Array:

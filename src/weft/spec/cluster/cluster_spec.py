@@ -11,7 +11,6 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import cast
 
@@ -182,7 +181,7 @@ class ClusterSpec:
 @functools.cache
 def devices() -> Mapping[str, DeviceSpec]:
     """Return the devices that Weft knows, by name."""
-    text = resources.files("weft.spec.cluster").joinpath("devices.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")
     tables = cast(dict[str, dict[str, object]], tomllib.loads(text))
     return {name: _changed(DeviceSpec(name=name), table) for name, table in tables.items()}
 

@@ -5,6 +5,7 @@ A chain of layers is divided so that the slowest stage is as fast as can be: it 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -76,6 +77,12 @@ def divide_layers(
     Raises:
         ValueError: for fewer layers than stages.
     """
+    return _divided(tuple(costs), num_stages, before, after)
+
+
+@functools.lru_cache(maxsize=256)
+def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: float) -> tuple[int, ...]:
+    """What `divide_layers` returns. A search asks for one division several times."""
     num_layers = len(costs)
     if num_layers < num_stages:
         raise ValueError(f"{num_layers} layers are fewer than {num_stages} stages")

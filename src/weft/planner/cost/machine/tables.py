@@ -6,7 +6,7 @@ import functools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError, Problem, did_you_mean
@@ -105,7 +105,7 @@ class Tables:
 
 @functools.cache
 def _shipped() -> dict[str, Any]:
-    text = resources.files("weft.planner.cost.machine").joinpath("tables.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("tables.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 

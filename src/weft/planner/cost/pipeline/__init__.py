@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from weft.planner.cost.pipeline.makespan import makespan_s
 from weft.planner.cost.pipeline.pipeline_cost import (
+    OF_FLIGHT,
     Stages,
     balanced_layers,
     bubble_s,
@@ -17,6 +19,7 @@ from weft.planner.cost.pipeline.pipeline_sim import Durations, Timeline, simulat
 
 __all__ = [
     "Durations",
+    "OF_FLIGHT",
     "Stages",
     "Timeline",
     "balanced_layers",
@@ -25,6 +28,7 @@ __all__ = [
     "fullest_moment",
     "hidden_sends",
     "in_flight",
+    "makespan_s",
     "sends",
     "simulate",
     "split_layers",

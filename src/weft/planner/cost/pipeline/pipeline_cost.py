@@ -174,29 +174,41 @@ def in_flight(columns: Columns, rank: Any) -> Array:
     return np.where(p > 1, np.minimum(m, held), 1.0)
 
 
-def fullest_moment(columns: Columns, rank: Any, one_pass: Array, gradients: Array) -> tuple[Array, Array]:
+#: The columns that decide how many passes are in flight.
+OF_FLIGHT = ("pp", "schedule", "virtual_stages", "num_micro")
+_EVERY = slice(None)
+
+
+def fullest_moment(
+    columns: Columns, rank: Any, one_pass: Array, gradients: Array, index: NDArray[Any] | slice = _EVERY
+) -> tuple[Array, Array]:
     """Return the passes in flight and the share of gradients that are there when both together are most.
 
     Gradients of a chunk are made in its first backward. A schedule that has run most forwards by then lets go of
     activations while gradients grow: the two are never there whole at once.
 
     Args:
-        columns: the plans.
-        rank: place in the pipeline.
+        columns: the plans, or one for each kind by OF_FLIGHT.
+        rank: place in the pipeline; a number, or one for each of those.
         one_pass: bytes of a pass's activations on the rank.
         gradients: bytes of all gradients of the rank, where they add up over the passes.
+        index: the kind of each plan.
     """
     p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
     kind = _HELD.take(columns.schedule)
     every = columns.num_micro * v
     ahead = np.choose(np.minimum(kind, 2), [every, p - rank - 1, 2 * (p - rank - 1) + (v - 1) * p])
     last_begins = (v - 1) * p + 1  # the backward, counted from 1, in which the last chunk's gradients are made
-    held, begun = in_flight(columns, rank), np.ones(len(columns))
+    held = in_flight(columns, rank)[index]
     # Those that put weight gradients off are not followed so closely, and of many passes all is there at once.
-    rows = np.flatnonzero((kind <= 2) & (p > 1) & (every - ahead <= last_begins))
-    if len(rows):
-        some = (each[rows] for each in (p, v, every, ahead, last_begins, one_pass, gradients))
-        held[rows], begun[rows] = _fullest(*some)
+    fills = (kind <= 2) & (p > 1) & (every - ahead <= last_begins)
+    rows = np.flatnonzero(fills[index]) if fills.any() else np.zeros(0, dtype=np.intp)
+    if not len(rows):
+        return held, np.broadcast_to(np.float64(1.0), held.shape)
+    held, begun = held.copy(), np.ones(len(held))
+    own = rows if isinstance(index, slice) else index[rows]
+    some = (np.broadcast_to(each, held.shape)[rows] for each in (one_pass, gradients))
+    held[rows], begun[rows] = _fullest(*(each[own] for each in (p, v, every, ahead, last_begins)), *some)
     return held, begun
 
 
