@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from weft.train import RunFolder
 
 _KILLED = -int(signal.SIGKILL)
+#: So long the launcher waits for ranks that were killed.
+_END_S = 10.0
 _PROGRAM = (sys.executable, "-m", "weft.cli.launcher.starting.fork_server")
 
 
@@ -129,8 +132,26 @@ class _Forks:
     def _listen(self) -> None:
         while len(self._codes) < len(self.pids):
             said = self._server._hear()
-            # Where the server was killed its ranks were killed with it.
+            if not said:  # the server was killed, and its ranks with it
+                _wait_for_end([pid for rank, pid in self.pids.items() if rank not in self._codes])
             ended = {said["rank"]: said["code"]} if said else dict.fromkeys(self.pids.keys() - self._codes, _KILLED)
             with self._told:
                 self._codes |= ended
                 self._told.notify_all()
+
+
+def _wait_for_end(pids: Sequence[int]) -> None:
+    """Wait until processes that were killed have ended: their memory and ports are free then, for the next start."""
+    until = time.monotonic() + _END_S
+    while time.monotonic() < until and any(map(_is_running, pids)):
+        time.sleep(0.02)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process that is no child of this one runs; one that has ended may not be reaped yet."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
