@@ -121,7 +121,7 @@ CASES = {
         spoken,
         "task=caption task.options.model=omni-tiny task.options.side=32 task.options.rate=8000 "
         "task.options.seconds=2 task.options.gain=6 task.options.noise=0.3 task.options.masks=1 "
-        "task.options.augment=false train.epochs=12 train.global_batch=32 optimizer.lr=1e-3",
+        "task.options.augment=false train.epochs=8 train.global_batch=32 optimizer.lr=1e-3",
     ),
 }
 
