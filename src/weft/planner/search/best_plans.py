@@ -131,7 +131,7 @@ def _words(one: Candidate) -> tuple[int, str]:
 
 def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[PlanGrid]]:
     """The whole space, or as much of it as `most_plans` allows."""
-    space = Space.whole(question.job, question.cluster, question.fixed)
+    space = question.space
     while True:
         tally.refused.clear()
         if _is_far_off(space, question, tally):
@@ -182,10 +182,11 @@ class _Keep:
         """Estimate some plans, keep the best of them, and count the others by what does not fit."""
         asked, columns = self.question, Columns.concatenate(parts)
         found = estimate_memory(asked.job, asked.cluster, columns, self.tables)
-        fits = found.fits_probability >= asked.fits
+        total = found.total_bytes
+        fits = found.chance(total) >= asked.fits
         self.num_plans += len(columns)
         self.num_fit += int(fits.sum())
-        total, out, stop = found.total_bytes, ~fits, 0
+        out, stop = ~fits, 0
         for part in parts:  # of each block an example is told apart
             start, stop = stop, stop + len(part)
             self._refuse(columns, found, total, start + np.flatnonzero(out[start:stop]))
