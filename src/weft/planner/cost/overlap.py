@@ -45,7 +45,7 @@ OF_TRAFFIC = (
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class RankTraffic:
     """Seconds of what a rank sends and gets, whatever it computes meanwhile, and its layers between two of them.
 
     gathers: all parameters once; again: once more in backward; reduces: all gradients once. meetings: one of replicas
@@ -58,12 +58,12 @@ class Traffic:
     meetings: Array
     units: Array
 
-    def rows(self, index: NDArray[Any] | slice) -> Traffic:
+    def rows(self, index: NDArray[Any] | slice) -> RankTraffic:
         """Return the traffic of plans, by the kind that each is of."""
-        return Traffic(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+        return RankTraffic(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
 
 
-def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], layers: Array) -> Traffic:
+def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], layers: Array) -> RankTraffic:
     """Return a rank's traffic, one entry per plan; of the plans it reads OF_TRAFFIC.
 
     Args:
@@ -83,10 +83,10 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
             dp_shard=np.where(has, columns.reshard_within, columns.dp_shard), gather=np.zeros_like(columns.gather)
         )
         again = np.where(has, _traffic(job, near, fabric, shares, units)[0], gathers)
-    return Traffic(gathers, again, reduces, _meetings_s(job, columns, fabric, shares[1]), units)
+    return RankTraffic(gathers, again, reduces, _meetings_s(job, columns, fabric, shares[1]), units)
 
 
-def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: Traffic, window: Window) -> tuple[Array, Array]:
+def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
     """Seconds that gradients and parameters travel in the open, and that compute loses to the traffic it hides."""
     stack, units = job.stack, traffic.units
     sharded, once = columns.zero == 3, columns.reduces_once

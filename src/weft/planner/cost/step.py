@@ -13,7 +13,7 @@ from weft.planner.cost.host_cost import LayerWork, offload_s
 from weft.planner.cost.layer_cost import LayerCosts, distinct_costs, layer_costs, of_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, gemm_s
 from weft.planner.cost.memory import is_offloaded, layer_bytes, memory_bytes
-from weft.planner.cost.overlap import OF_TRAFFIC, Traffic, Window, exposed_s, gathered_s, traffic_of
+from weft.planner.cost.overlap import OF_TRAFFIC, RankTraffic, Window, exposed_s, gathered_s, traffic_of
 from weft.planner.cost.pipeline import (
     Stages,
     balanced_layers,
@@ -106,7 +106,7 @@ class _Rank:
     """
 
     stages: Stages
-    traffic: Traffic
+    traffic: RankTraffic
     own: Array
     each_sum: Array
     optimizer: Array

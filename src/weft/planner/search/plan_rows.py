@@ -24,8 +24,8 @@ _NEEDS = tuple((name, frozenset(known.needs), known.default) for name, known in 
 
 
 def plan_of(row: Row) -> Plan:
-    """The plan of a row."""
-    return Plan(**dict(zip(PLAN_FIELDS, row, strict=True)))
+    """The plan of a row, whose values are in their normal form."""
+    return Plan.of_normal(row)
 
 
 def fitted(before: Mapping[str, Any], change: Mapping[str, Any], job: Job) -> Row:

@@ -326,10 +326,13 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _decoded(name: str, *numbers: float) -> Any:
-    """The value of a field from its columns; a ranking has thousands of plans of few values."""
-    return PLAN_FIELDS[name].kind.decode(*numbers)
+    """The value of a field from its columns, in its normal form; a ranking has thousands of plans of few values."""
+    kind = PLAN_FIELDS[name].kind
+    return kind.check(name, kind.decode(*numbers))
 
 
+#: The values of the default plan, in the order of the fields.
+_USUAL = {name: getattr(Plan(), name) for name in PLAN_FIELDS}
 #: Fields that an open word leaves to the planner, as "auto" does.
 _OPEN = {name: known for name, known in PLAN_FIELDS.items() if known.open_word}
 
@@ -343,7 +346,7 @@ def _plan_of(values: dict[str, Any], num_micro: int) -> Plan:
     values["microbatches" if sizes["pp"] > 1 else "accumulation"] = num_micro
     usual, found = (tuple(axis for axis in order if sizes[axis] > 1) for order in (AXES, values["order"]))
     values["order"] = () if found == usual else found
-    return Plan(**values)
+    return Plan.of_normal({**_USUAL, **values}.values())
 
 
 def encoded(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
