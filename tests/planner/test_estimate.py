@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.planner import estimate
-from weft.planner.cost import step
+from weft.planner.cost import alike, step
 from weft.planner.cost.machine.tables import Tables
 from weft.planner.cost.step import TERMS
 from weft.planner.space.columns import Columns, Job
@@ -80,6 +80,8 @@ def test_a_row_is_the_same_wherever_it_stands(seed):
 def test_long_columns_are_worked_on_in_pieces(monkeypatch):
     columns = plans(7)
     whole = estimate(JOB, CLUSTER, columns, TABLES)
+    monkeypatch.setattr(alike, "_FEW", 1)
+    monkeypatch.setattr(step, "_AT_ONCE", 50)
     monkeypatch.setattr(step, "_CHUNK", 7)
     pieces = estimate(JOB, CLUSTER, columns, TABLES)
     assert pieces.step_s == pytest.approx(whole.step_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,8 @@ from weft.planner.space import Columns, Job
 from weft.spec import ClusterSpec
 
 Array = NDArray[np.float64]
+#: Fewer rows are added up by numpy in one call.
+_FEW = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Estimates:
     @property
     def step_s(self) -> Array:
         """Seconds of one optimizer step."""
-        return np.sum(list(self.terms.values()), axis=0)
+        return _added(self.terms.values())
 
     @property
     def tokens_per_s(self) -> Array:
@@ -52,7 +54,7 @@ class Estimates:
     def allocated_bytes(self) -> Array:
         """Bytes in tensors at the fullest moment (torch.cuda.max_memory_allocated)."""
         outside = ("communicators", "context", "reserve")
-        return np.sum([self.memory[name] for name in CLASSES if name not in outside], axis=0)
+        return _added(self.memory[name] for name in CLASSES if name not in outside)
 
     @property
     def reserved_bytes(self) -> Array:
@@ -62,13 +64,35 @@ class Estimates:
     @property
     def total_bytes(self) -> Array:
         """All bytes on the device: what the driver's tools show."""
-        return np.sum(list(self.memory.values()), axis=0)
+        return _added(self.memory.values())
 
     @property
     def fits_probability(self) -> Array:
         """Chance that the plan runs without falling short of memory, 0 to 1."""
-        room = np.log(self.usable_bytes / np.maximum(self.total_bytes, 1.0))
+        return self.chance(self.total_bytes)
+
+    def chance(self, total: Array) -> Array:
+        """Return the same. total: `total_bytes`, where they are at hand."""
+        room = np.log(self.usable_bytes / np.maximum(total, 1.0))
         return np.where(self.host_bytes > self.host_limit, 0.0, fits_chance(room, self.memory_spread))
+
+
+def _added(parts: Iterable[Array]) -> Array:
+    """The sum of some arrays, one after another; of many rows a copy of all of them would take longer than adding."""
+    first, *others = parts
+    if len(first) < _FEW:
+        return np.sum([first, *others], axis=0)
+    found = first.astype(np.float64)
+    for each in others:
+        found += each
+    return found
+
+
+def _joined(parts: Sequence[Array], num_rows: int) -> Array:
+    """The rows of several parts; nothing where there are none."""
+    if not parts:
+        return np.broadcast_to(np.float64(0.0), num_rows)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> Estimates:
@@ -110,13 +134,12 @@ def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: T
     """
     if isinstance(tables, HostTables):
         return estimate(job, cluster, columns, tables).step_s
-    factors = [tables.learned.get(name, 1.0) for name in TERMS]
-    return np.concatenate(
-        [
-            np.sum([terms[name] * factor for name, factor in zip(TERMS, factors, strict=True)], axis=0)
-            for terms, _ in device_parts(job, cluster, columns, tables, weighed=False)
-        ]
-    )
+    learned = tables.learned
+    found = [
+        _added(terms[name] * learned[name] if name in learned else terms[name] for name in TERMS)
+        for terms, _ in device_parts(job, cluster, columns, tables, weighed=False)
+    ]
+    return _joined(found, len(columns))
 
 
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
@@ -129,19 +152,15 @@ def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tab
 
 
 def _estimates(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, parts: Sequence[Parts]) -> Estimates:
-    none = [np.zeros(len(columns))]
     on_host = isinstance(tables, HostTables)
+    terms = {name: _joined([part[0][name] for part in parts if name in part[0]], len(columns)) for name in TERMS}
     return Estimates(
-        terms={
-            name: np.concatenate([part[0][name] for part in parts if name in part[0]] or none)
-            * tables.learned.get(name, 1.0)
-            for name in TERMS
-        },
-        memory={name: np.concatenate([part[1][name] for part in parts]) for name in CLASSES},
+        terms=terms | {name: terms[name] * factor for name, factor in tables.learned.items() if name in terms},
+        memory={name: _joined([part[1][name] for part in parts], len(columns)) for name in CLASSES},
         usable_bytes=tables.memory_bytes * tables.usable,
         tokens=float(job.tokens),
         world_size=columns.world_size,
         memory_spread=shipped().memory.spread if on_host else memory_spread(job, cluster),
-        host_bytes=np.concatenate([part[1]["host"] for part in parts if "host" in part[1]] or none),
+        host_bytes=_joined([part[1]["host"] for part in parts if "host" in part[1]], len(columns)),
         host_limit=math.inf if on_host or not cluster.device.memory_bytes else cluster.device.pinnable_bytes,
     )

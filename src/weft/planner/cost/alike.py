@@ -15,6 +15,8 @@ from weft.planner.space import Columns
 _FEW = 1024
 #: Kinds are numbered without gaps once there could be more than this.
 _MOST_KEYS = 2**18
+#: Values below this are their own numbers: gaps among them cost less than closing them.
+_FEW_VALUES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +75,14 @@ def _numbered(arrays: Sequence[NDArray[Any]], num_rows: int) -> tuple[NDArray[np
     return _without_gaps(key, span)
 
 
-def _codes(array: NDArray[Any]) -> tuple[NDArray[np.intp], int]:
-    """A number for every value of an array."""
+def _codes(array: NDArray[Any]) -> tuple[NDArray[Any], int]:
+    """A number for every value of an array, and how many such numbers there are."""
     if array.dtype.kind in "bui":
-        most = int(array.max()) + 1
-        if most <= 2**16 and int(array.min()) >= 0:
-            return _without_gaps(array.astype(np.intp), most)
+        least, most = int(array.min()), int(array.max())
+        if 0 <= least < most < _FEW_VALUES:
+            return array, most + 1
+        if 0 <= least < most < 2**16:
+            return _without_gaps(array.astype(np.intp), most + 1)
     if (array == array[0]).all():
         return np.zeros(len(array), dtype=np.intp), 1
     values, codes = np.unique(array, return_inverse=True)

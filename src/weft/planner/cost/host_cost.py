@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost.machine import Tables
-from weft.planner.cost.memory import layer_bytes
 from weft.planner.space import Columns, Job
 from weft.spec.plan import RESHARDS
 
@@ -20,12 +19,16 @@ _HOST_STEP_BYTES = 28.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
-    """What goes on beside the transfers: seconds of one pass of one layer, layers of a rank, its own parameters."""
+    """What goes on beside the transfers: seconds of one pass of one layer, layers of a rank, its own parameters.
+
+    kept: bytes of a pass's activations in a mean layer.
+    """
 
     forward: Array
     backward: Array
     layers: Array
     own: Array
+    kept: Array
 
 
 def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devices_per_node: int) -> Array:
@@ -48,6 +51,6 @@ def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devic
     gathers = np.where(columns.reshard == RESHARDS.index("after_forward"), 2 * passes, sums)
     moved = params * work.own * (gathers * job.stack.gather_bytes + sums * job.stack.grad_bytes) / rate
     late = np.maximum(0.0, out + moved - whole_s * (2 / 3))
-    each = activations * layer_bytes(job, columns).kept / rate
+    each = activations * work.kept / rate
     waits = np.maximum(0.0, each - work.forward) + np.maximum(0.0, each - work.backward)
     return step + back + late + passes * work.layers * waits

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost import context_cost
+from weft.planner.cost.alike import Alike
 from weft.planner.cost.layer_kernels import Ends, beside_adapter, cut_of, kernels, partly_trained, traced_kernels
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, gemm_s
 from weft.planner.space import Columns, Job, TracedShape
@@ -49,9 +50,18 @@ class LayerCosts:
     embed: Array
     embed_tp: Array
 
-    def rows(self, index: NDArray[np.intp]) -> LayerCosts:
+    def rows(self, index: NDArray[np.intp] | slice) -> LayerCosts:
         """Return the costs of plans, by the cut that each has."""
         return LayerCosts(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+
+
+#: The columns that everything here reads.
+_OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "microbatch", "precision", "compile", "order")
+
+
+def of_costs(columns: Columns) -> tuple[str, ...]:
+    """Return the columns that decide a layer's costs. Of other orders neighbours of one size may lie near or far."""
+    return (*_OF_COSTS, "pp", "dp_replicate", "dp_shard") if columns.order.any() else _OF_COSTS
 
 
 def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
@@ -63,18 +73,12 @@ def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> L
         tables: constants of the device.
         fabric: of the links between devices.
     """
-    key = columns.tp
-    for name, size in (("microbatch", 1 << 20), ("cp", 1 << 12), ("ep", 1 << 12)):
-        key = key * size + getattr(columns, name)
-    code = columns.precision * 16 + columns.sp * 8 + columns.compile * 4 + columns.cp_mode.astype(np.int64)
-    _, first, index = np.unique(key * 256 + code, return_index=True, return_inverse=True)
-    if columns.order.any():  # then neighbours of one size may lie near or far
-        apart = (index.reshape(-1) * (1 << 20) + columns.stride("tp")) * (1 << 20) + columns.stride("cp")
-        _, first, index = np.unique(apart, return_index=True, return_inverse=True)
-    return _distinct(job, columns[first], tables, fabric).rows(index.reshape(-1))
+    kinds = Alike.of(columns, of_costs(columns))
+    return distinct_costs(job, kinds.rows, tables, fabric).rows(kinds.index)
 
 
-def _distinct(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
+def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
+    """Return one entry per row of `columns`, each computed; of the plans it reads `of_costs`."""
     shape, stack = job.shape, job.stack
     cut = cut_of(job, columns, tables)
     tokens, q, kv, half, width = cut.tokens, cut.q, cut.kv, cut.half, cut.width

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,19 +24,57 @@ class Window:
     layers: Array
 
 
-def exposed_s(
-    job: Job, columns: Columns, tables: Tables, fabric: Fabric, shares: tuple[Shares, Shares], window: Window
-) -> tuple[Array, Array]:
-    """Seconds that gradients and parameters travel in the open, and that compute loses to the traffic it hides.
+#: The columns that decide a rank's traffic of gradients and parameters, beside its layers.
+OF_TRAFFIC = (
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep",
+    "order",
+    "zero",
+    "reshard_within",
+    "gather",
+    "reduce",
+    "compress",
+    "sync",
+    "sync_every",
+    "sync_fragments",
+)
 
-    shares: of all parameters as they travel (`travelling_shares`), and of those that are trained.
+
+@dataclass(frozen=True, slots=True)
+class RankTraffic:
+    """Seconds of what a rank sends and gets, whatever it computes meanwhile, and its layers between two of them.
+
+    gathers: all parameters once; again: once more in backward; reduces: all gradients once. meetings: one of replicas
+    that train by themselves.
     """
-    stack = job.stack
-    sharded = columns.zero == 3
-    units = np.maximum(1.0, window.layers)
+
+    gathers: Array
+    again: Array
+    reduces: Array
+    meetings: Array
+    units: Array
+
+    def rows(self, index: NDArray[Any] | slice) -> RankTraffic:
+        """Return the traffic of plans, by the kind that each is of."""
+        return RankTraffic(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+
+
+def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], layers: Array) -> RankTraffic:
+    """Return a rank's traffic, one entry per plan; of the plans it reads OF_TRAFFIC.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        fabric: of the links between devices.
+        shares: of all parameters as they travel (`travelling_shares`), and of those that are trained.
+        layers: of the rank, in each of its chunks.
+    """
+    units = np.maximum(1.0, layers)
     gathers, reduces = _traffic(job, columns, fabric, shares, units)
-    once = columns.reduces_once
-    passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
     again = gathers
     if columns.reshard_within.any():
         # From second shards, over neighbours, in the compute format.
@@ -44,14 +83,35 @@ def exposed_s(
             dp_shard=np.where(has, columns.reshard_within, columns.dp_shard), gather=np.zeros_like(columns.gather)
         )
         again = np.where(has, _traffic(job, near, fabric, shares, units)[0], gathers)
-    gathers_b = np.where(sharded & (columns.reshard == 0), again, 0.0)
-    open_f, busy_f = _hide(gathers, window.forward, units, tables, stack.overlap_params)
+    return RankTraffic(gathers, again, reduces, _meetings_s(job, columns, fabric, shares[1]), units)
+
+
+def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
+    """Seconds that gradients and parameters travel in the open, and that compute loses to the traffic it hides."""
+    stack, units = job.stack, traffic.units
+    sharded, once = columns.zero == 3, columns.reduces_once
+    passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
+    gathers_b = np.where(sharded & (columns.reshard == 0), traffic.again, 0.0)
+    open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_params)
     # Under a pipeline ZeRO 3 reduces when the schedule is at its end, beside nothing.
     hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1))
-    open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
+    open_b, busy_b = _hide(gathers_b + traffic.reduces, window.backward, units, tables, hides_b)
     lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
+    exposed = passes * (open_f + open_b)
+    if columns.sync.any():
+        exposed = exposed + _open_meetings_s(columns, traffic.meetings, window)
+    return exposed, passes * lost
+
+
+def _open_meetings_s(columns: Columns, meeting: Array, window: Window) -> Array:
+    """Seconds in the open of a step's share of the meetings of replicas that train by themselves.
+
+    Nothing hides a meeting of all at once; a fragment travels while a step computes.
+    """
     computes = columns.num_micro * (window.forward + window.backward)
-    return passes * (open_f + open_b) + _meetings_s(job, columns, fabric, shares[1], computes), passes * lost
+    fragments = np.maximum(1, columns.sync_fragments)
+    hidden = np.where(columns.sync_fragments > 0, np.minimum(meeting / fragments, computes), 0.0)
+    return np.where(columns.sync > 0, (meeting - fragments * hidden) / columns.sync_every, 0.0)
 
 
 def gathered_s(
@@ -76,11 +136,8 @@ def gathered_s(
     return np.where(columns.zero == 3, exposed + (tables.overlap_compute - 1) * busy, 0.0)
 
 
-def _meetings_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares, computes: Array) -> Array:
-    """Seconds in the open of a step's share of the meetings of replicas that train by themselves.
-
-    Nothing hides a meeting of all at once; a fragment travels while a step `computes` for so many seconds.
-    """
+def _meetings_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:
+    """Seconds of a meeting of replicas that train by themselves."""
     total = np.zeros(len(columns))
     if not columns.sync.any():
         return total
@@ -92,9 +149,7 @@ def _meetings_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares, com
         held = learnt / np.where(columns.zero > 0, size, 1.0)
         travelling = wire_columns.replica_bytes(columns, held, job.stack.reduce_bytes)
         total += np.where(learnt > 0, fabric.ring_s("all_reduce", travelling, replicas, apart), 0.0)
-    fragments = np.maximum(1, columns.sync_fragments)
-    hidden = np.where(columns.sync_fragments > 0, np.minimum(total / fragments, computes), 0.0)
-    return np.where(columns.sync > 0, (total - fragments * hidden) / columns.sync_every, 0.0)
+    return total
 
 
 def _hide(

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.planner.cost.alike import Alike
 from weft.planner.cost.host_cost import LayerWork, offload_s
-from weft.planner.cost.layer_cost import LayerCosts, layer_costs
+from weft.planner.cost.layer_cost import LayerCosts, distinct_costs, layer_costs, of_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, gemm_s
-from weft.planner.cost.memory import memory_bytes
-from weft.planner.cost.overlap import Window, exposed_s, gathered_s
+from weft.planner.cost.memory import is_offloaded, layer_bytes, memory_bytes
+from weft.planner.cost.overlap import OF_TRAFFIC, RankTraffic, Window, exposed_s, gathered_s, traffic_of
 from weft.planner.cost.pipeline import (
     Stages,
     balanced_layers,
     bubble_s,
     chunks_per_rank,
+    even_layers,
     hidden_sends,
     sends,
     split_layers,
@@ -54,6 +57,129 @@ TERMS = (
 _HOST_BACKWARD = 1.3
 #: Rows that are worked on at a time: their columns stay in the processor's cache.
 _CHUNK = 1 << 14
+#: Rows whose kinds are told apart at a time.
+_AT_ONCE = 1 << 17
+#: The columns that decide the terms of a layer beside its costs.
+_OF_TERMS = ("recompute", "recompute_share", "activation_budget")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Seconds of one pass of a mean layer and of the ends, of each kind of them.
+
+    layer, head, embed: by term; lay, top, bottom: their sums. computes: forward but for waiting; forward, backward:
+    with it. kept: bytes of activations.
+    """
+
+    costs: LayerCosts
+    layer: dict[str, Array]
+    head: dict[str, Array]
+    embed: dict[str, Array]
+    lay: Array
+    top: Array
+    bottom: Array
+    computes: Array
+    forward: Array
+    backward: Array
+    kept: Array
+
+    @classmethod
+    def of(cls, job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> _Layer:
+        costs = distinct_costs(job, columns, tables, fabric)
+        idle_f, idle_b, layer = _layer_terms(job, columns, costs)
+        layer["recompute"] = layer["recompute"] + budget_s(job, columns, costs)
+        head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
+        embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
+        lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
+        computes = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f
+        backward = costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b
+        kept = layer_bytes(job, columns).kept
+        return cls(costs, layer, head, embed, lay, top, bottom, computes, computes + idle_f, backward, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What a rank holds and sends, of each kind of it.
+
+    layers: of the ranks. own: parameters that one steps. each_sum: seconds to add a pass's gradients to those before.
+    optimizer: of its step. spread: of the slowest device over the mean one.
+    """
+
+    stages: Stages
+    traffic: RankTraffic
+    own: Array
+    each_sum: Array
+    optimizer: Array
+    spread: Array
+
+    @classmethod
+    def of(
+        cls, job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric,
+        stages: Stages, chunks: Array,
+    ) -> _Rank:  # fmt: skip
+        first = rank_shares(job, columns, stages.first, True, False)
+        both = rank_shares(job, columns, stages.middle, True, True)
+        alone = columns.pp == 1
+        shares = Shares(
+            dense=np.where(alone, both.dense, first.dense),
+            experts=np.where(alone, both.experts, first.experts),
+            ends=np.where(alone, both.ends, first.ends),
+        )
+        layers = np.where(alone, stages.middle, stages.first)
+        trained = trained_shares(job, columns, shares, layers, (True, alone))
+        moved = shares_in_format(job, columns, shares, layers, job.stack.gather_bytes), trained
+        group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
+        spread = columns.tp if job.stack.fold_experts else 1
+        inside = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)
+        own = (trained.dense + trained.ends) / group + trained.experts / inside
+        nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
+        domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
+        around = tables.step_s + tables.barrier_s * np.log2(domains)
+        one_mean = 8.0 if job.optimizer in ("sgd", "muon") else 0.0  # one mean is read and written less
+        optimizer = own * (job.stack.adam_bytes - one_mean) / (tables.memory_rate * tables.adam_eff) + around
+        return cls(
+            stages=stages,
+            traffic=traffic_of(job, columns, fabric, moved, layers / chunks),
+            own=own,
+            each_sum=_sum_s(job, columns, tables, trained),
+            optimizer=optimizer + _turning_s(job, tables, layers / group),
+            spread=np.sqrt(2 * np.log(nodes)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Plans, and their kinds by what decides a layer's seconds, and a rank's parameters and traffic."""
+
+    columns: Columns
+    layers: Alike
+    ranks: Alike
+    layer: _Layer
+    rank: _Rank
+
+    @classmethod
+    def of(cls, job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric) -> _Rows:
+        layers = Alike.of(columns, (*of_costs(columns), *_OF_TERMS))
+        layer, chunks = _Layer.of(job, layers.rows, tables, fabric), chunks_per_rank(columns)
+        if job.stack.balanced_stages:  # by the seconds of the ends
+            every = np.arange(len(columns))
+            ranks = Alike(columns, every, every)
+            bottom, top = ((each / layer.lay)[layers.index] for each in (layer.bottom, layer.top))
+            stages = balanced_layers(job.shape.layers, columns, bottom, top)
+        else:
+            ranks = Alike.of(columns, OF_TRAFFIC, [chunks.astype(np.int64)])
+            stages = even_layers(job.shape.layers, ranks.rows.pp, chunks[ranks.first])
+        rank = _Rank.of(job, cluster, ranks.rows, tables, fabric, stages, chunks[ranks.first])
+        return cls(columns, layers, ranks, layer, rank)
+
+    def parts(self) -> Iterator[_Rows]:
+        """Some of the plans at a time; all where every one is a kind: then they are few."""
+        if isinstance(self.layers.index, slice):
+            yield self
+            return
+        for start in range(0, len(self.columns), _CHUNK):
+            some = slice(start, start + _CHUNK)
+            yield replace(self, columns=self.columns[some], layers=self.layers[some], ranks=self.ranks[some])
 
 
 def device_parts(
@@ -72,43 +198,44 @@ def device_parts(
     fabric = Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
     on_device = cluster.device.memory_bytes
     if not timed:
-        yield {}, memory_bytes(job, columns, tables, split_layers(job.shape.layers, columns), on_device)
+        yield {}, memory_bytes(job, columns, tables, None, on_device)
         return
-    for start in range(0, max(1, len(columns)), _CHUNK):
-        some = columns[slice(start, start + _CHUNK)]
-        terms, stages = _chunk(job, cluster, some, tables, fabric)
-        yield terms, memory_bytes(job, some, tables, stages, on_device) if weighed else {}
+    for start in range(0, max(1, len(columns)), _AT_ONCE):
+        rows = _Rows.of(job, cluster, columns[slice(start, start + _AT_ONCE)], tables, fabric)
+        for part in rows.parts():
+            stages = part.rank.stages.rows(part.ranks.index) if job.stack.balanced_stages else None
+            memory = memory_bytes(job, part.columns, tables, stages, on_device) if weighed else {}
+            yield _terms(job, cluster, part, tables, fabric), memory
 
 
-def _chunk(
-    job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables, fabric: Fabric
-) -> tuple[dict[str, Array], Stages]:
-    costs = layer_costs(job, columns, tables, fabric)
+def _terms(job: Job, cluster: ClusterSpec, rows: _Rows, tables: Tables, fabric: Fabric) -> dict[str, Array]:
+    """Seconds of a step by term."""
+    columns, each, index = rows.columns, rows.layer, rows.layers.index
     terms: dict[str, Array] = {name: np.zeros(len(columns)) for name in TERMS}
-    idle_f, idle_b, layer = _layer_terms(job, columns, costs)
-    layer["recompute"] = layer["recompute"] + budget_s(job, columns, costs)
-    head = {"gemm": costs.head_gemm, "memory_bound": costs.head_memory, "tp": costs.head_tp}
-    embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
-    lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
-    stages = split_layers(job.shape.layers, columns)
-    if job.stack.balanced_stages:
-        stages = balanced_layers(job.shape.layers, columns, bottom / lay, top / lay)
+    stages = rows.rank.stages.rows(rows.ranks.index)
+    lay, top, bottom = each.lay[index], each.top[index], each.bottom[index]
+    alone, m = columns.pp == 1, columns.num_micro.astype(np.float64)
     taus = np.stack([stages.first * lay + bottom, stages.middle * lay, stages.last * lay + top])
-    taus[1] = np.where(columns.pp == 1, stages.middle * lay + top + bottom, np.where(columns.pp == 2, 0.0, taus[1]))
-    worst = np.where(columns.pp == 1, 1, taus.argmax(axis=0))
+    taus[1] = np.where(alone, stages.middle * lay + top + bottom, np.where(columns.pp == 2, 0.0, taus[1]))
+    worst = np.where(alone, 1, taus.argmax(axis=0))
     layers = np.choose(worst, [stages.first, stages.middle, stages.last])
-    m = columns.num_micro.astype(np.float64)
-    for name, seconds in layer.items():
-        terms[name] = terms[name] + m * layers * seconds
-    for part, rank in ((head, 2), (embed, 0)):
-        here = (worst == rank) | (columns.pp == 1)
+    times = m * layers
+    for name, seconds in each.layer.items():
+        if seconds.any():
+            terms[name] = terms[name] + times * seconds[index]
+    for part, rank in ((each.head, 2), (each.embed, 0)):
+        here = (worst == rank) | alone
         for name, seconds in part.items():
-            terms[name] = terms[name] + np.where(here, m * seconds, 0.0)
-    _pipeline_terms(job, columns, tables, fabric, costs, layers, lay, (taus, top, bottom), terms)
+            if seconds.any():
+                terms[name] = terms[name] + np.where(here, m * seconds[index], 0.0)
+    if not alone.all():
+        total = job.shape.layers * lay + top + bottom
+        slack = np.maximum(0.0, total - taus.max(axis=0))
+        terms["bubble"], terms["pp_p2p"] = _pipeline_s(job, rows, fabric, layers, lay, slack)
     if job.frozen is not None:
-        terms["frozen"] = _frozen_s(job, columns, tables, fabric, costs)
-    _step_terms(job, columns, cluster, tables, fabric, (costs, idle_f, idle_b), stages, terms)
-    return terms, stages
+        terms["frozen"] = _frozen_s(job, columns, tables, fabric, each.costs.rows(index))
+    _step_terms(job, rows, cluster, tables, stages, terms)
+    return terms
 
 
 def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, Array, dict[str, Array]]:
@@ -139,29 +266,18 @@ def _layer_terms(job: Job, columns: Columns, costs: LayerCosts) -> tuple[Array, 
     )
 
 
-def _pipeline_terms(
-    job: Job,
-    columns: Columns,
-    tables: Tables,
-    fabric: Fabric,
-    costs: LayerCosts,
-    layers: Array,
-    lay: Array,
-    ends: tuple[Array, Array, Array],
-    terms: dict[str, Array],
-) -> None:
-    taus, top, bottom = ends
-    total = job.shape.layers * lay + top + bottom
-    slack = np.maximum(0.0, total - taus.max(axis=0))
-    forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f)
+def _pipeline_s(job: Job, rows: _Rows, fabric: Fabric, layers: Array, lay: Array, slack: Array) -> tuple[Array, Array]:
+    """Seconds that the fullest rank of a pipeline waits for the others, and for what they send."""
+    columns, each, index = rows.columns, rows.layer, rows.layers.index
+    forward = layers * each.computes[index]
     # A compiled block makes all its gradients in one program: there is nothing to put off.
-    put_off = np.where(columns.compile, 0.0, layers * costs.wgrad)
-    terms["bubble"] = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
+    put_off = np.where(columns.compile, 0.0, layers * each.costs.wgrad[index])
+    bubble = bubble_s(columns, forward, layers * lay - forward, put_off, slack)
     tokens = columns.microbatch * (job.seq_len / columns.cp)
     slices = np.where(columns.sp | job.stack.scatter_p2p, columns.tp, 1)
-    each = fabric.send_s(tokens * job.shape.crossings * job.shape.hidden * 2.0 / slices, columns.stride("pp"))
+    sent = fabric.send_s(tokens * job.shape.crossings * job.shape.hidden * 2.0 / slices, columns.stride("pp"))
     many = hidden_sends(columns) if job.stack.overlap_p2p else sends(columns)
-    terms["pp_p2p"] = many * each
+    return bubble, many * sent
 
 
 def _frozen_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, costs: LayerCosts) -> Array:
@@ -195,12 +311,12 @@ def _forwards_s(job: Job, columns: Columns, tables: Tables, fabric: Fabric, cost
     return columns.num_micro * (forward + waits) + filling * forward
 
 
-def _sums_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
-    """Seconds to add each pass's gradients to those of the passes before. Under ZeRO 3 a rank adds its shard alone."""
+def _sum_s(job: Job, columns: Columns, tables: Tables, shares: Shares) -> Array:
+    """Seconds to add a pass's gradients to those of the passes before. Under ZeRO 3 a rank adds its shard alone."""
     stack = job.stack
     each = 0.0 if stack.fused_sums else 2 * stack.grad_bytes + stack.weight_bytes  # fused: hidden under the arithmetic
     params = np.where(columns.zero == 3, 0.0, shares.dense + shares.ends + shares.experts)
-    return (columns.num_micro - 1) * bytes_s(tables, params * each)
+    return bytes_s(tables, params * each)
 
 
 def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:
@@ -212,44 +328,25 @@ def _turning_s(job: Job, tables: Tables, layers: Array) -> Array:
 
 
 def _step_terms(
-    job: Job,
-    columns: Columns,
-    cluster: ClusterSpec,
-    tables: Tables,
-    fabric: Fabric,
-    layer: tuple[LayerCosts, Array, Array],
-    stages: Stages,
-    terms: dict[str, Array],
+    job: Job, rows: _Rows, cluster: ClusterSpec, tables: Tables, stages: Stages, terms: dict[str, Array]
 ) -> None:
-    costs, idle_f, idle_b = layer
-    first = rank_shares(job, columns, stages.first, True, False)
-    both = rank_shares(job, columns, stages.middle, True, True)
-    alone = columns.pp == 1
-    shares = Shares(
-        dense=np.where(alone, both.dense, first.dense),
-        experts=np.where(alone, both.experts, first.experts),
-        ends=np.where(alone, both.ends, first.ends),
-    )
-    layers = np.where(alone, stages.middle, stages.first)
-    forward = layers * (costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f + idle_f)
-    backward = layers * (costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b)
-    trained = trained_shares(job, columns, shares, layers, (True, alone))
-    window = Window(forward=forward, backward=backward, layers=layers / chunks_per_rank(columns))
-    moved = shares_in_format(job, columns, shares, layers, job.stack.gather_bytes), trained
-    terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, fabric, moved, window)
-    group = np.where(columns.zero >= 1, columns.dp_shard * columns.cp, 1)
-    spread = columns.tp if job.stack.fold_experts else 1
-    expert_group = np.where(columns.zero >= 1, np.maximum(1, columns.dp_shard * columns.cp * spread // columns.ep), 1)
-    own = (trained.dense + trained.ends) / group + trained.experts / expert_group
-    terms["memory_bound"] = terms["memory_bound"] + _sums_s(job, columns, tables, trained)
-    nodes = np.maximum(1.0, columns.world_size / cluster.devices_per_node)
-    domains = np.minimum(nodes, np.ceil(columns.world_size / fabric.domain))
-    around = tables.step_s + tables.barrier_s * np.log2(domains)
-    one_mean = 8.0 if job.optimizer in ("sgd", "muon") else 0.0  # one mean is read and written less
-    terms["optimizer"] = own * (job.stack.adam_bytes - one_mean) / (tables.memory_rate * tables.adam_eff) + around
-    terms["optimizer"] = terms["optimizer"] + _turning_s(job, tables, layers / group)
-    each = np.maximum(1.0, layers)
-    work = LayerWork(forward=forward / each, backward=backward / each, layers=layers, own=own)
-    terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)
+    """Fill in the terms that come once in a step, and what follows from all others."""
+    columns, each, rank, kind = rows.columns, rows.layer, rows.rank, rows.ranks.index
+    layers = np.where(columns.pp == 1, stages.middle, stages.first)
+    forward, backward = layers * each.forward[rows.layers.index], layers * each.backward[rows.layers.index]
+    window = Window(forward=forward, backward=backward, layers=layers)
+    terms["dp_exposed"], terms["contention"] = exposed_s(job, columns, tables, rank.traffic.rows(kind), window)
+    terms["memory_bound"] = terms["memory_bound"] + (columns.num_micro - 1) * rank.each_sum[kind]
+    terms["optimizer"] = rank.optimizer[kind]
+    if is_offloaded(columns):
+        held = np.maximum(1.0, layers)
+        work = LayerWork(
+            forward=forward / held,
+            backward=backward / held,
+            layers=layers,
+            own=rank.own[kind],
+            kept=each.kept[rows.layers.index],
+        )
+        terms["offload"] = offload_s(job, columns, tables, work, cluster.devices_per_node)
     busy = np.sum([terms[name] for name in TERMS if name != "straggler"], axis=0)
-    terms["straggler"] = busy * tables.straggler * np.sqrt(2 * np.log(nodes))
+    terms["straggler"] = busy * tables.straggler * rank.spread[kind]

@@ -31,6 +31,8 @@ _CHUNK = 2**17
 _KEPT, _KEPT_OF_CELL = 256, 4
 #: A space of so many times the limit is too large even to count what its rules leave.
 _COUNTED = 8
+#: A space of so many times the limit takes several steps at once; from so many devices on a part of it is asked first.
+_FAR, _MANY_DEVICES = 2 * _COUNTED, 64
 #: Plans from which the descent starts: of the best cells, and of the best ways to run one.
 _CELLS, _KINDS = 6, 4
 #: Layouts whose pipelines are run on a clock.
@@ -129,9 +131,12 @@ def _words(one: Candidate) -> tuple[int, str]:
 
 def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[PlanGrid]]:
     """The whole space, or as much of it as `most_plans` allows."""
-    space = Space.whole(question.job, question.cluster, question.fixed)
+    space = question.space
     while True:
         tally.refused.clear()
+        if _is_far_off(space, question, tally):
+            space = _narrower(space, 3)
+            continue
         blocks = enumerate_space(space, question.job, question.cluster, question.pruning_rules, tally)
         smaller = space.narrower()
         rows = sum(block.num_rows for block in blocks)
@@ -139,10 +144,25 @@ def _space_in_bounds(question: Question, tally: Tally) -> tuple[Space, list[Plan
             rows = sum(block.num_kept() for block in blocks)
         if rows <= question.limit or smaller is None:
             return space, blocks
-        space = smaller
-        if rows > 2 * _COUNTED * question.limit:  # far off: two steps more, without counting between them
-            space = space.narrower() or space
-            space = space.narrower() or space
+        # Far off: two steps more, without counting between them.
+        space = _narrower(space, 3 if rows > _FAR * question.limit else 1)
+
+
+def _narrower(space: Space, steps: int) -> Space:
+    """The space made narrower so many times, as far as there is anything left to take."""
+    for _ in range(steps):
+        space = space.narrower() or space
+    return space
+
+
+def _is_far_off(space: Space, question: Question, tally: Tally) -> bool:
+    """Whether a part of a space is far over the limit already. Its tables are the smaller ones that narrower spaces
+    have, which take them over."""
+    if question.cluster.num_devices < _MANY_DEVICES or (part := space.of_last_meshes()) is None:
+        return False
+    blocks = enumerate_space(part, question.job, question.cluster, question.pruning_rules, tally)
+    tally.refused.clear()
+    return sum(block.num_rows for block in blocks) > _FAR * question.limit
 
 
 @dataclass(slots=True)
@@ -162,10 +182,11 @@ class _Keep:
         """Estimate some plans, keep the best of them, and count the others by what does not fit."""
         asked, columns = self.question, Columns.concatenate(parts)
         found = estimate_memory(asked.job, asked.cluster, columns, self.tables)
-        fits = found.fits_probability >= asked.fits
+        total = found.total_bytes
+        fits = found.chance(total) >= asked.fits
         self.num_plans += len(columns)
         self.num_fit += int(fits.sum())
-        total, out, stop = found.total_bytes, ~fits, 0
+        out, stop = ~fits, 0
         for part in parts:  # of each block an example is told apart
             start, stop = stop, stop + len(part)
             self._refuse(columns, found, total, start + np.flatnonzero(out[start:stop]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,6 +181,43 @@ def candidates(
         )
         for row in range(len(columns))
     ]
+
+
+class Estimated:
+    """Rows of columns with their estimates; the few that are asked for become candidates.
+
+    step_s: seconds of a step, row by row. fits: the chance that memory suffices.
+    """
+
+    def __init__(self, question: Question, columns: Columns, found: Estimates):
+        self._of = question, columns, found
+        self.step_s: list[float] = found.step_s.tolist()
+        self.fits: list[float] = found.fits_probability.tolist()
+
+    @functools.cached_property
+    def _sums(self) -> dict[str, NDArray[np.float64]]:
+        """Of all rows, as `candidates` adds them up: sums of single rows may differ in the last digit."""
+        return {name: getattr(self._of[2], name) for name in ("allocated_bytes", "reserved_bytes", "total_bytes")}
+
+    def candidate(self, row: int, plan: Plan) -> Candidate:
+        """Return the candidate of a row. plan: its plan."""
+        question, columns, found = self._of
+        sums = {name: float(values[row]) for name, values in self._sums.items()}
+        return Candidate(
+            question=question,
+            plan=plan,
+            microbatch=int(columns.microbatch[row]),
+            terms={name: float(values[row]) for name, values in found.terms.items()},
+            step_s=self.step_s[row],
+            memory={name: float(values[row]) for name, values in found.memory.items()},
+            allocated_bytes=sums["allocated_bytes"],
+            reserved_bytes=sums["reserved_bytes"],
+            total_bytes=sums["total_bytes"],
+            usable_bytes=found.usable_bytes,
+            fits=self.fits[row],
+            host_bytes=float(found.host_bytes[row]),
+            host_limit=found.host_limit,
+        )
 
 
 def _by_row(arrays: Mapping[str, NDArray[np.float64]]) -> list[dict[str, float]]:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import operator
-from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from weft.errors import PlanError
-from weft.planner.estimator import estimate
-from weft.planner.search.candidate import Candidate, candidates
+from weft.planner.estimator import Estimates, estimate
+from weft.planner.search.candidate import Candidate, Estimated, candidates
+from weft.planner.search.plan_rows import PLACES, Row, fitted, plan_of, row_of, values_by_field
 from weft.planner.search.question import Question
-from weft.planner.space import PRECISIONS, Columns, Job, Space, plan_space
+from weft.planner.space import PRECISIONS, Columns, Space, plan_space
 from weft.spec import common_divisors, shares
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan
 
 #: Fields that give memory back for time.
-_ROOM = ("recompute", "offload")
-_ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
+ROOM = ("recompute", "offload")
 
 
 def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
@@ -32,36 +30,41 @@ def neighbours(plan: Plan, question: Question, *, fine: bool = False) -> Iterato
         question: what is asked.
         fine: in small steps.
     """
-    space = Space.whole(question.job, question.cluster, question.fixed)
-    yield from _legal(plan, _changes(plan, space, question, fine), question)
+    yield from map(plan_of, near_rows(plan, question, fine=fine))
 
 
-def with_room(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Plan]:
-    """Yield the legal plans that differ in what gives memory back for time: in all of it together.
+def near_rows(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Row]:
+    """Yield the same as rows of values."""
+    yield from _legal(plan, _changes(plan, question.space, question, fine), question)
+
+
+def with_room(plan: Plan, question: Question, *, fine: bool = False) -> Iterator[Row]:
+    """Yield the legal plans that differ in what gives memory back for time, in all of it together, as rows of values.
 
     Args:
         plan: where the search stands.
         question: what is asked.
         fine: in small steps.
     """
-    space = Space.whole(question.job, question.cluster, question.fixed)
     facts = plan_space.search_facts(question.job, question.cluster)
     each: list[list[dict[str, Any]]] = []
-    for name in _ROOM:
-        nearby = PLAN_FIELDS[name].nearby
-        values = [plan_space.as_values(name, one) for one in (*space.choices[name], plan_space.default_choice(name))]
+    for name in ROOM:
+        nearby, choices = PLAN_FIELDS[name].nearby, question.space.choices[name]
+        values = [plan_space.as_values(name, one) for one in (*choices, plan_space.default_choice(name))]
         each.append([*values, *({name: value} for value in (nearby(plan, facts, fine) if nearby else ()))])
-    yield from _legal(plan, (dict(ChainMap(*both)) for both in itertools.product(*each)), question)
+    yield from _legal(plan, ({**one, **other} for one, other in itertools.product(*each)), question)
 
 
-def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) -> Iterator[Plan]:
-    seen = {plan, _fitted(plan, {}, question.job)}
-    is_legal = question.verdicts.near(plan)
+def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) -> Iterator[Row]:
+    row, job = row_of(plan), question.job
+    before = dict(zip(PLAN_FIELDS, row, strict=True))
+    seen = {row, fitted(before, {}, job)}
+    is_legal = question.verdicts.near(row)
     for change in changes:
-        if all(getattr(plan, name) == value for name, value in change.items()):
+        if all(before[name] == value for name, value in change.items()):
             continue
         try:
-            found = _fitted(plan, change, question.job)
+            found = fitted(before, change, job)
         except PlanError:
             continue
         if found not in seen and _keeps(found, question.fixed):
@@ -70,15 +73,15 @@ def _legal(plan: Plan, changes: Iterable[dict[str, Any]], question: Question) ->
                 yield found
 
 
-def _keeps(plan: Plan, fixed: Mapping[str, Any]) -> bool:
+def _keeps(row: Row, fixed: Mapping[str, Any]) -> bool:
     """Whether every decided field has its value."""
-    return all(getattr(plan, name) == value or _is_idle(name, plan) for name, value in fixed.items())
+    return all(row[PLACES[name]] == value or _is_idle(name, row) for name, value in fixed.items())
 
 
-def _is_idle(name: str, plan: Plan) -> bool:
+def _is_idle(name: str, row: Row) -> bool:
     """Whether a field that may be left open says nothing, as a way of context parallelism without any."""
     known = PLAN_FIELDS[name]
-    return bool(known.open_word) and all(getattr(plan, axis) == 1 for axis in known.needs)
+    return bool(known.open_word) and all(row[PLACES[axis]] == 1 for axis in known.needs)
 
 
 def _changes(plan: Plan, space: Space, question: Question, fine: bool) -> Iterator[dict[str, Any]]:
@@ -99,7 +102,7 @@ def _batches(plan: Plan, question: Question, most: int) -> Iterator[dict[str, An
     legal = shares.even_passes(question.job.global_batch, plan.dp_size)
     now = plan.microbatches_per_step
     for passes in [*[each for each in legal if each < now][-most:], *[each for each in legal if each > now][:most]]:
-        yield _passes(plan, passes)
+        yield _passes(plan.pp, passes)
 
 
 def _meshes(plan: Plan, question: Question) -> Iterator[dict[str, Any]]:
@@ -121,41 +124,15 @@ def _kept_microbatch(plan: Plan, moved: Mapping[str, int], question: Question) -
     sequences = max(1, batch // data)
     wanted = max(1, shares.samples_per_microbatch(batch, plan.dp_size, plan.microbatches_per_step))
     fits = [each for each in common_divisors(sequences) if each <= wanted]
-    return _passes(plan.replace(pp=moved["pp"]), sequences // fits[-1])
+    return _passes(moved["pp"], sequences // fits[-1])
 
 
-def _passes(plan: Plan, count: int) -> dict[str, Any]:
-    return {"microbatches": count, "accumulation": 1} if plan.pp > 1 else {"microbatches": 1, "accumulation": count}
+def _passes(pp: int, count: int) -> dict[str, Any]:
+    return {"microbatches": count, "accumulation": 1} if pp > 1 else {"microbatches": 1, "accumulation": count}
 
 
 def _primes(number: int) -> list[int]:
     return [each for each in common_divisors(number) if each > 1 and all(each % low for low in range(2, each))]
-
-
-_all_values = operator.attrgetter(*PLAN_FIELDS)
-#: Fields that need axes, with those.
-_NEEDS = tuple((name, frozenset(known.needs), known.default) for name, known in PLAN_FIELDS.items() if known.needs)
-
-
-def _fitted(plan: Plan, change: dict[str, Any], job: Job) -> Plan:
-    """The plan with the change; what belongs to an axis that is not in use goes back to its default."""
-    before = _all_values(plan)
-    found = dict(zip(PLAN_FIELDS, before, strict=True)) | change
-    unused = {axis for axis in AXES if found[axis] == 1}
-    for name, needs, default in _NEEDS:
-        if needs <= unused:
-            found[name] = default
-    if found["schedule"] in _ONE_STAGE:
-        found["virtual_stages"] = 1
-    if found["dp_shard"] > 1 and found["ep"] == 1:
-        found["zero"] = max(1, found["zero"])
-    if found["zero"] != 3:
-        found["reshard"] = PLAN_FIELDS["reshard"].default
-    in_use = tuple(axis for axis in AXES if found[axis] > 1)
-    if found["order"] == in_use or set(found["order"]) != set(in_use) or found["ep"] > 1:
-        found["order"] = ()
-    changed = {name: value for (name, value), old in zip(found.items(), before, strict=True) if value is not old}
-    return job.settled(plan.replace(**changed))
 
 
 def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> list[Candidate]:
@@ -176,14 +153,24 @@ def estimated(plans: Iterable[Plan], question: Question, products: str = "") -> 
         columns = Columns(vars(columns) | {"precision": codes})
         stack = question.job.stack if products == "fp8" else replace(question.job.stack, fp8_inputs=True)
         question = replace(question, job=replace(question.job, stack=stack))
-    found = estimate(question.job, question.cluster, columns, question.tables)
-    return [replace(one, products=products) for one in candidates(question, columns, found, listed)]
+    found = candidates(question, columns, _estimate(question, columns), listed)
+    return [replace(one, products=products) for one in found] if products else found
+
+
+def estimated_rows(rows: Sequence[Row], question: Question) -> Estimated:
+    """Return the estimates of plans that are settled, as rows of values; at least one."""
+    columns = Columns.of_values(values_by_field(rows), question.job)
+    return Estimated(question, columns, _estimate(question, columns))
+
+
+def _estimate(question: Question, columns: Columns) -> Estimates:
+    return estimate(question.job, question.cluster, columns, question.tables)
 
 
 def changed_words(before: Plan, after: Plan) -> str:
     """Return what differs, as it is typed: "tp=4 accumulation=8"."""
     changed = [
         (name, known) for name, known in PLAN_FIELDS.items()
-        if getattr(after, name) != getattr(before, name) and not _is_idle(name, after)
+        if getattr(after, name) != getattr(before, name) and not _is_idle(name, row_of(after))
     ]  # fmt: skip
     return " ".join(f"{name}={known.kind.write(getattr(after, name))}" for name, known in changed)

@@ -15,7 +15,7 @@ from weft.planner.cost.machine import Tables
 from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
 from weft.planner.search.verdicts import Verdicts
-from weft.planner.space import Job, Shape, Stack
+from weft.planner.space import Job, Shape, Space, Stack
 from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, common_divisors
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan, split_plan
@@ -36,7 +36,7 @@ class Question:
     made narrower before it is looked at, and the answer says how; by default a million, and a sixth
     of that for up to 64 devices. refine_s: seconds for annealing after enumeration.
     profile: of a machine that was measured. assumed: what nobody said and was filled in, in words.
-    verdicts: of the rules on plans, remembered.
+    verdicts: of the rules on plans, remembered. space: all that may be tried.
     """
 
     model: PlannedModel
@@ -51,9 +51,11 @@ class Question:
     profile: Profile | None = None
     assumed: tuple[str, ...] = ()
     verdicts: Verdicts = field(init=False, repr=False, compare=False)
+    space: Space = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verdicts", Verdicts(self.rules, self.facts))
+        object.__setattr__(self, "space", Space.whole(self.job, self.cluster, self.fixed))
 
     @classmethod
     def of(

@@ -13,9 +13,11 @@ import math
 import random
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from weft.planner.search.candidate import Candidate
-from weft.planner.search.moves import estimated, neighbours, with_room
+from weft.planner.search.candidate import Candidate, Estimated
+from weft.planner.search.moves import ROOM, estimated_rows, near_rows, with_room
+from weft.planner.search.plan_rows import PLACES, Row, differing, plan_of, row_of
 from weft.planner.search.question import Question
 from weft.spec.plan import PLAN_FIELDS, Plan
 
@@ -30,6 +32,24 @@ _HOT, _COLD = 0.02, 0.0005
 _WORTH = 0.001
 
 
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A plan near another: the values of its fields, its seconds of a step, and the chance that memory suffices.
+
+    place: among the rows that were estimated with it.
+    """
+
+    row: Row
+    step_s: float
+    fits: float
+    place: int
+    found: Estimated
+
+    def candidate(self) -> Candidate:
+        """Return it with all its figures."""
+        return self.found.candidate(self.place, plan_of(self.row))
+
+
 def descend(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
     """The plans that are reached from the starts by taking the best change until none helps.
 
@@ -40,16 +60,16 @@ def descend(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
     found = _descent(starts, question)
     if starts:
         best = min((*starts, *found), key=lambda one: one.step_s)
-        finer = estimated(with_room(best.plan, question, fine=True), question)
+        (finer,) = _estimated([list(with_room(best.plan, question, fine=True))], question)
         better = [one for one in finer if _is_better(one, best) and one.fits >= question.fits]
         if better:
-            first = min(better, key=lambda one: one.step_s)
+            first = min(better, key=lambda one: one.step_s).candidate()
             found += [first, *_descent([first], question)]
     return found
 
 
 def _descent(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
-    tried: set[Plan] = set()
+    tried: set[Row] = set()
     found: dict[Plan, Candidate] = {}
     active = [one for one, _ in zip(starts, range(_STARTS), strict=False)]
     for _ in range(_ROUNDS):
@@ -61,19 +81,19 @@ def _descent(starts: Iterable[Candidate], question: Question) -> list[Candidate]
         for one, around, more in zip(active, every, roomy, strict=True):
             better = [near for near in (*around, *more) if _is_better(near, one) and near.fits >= question.fits]
             if better:
-                moved.append(min(better, key=lambda near: near.step_s))
+                moved.append(min(better, key=lambda near: near.step_s).candidate())
         active = list({one.plan: one for one in moved if one.plan not in found}.values())
         found |= {one.plan: one for one in active}
     return list(found.values())
 
 
-def _is_better(near: Candidate, one: Candidate) -> bool:
+def _is_better(near: Neighbour, one: Candidate) -> bool:
     return near.step_s < one.step_s * (1 - _WORTH)
 
 
 def _with_room(
-    centres: Sequence[Candidate], around: Sequence[Sequence[Candidate]], question: Question, tried: set[Plan]
-) -> list[list[Candidate]]:
+    centres: Sequence[Candidate], around: Sequence[Sequence[Neighbour]], question: Question, tried: set[Row]
+) -> list[list[Neighbour]]:
     """For the fastest plans, neighbours with a second change of recompute or offload.
 
     They are those that would gain most if memory were no limit, each taken once, with coarse steps of both.
@@ -85,33 +105,44 @@ def _with_room(
         tried: neighbours that were taken before; the new ones are added.
     """
     fastest = sorted(centres, key=lambda one: one.step_s)[:_ROOMY]
-    listed: list[list[Plan]] = []
+    listed: list[list[Row]] = []
+    bare: list[list[Row]] = []
     for one, near in zip(centres, around, strict=True):
-        plans = [each.plan for each in near if _room(each.plan) == _room(one.plan)] if one in fastest else []
-        bare = dict.fromkeys(map(_without_room, plans))
-        best = sorted(estimated(bare, question), key=lambda each: each.step_s)
-        tempting = [each.plan for each in best if _is_better(each, one) and each.plan not in tried]
-        kinds: dict[tuple[object, ...], Plan] = {}
-        for plan in tempting:
-            kinds.setdefault((*_changed(one.plan, plan), plan.microbatches_per_step), plan)
+        own = _room(row_of(one.plan))
+        rows = [each.row for each in near if _room(each.row) == own] if one in fastest else []
+        bare.append(list(dict.fromkeys(map(_without_room, rows))))
+    for one, each_bare in zip(centres, _estimated(bare, question), strict=True):
+        centre = row_of(one.plan)
+        best = sorted(each_bare, key=lambda each: each.step_s)
+        tempting = [each.row for each in best if _is_better(each, one) and each.row not in tried]
+        kinds: dict[tuple[object, ...], Row] = {}
+        for row in tempting:
+            kinds.setdefault((*_changed(centre, row), _passes(row)), row)
         chosen = list(dict.fromkeys([*tempting[:_TEMPTING], *list(kinds.values())[:_OF_KINDS]]))
         tried.update(chosen)
-        listed.append([plan for root in chosen for plan in with_room(root, question)])
+        listed.append([row for root in chosen for row in with_room(plan_of(root), question)])
     return _estimated(listed, question)
 
 
-def _changed(before: Plan, after: Plan) -> tuple[str, ...]:
+def _changed(before: Row, after: Row) -> tuple[str, ...]:
     """The fields that differ, but for room."""
-    names = (name for name in PLAN_FIELDS if name not in ("recompute", "offload"))
-    return tuple(name for name in names if getattr(before, name) != getattr(after, name))
+    return tuple(sorted(differing(before, after).difference(ROOM)))
 
 
-def _room(plan: Plan) -> tuple[object, ...]:
-    return plan.recompute, plan.offload
+def _passes(row: Row) -> int:
+    """The passes of a step."""
+    return row[PLACES["microbatches" if row[PLACES["pp"]] > 1 else "accumulation"]]
 
 
-def _without_room(plan: Plan) -> Plan:
-    return plan.replace(recompute=PLAN_FIELDS["recompute"].default, offload=PLAN_FIELDS["offload"].default)
+def _room(row: Row) -> tuple[object, ...]:
+    return tuple(row[PLACES[name]] for name in ROOM)
+
+
+def _without_room(row: Row) -> Row:
+    found = list(row)
+    for name in ROOM:
+        found[PLACES[name]] = PLAN_FIELDS[name].default
+    return tuple(found)
 
 
 def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed: int = 0) -> list[Candidate]:
@@ -121,32 +152,38 @@ def anneal(starts: Sequence[Candidate], question: Question, seconds: float, seed
     draw = random.Random(seed)
     chains = list(starts[:_CHAINS])
     best = min(chains, key=lambda one: one.step_s)
-    met: dict[Plan, Candidate] = {}
-    visited = {one.plan for one in chains}
+    met: dict[Row, Neighbour] = {}
+    visited = {row_of(one.plan) for one in chains}
     begin = time.perf_counter()
     while (passed := (time.perf_counter() - begin) / seconds) < 1:
         temperature = best.step_s * _HOT * (_COLD / _HOT) ** passed
         for index, around in enumerate(_around(chains, question)):
             fitting = [one for one in around if one.fits >= question.fits]
-            met |= {one.plan: one for one in fitting if one.step_s < best.step_s * (1 + _HOT)}
-            fresh = [one for one in fitting if one.plan not in visited]
-            chains[index] = _drawn(fresh, temperature, draw) if fresh else best
-            visited.add(chains[index].plan)
+            met |= {one.row: one for one in fitting if one.step_s < best.step_s * (1 + _HOT)}
+            fresh = [one for one in fitting if one.row not in visited]
+            chains[index] = _drawn(fresh, temperature, draw).candidate() if fresh else best
+            visited.add(row_of(chains[index].plan))
             best = min((best, chains[index]), key=lambda one: one.step_s)
-    return sorted(met.values(), key=lambda one: one.step_s)[:64]
+    return [one.candidate() for one in sorted(met.values(), key=lambda one: one.step_s)[:64]]
 
 
-def _around(centres: Sequence[Candidate], question: Question) -> list[list[Candidate]]:
+def _around(centres: Sequence[Candidate], question: Question) -> list[list[Neighbour]]:
     """The neighbours of each plan; all are estimated in one go."""
-    return _estimated([list(neighbours(one.plan, question, fine=True)) for one in centres], question)
+    return _estimated([list(near_rows(one.plan, question, fine=True)) for one in centres], question)
 
 
-def _estimated(listed: Sequence[Sequence[Plan]], question: Question) -> list[list[Candidate]]:
-    every = iter(estimated([plan for each in listed for plan in each], question))
+def _estimated(listed: Sequence[Sequence[Row]], question: Question) -> list[list[Neighbour]]:
+    rows = [row for each in listed for row in each]
+    if not rows:
+        return [[] for _ in listed]
+    found = estimated_rows(rows, question)
+    every = iter(
+        [Neighbour(*each, found) for each in zip(rows, found.step_s, found.fits, range(len(rows)), strict=True)]
+    )
     return [[next(every) for _ in each] for each in listed]
 
 
-def _drawn(around: Sequence[Candidate], temperature: float, draw: random.Random) -> Candidate:
+def _drawn(around: Sequence[Neighbour], temperature: float, draw: random.Random) -> Neighbour:
     """One of the plans: the faster, the likelier."""
     least = min(one.step_s for one in around)
     weights = [math.exp(-min(700.0, (one.step_s - least) / temperature)) for one in around]

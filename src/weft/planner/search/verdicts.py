@@ -6,27 +6,26 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from weft.spec.plan import MISSING, PLAN_FIELDS, OpenPlan, Plan
+from weft.planner.search.plan_rows import PLACES, Row, differing
+from weft.spec.plan import MISSING, OpenPlan, Plan
 from weft.spec.rules import Facts, Rule
 
 
 class _Watched(OpenPlan):
     """A plan that notes which of its fields are read."""
 
-    __slots__ = ("_plan",)
+    __slots__ = ("_row",)
 
-    def __init__(self, plan: Plan):
+    def __init__(self, row: Row):
         super().__init__()
-        self._plan = plan
+        self._row = row
 
     def decided(self, name: str) -> Any:
-        return getattr(self._plan, name) if name in PLAN_FIELDS else MISSING
+        place = PLACES.get(name)
+        return MISSING if place is None else self._row[place]
 
 
-_all_values = operator.attrgetter(*PLAN_FIELDS)
-
-
-def _nothing(plan: Plan) -> object:
+def _nothing(row: Row) -> object:
     """What is read of a plan before a rule was asked."""
     return ()
 
@@ -34,26 +33,28 @@ def _nothing(plan: Plan) -> object:
 class _Known:
     """What one rule said, by the values of the fields that it has read so far."""
 
-    __slots__ = ("fields", "rule", "said", "values")
+    __slots__ = ("fields", "more", "rule", "said", "values")
 
-    def __init__(self, rule: Rule):
-        self.rule = rule
+    def __init__(self, rule: Rule, more: Callable[[], None]):
+        """more: called when the rule reads a field that it has not read before."""
+        self.rule, self.more = rule, more
         self.fields: tuple[str, ...] = ()
-        self.values: Callable[[Plan], object] = _nothing
+        self.values: Callable[[Row], object] = _nothing
         self.said: dict[object, bool] = {}
 
-    def is_broken(self, plan: Plan, facts: Facts) -> bool:
-        said = self.said.get(self.values(plan))
-        return self._ask(plan, facts) if said is None else said
+    def is_broken(self, row: Row, facts: Facts) -> bool:
+        said = self.said.get(self.values(row))
+        return self._ask(row, facts) if said is None else said
 
-    def _ask(self, plan: Plan, facts: Facts) -> bool:
-        watched = _Watched(plan)
+    def _ask(self, row: Row, facts: Facts) -> bool:
+        watched = _Watched(row)
         broken = self.rule.is_broken(cast(Plan, watched), facts)
         if not watched.reads.issubset(self.fields):  # what was said before goes by too few fields
             self.fields = tuple(sorted(watched.reads.union(self.fields)))
-            self.values = operator.attrgetter(*self.fields)
+            self.values = operator.itemgetter(*(PLACES[name] for name in self.fields))
             self.said.clear()
-        self.said[self.values(plan)] = broken
+            self.more()
+        self.said[self.values(row)] = broken
         return broken
 
 
@@ -66,26 +67,31 @@ class Verdicts:
     """
 
     def __init__(self, rules: Iterable[Rule], facts: Facts):
-        self._known = [_Known(rule) for rule in rules]
+        self._readers: dict[frozenset[str], list[_Known]] = {}
+        self._known = [_Known(rule, self._readers.clear) for rule in rules]
         self._facts = facts
 
-    def near(self, plan: Plan) -> Callable[[Plan], bool]:
+    def near(self, row: Row) -> Callable[[Row], bool]:
         """Return a function that says whether a plan near this one keeps all the rules.
 
         It asks those rules alone that read what differs: the others say what they say of this plan.
 
         Args:
-            plan: to which others are near.
+            row: of the plan to which others are near.
         """
-        broken = [known for known in self._known if known.is_broken(plan, self._facts)]
-        before = _all_values(plan)
+        broken = [known for known in self._known if known.is_broken(row, self._facts)]
 
-        def allows(other: Plan) -> bool:
-            values = zip(PLAN_FIELDS, before, _all_values(other), strict=True)
-            changed = {name for name, one, another in values if one is not another and one != another}
+        def allows(other: Row) -> bool:
+            changed = differing(row, other)
             if any(changed.isdisjoint(known.fields) for known in broken):
                 return False
-            asked = (known for known in self._known if not changed.isdisjoint(known.fields))
-            return not any(known.is_broken(other, self._facts) for known in asked)
+            return not any(known.is_broken(other, self._facts) for known in self._readers_of(changed))
 
         return allows
+
+    def _readers_of(self, changed: frozenset[str]) -> list[_Known]:
+        """The rules that read any of some fields."""
+        found = self._readers.get(changed)
+        if found is None:
+            found = self._readers[changed] = [known for known in self._known if not changed.isdisjoint(known.fields)]
+        return found

@@ -126,11 +126,21 @@ class Job:
 
     def settled(self, plan: Plan) -> Plan:
         """Return the plan with its way of context parallelism said where it has any, and not said where it has none."""
-        shape = self.shape
-        mode = PLAN_FIELDS["cp_mode"].default
-        if plan.cp > 1:  # "auto" as the runtime settles it
-            mode = choose_cp_mode(plan.cp_mode, plan.cp, shape.heads, shape.kv_heads, self.seq_len, plan.tp)
+        mode = self.cp_way(plan.cp_mode, plan.cp, plan.tp)
         return plan if plan.cp_mode == mode else plan.replace(cp_mode=mode)
+
+    def cp_way(self, mode: str, cp: int, tp: int) -> str:
+        """Return a plan's way of context parallelism, settled so.
+
+        Args:
+            mode: the plan's `cp_mode`.
+            cp: ranks that share a sequence.
+            tp: ranks that share the heads.
+        """
+        if cp == 1:
+            return PLAN_FIELDS["cp_mode"].default
+        shape = self.shape  # "auto" as the runtime settles it
+        return choose_cp_mode(mode, cp, shape.heads, shape.kv_heads, self.seq_len, tp)
 
 
 #: What is not named where columns are made: what a plan has by default, but bf16, as nearly all published runs have.
@@ -245,14 +255,25 @@ class Columns:
         A plan's microbatch is what the job's global batch leaves: at least one sample.
         """
         listed = [job.settled(plan) for plan in plans]
+        return cls.of_values({name: [getattr(plan, name) for plan in listed] for name in PLAN_FIELDS}, job)
+
+    @classmethod
+    def of_values(cls, values: Mapping[str, Sequence[Any]], job: Job) -> Columns:
+        """Return the columns of plans by the values of their fields, their ways of context parallelism settled.
+
+        Args:
+            values: of every field, one for each plan.
+            job: model, sequence and batch.
+        """
         found: dict[str, NDArray[Any]] = {}
         for name in PLAN_FIELDS:
-            found |= encoded(name, [getattr(plan, name) for plan in listed])
-        passes = [plan.microbatches_per_step for plan in listed]
-        found["num_micro"] = np.array(passes, dtype=np.int64)
-        rows = [int(job.sequences(plan.dp_size, count)) for plan, count in zip(listed, passes, strict=True)]
-        found["microbatch"] = np.array(rows, dtype=np.int64)
-        return cls.make(len(listed), **found).with_recompute_share(job.shape.layers)
+            found |= encoded(name, values[name])
+        sizes = zip(values["pp"], values["microbatches"], values["accumulation"], strict=True)
+        passes = np.array([piped if pp > 1 else alone for pp, piped, alone in sizes], dtype=np.int64)
+        found["num_micro"] = passes
+        sequences = job.sequences(found["dp_replicate"] * found["dp_shard"], passes)
+        found["microbatch"] = np.asarray(sequences, dtype=np.int64)
+        return cls.make(len(passes), **found).with_recompute_share(job.shape.layers)
 
     def with_recompute_share(self, num_layers: int) -> Columns:
         """Fill in which share of the fullest rank's layers `recompute_blocks` are."""
@@ -305,10 +326,13 @@ def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _decoded(name: str, *numbers: float) -> Any:
-    """The value of a field from its columns; a ranking has thousands of plans of few values."""
-    return PLAN_FIELDS[name].kind.decode(*numbers)
+    """The value of a field from its columns, in its normal form; a ranking has thousands of plans of few values."""
+    kind = PLAN_FIELDS[name].kind
+    return kind.check(name, kind.decode(*numbers))
 
 
+#: The values of the default plan, in the order of the fields.
+_USUAL = {name: getattr(Plan(), name) for name in PLAN_FIELDS}
 #: Fields that an open word leaves to the planner, as "auto" does.
 _OPEN = {name: known for name, known in PLAN_FIELDS.items() if known.open_word}
 
@@ -322,7 +346,7 @@ def _plan_of(values: dict[str, Any], num_micro: int) -> Plan:
     values["microbatches" if sizes["pp"] > 1 else "accumulation"] = num_micro
     usual, found = (tuple(axis for axis in order if sizes[axis] > 1) for order in (AXES, values["order"]))
     values["order"] = () if found == usual else found
-    return Plan(**values)
+    return Plan.of_normal({**_USUAL, **values}.values())
 
 
 def encoded(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:

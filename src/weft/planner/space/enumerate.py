@@ -175,8 +175,7 @@ def enumerate_space(space: Space, job: Job, cluster: ClusterSpec, rules: list[Ru
         tally: what the rules refuse is counted in it.
     """
     meshes = tally.once("meshes", (space.splits,), lambda: _meshes(space, job, cluster))
-    chosen = tuple(space.choices[name] for name in _FLAGS if name in space.choices)
-    flags = tally.once("flags", chosen, lambda: {kind: _flags(space, kind) for kind in _KINDS})
+    flags = {kind: _flags(space, kind, tally) for kind in _KINDS}
     num_piped = math.prod(len(space.choices[name]) for name in _PIPED)
     sizes = np.array([len(flags[kind]) for kind in _KINDS], dtype=np.int64)
     batches = tally.once(
@@ -303,12 +302,17 @@ def _with_choices(table: PartialPlans, name: str) -> PartialPlans:
     return PartialPlans({**table.codes, **codes}, {**table.levels, **levels})
 
 
-def _flags(space: Space, used: frozenset[str]) -> PartialPlans:
-    """Every combination of flags, for meshes that use these axes."""
-    table = PartialPlans.product({name: _choices(space, name, used) for name in _FLAGS})
-    for name in _FLAGS:
-        table = _with_choices(table, name)
-    return table
+def _flags(space: Space, used: frozenset[str], tally: Tally) -> PartialPlans:
+    """Every combination of flags, for meshes that use these axes. Other spaces have other values of few of them."""
+    choices = {name: tuple(_choices(space, name, used)) for name in _FLAGS}
+
+    def made() -> PartialPlans:
+        table = PartialPlans.product(choices)
+        for name in _FLAGS:
+            table = _with_choices(table, name)
+        return table
+
+    return tally.once("flags", (used, *choices.values()), made)
 
 
 def _choices(space: Space, name: str, used: frozenset[str]) -> Sequence[Any]:

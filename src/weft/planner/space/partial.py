@@ -124,6 +124,12 @@ class RuleReader:
 
 def verdicts(rule: Rule, table: PartialPlans, reader: RuleReader) -> NDArray[np.uint8]:
     """KEPT, BROKEN or OPEN for each row: OPEN where the rule reads a field that is not decided yet."""
+    found, key, _ = _by_key(rule, table, reader)
+    return found[key]
+
+
+def _by_key(rule: Rule, table: PartialPlans, reader: RuleReader) -> tuple[NDArray[np.uint8], Rows, set[int]]:
+    """The verdicts by the number of a combination of fields, the number of each row, and which verdicts there are."""
     known, facts = reader.fields(rule), reader.facts
     while True:
         read = known.intersection(table.codes)
@@ -142,7 +148,7 @@ def verdicts(rule: Rule, table: PartialPlans, reader: RuleReader) -> NDArray[np.
                 said[values] = verdict
             found[each] = verdict
         else:
-            return found[key]
+            return found, key, set(found[list(places)].tolist())
 
 
 def _values(table: PartialPlans, fields: Sequence[str], places: Mapping[int, int]) -> list[tuple[Any, ...]]:
@@ -194,13 +200,14 @@ def broken(
     found: list[tuple[Rule, Mask]] = []
     still_open: list[Rule] = []
     alive = np.ones(len(table), dtype=bool)
-    for rule in rules:
-        verdict = verdicts(rule, table, reader) if len(table) else np.zeros(0, dtype=np.uint8)
-        mask = (verdict == BROKEN) & alive
-        if mask.any():
-            found.append((rule, mask))
-            alive &= ~mask
-        if (verdict[alive] == OPEN).any():
+    for rule in rules if len(table) else ():
+        by_key, key, said = _by_key(rule, table, reader)
+        if BROKEN in said:
+            mask = (by_key == BROKEN)[key] & alive
+            if mask.any():
+                found.append((rule, mask))
+                alive &= ~mask
+        if OPEN in said and (not found or (by_key == OPEN)[key][alive].any()):  # of most tables no row is out yet
             still_open.append(rule)
     return found, still_open
 

@@ -8,6 +8,7 @@ of flags, and rows are made only where they are looked at.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,6 +63,19 @@ class Space:
                 return replace(self, **changes(self), left_out=(*self.left_out, words))
         return None
 
+    def of_last_meshes(self) -> Space | None:
+        """Return the part of this space whose splits and schedules are those that a narrower one keeps to the last.
+
+        None where this space has no others.
+        """
+        narrow: Space | None = self
+        while narrow is not None and narrow.splits == "all":
+            narrow = narrow.narrower()
+        if narrow is None or narrow is self:
+            return None
+        kept = {name: narrow.choices[name] for name in narrow.choices if PLAN_FIELDS[name].needs == ("pp",)}
+        return replace(self, splits=narrow.splits, choices={**self.choices, **kept})
+
 
 def search_facts(job: Job, cluster: ClusterSpec) -> SearchFacts:
     """What the values that are worth a search depend on, of a job on a cluster."""
@@ -69,6 +83,7 @@ def search_facts(job: Job, cluster: ClusterSpec) -> SearchFacts:
     return SearchFacts(layers=job.shape.layers, half_formats=tuple(has), flash=job.stack.flash)
 
 
+@functools.cache
 def members(name: str) -> tuple[str, ...]:
     """The fields that a searched field decides: itself, and those that are searched with it."""
     return (name, *(other for other, each in PLAN_FIELDS.items() if each.searched_with == name))

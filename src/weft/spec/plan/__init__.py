@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.spec.plan.open_plan import MISSING, OpenPlan, Undecided
+from weft.spec.plan.open_plan import MISSING, OpenPlan, Undecided, auto_fields
 from weft.spec.plan.plan import (
     AXES,
     PLAN_FIELDS,
@@ -11,7 +11,6 @@ from weft.spec.plan.plan import (
     RESHARDS,
     SCHEDULES,
     Plan,
-    auto_fields,
     plan_fields,
 )
 from weft.spec.plan.plan_field import SearchFacts

@@ -6,7 +6,9 @@ import functools
 from types import FunctionType
 from typing import Any
 
+from weft.errors import PlanError
 from weft.spec.plan.plan import Plan
+from weft.spec.plan.plan_text import split_plan
 
 #: What `OpenPlan.decided` gives for a field that is not decided yet.
 MISSING = object()
@@ -42,3 +44,16 @@ class OpenPlan:
         if isinstance(known, FunctionType):
             return functools.partial(known, self)
         raise Undecided(name)
+
+
+def auto_fields(text: str) -> dict[str, object]:
+    """Return the fields that an auto plan decides, with their values.
+
+    Raises:
+        PlanError: where they cannot be read.
+    """
+    words, problems = split_plan(text.partition("auto")[2])
+    if problems:
+        raise PlanError(problems)
+    plan = Plan.from_mapping(words)
+    return {name: getattr(plan, name) for name in words}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from weft.spec.plan.plan_choices import (
 )
 from weft.spec.plan.plan_field import described, descriptions
 from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares, share_of
-from weft.spec.plan.plan_text import read_values, split_plan, unknown_fields
+from weft.spec.plan.plan_text import read_values, unknown_fields
 from weft.spec.plan.plan_values import (
     Compression,
     LetsGo,
@@ -280,10 +280,16 @@ class Plan:
         problems = unknown_fields(changes, PLAN_FIELDS)
         if problems:
             raise PlanError(problems)
-        found = object.__new__(Plan)
-        for name, value in zip(PLAN_FIELDS, _all_values(self), strict=True):
-            object.__setattr__(found, name, value)  # what stays was checked before
+        found = Plan.of_normal(_all_values(self))  # what stays was checked before
         _fill(found, changes)
+        return found
+
+    @classmethod
+    def of_normal(cls, values: Iterable[object]) -> Plan:
+        """Return the plan of values that are in their normal form already, in the order of the fields."""
+        found = object.__new__(cls)
+        for name, value in zip(PLAN_FIELDS, values, strict=True):
+            object.__setattr__(found, name, value)
         return found
 
     @classmethod
@@ -360,19 +366,6 @@ _all_values = operator.attrgetter(*PLAN_FIELDS)
 def plan_fields() -> tuple[str, ...]:
     """Return the names of the plan's fields, in the order in which they are printed."""
     return tuple(PLAN_FIELDS)
-
-
-def auto_fields(text: str) -> dict[str, object]:
-    """Return the fields that an auto plan decides, with their values.
-
-    Raises:
-        PlanError: where they cannot be read.
-    """
-    words, problems = split_plan(text.partition("auto")[2])
-    if problems:
-        raise PlanError(problems)
-    plan = Plan.from_mapping(words)
-    return {name: getattr(plan, name) for name in words}
 
 
 def _fill(plan: Plan, values: Mapping[str, object]) -> None:

@@ -95,6 +95,8 @@ def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: fl
         following, cut = [float("inf")] * (num_layers + 1), [0] * (num_layers + 1)
         for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
             for start in range(stage, end):
+                if least[start] >= following[end]:
+                    break  # it costs no less the more layers lie before
                 cost = max(least[start], sums[end] - sums[start] + extra)
                 if cost < following[end] * (1 - 1e-12):
                     following[end], cut[end] = cost, start

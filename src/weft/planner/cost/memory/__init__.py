@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.planner.cost.memory.host_memory import is_offloaded
 from weft.planner.cost.memory.layer_memory import TWO_LOGITS, LayerBytes, layer_bytes
 from weft.planner.cost.memory.loss_memory import cut_loss_bytes, is_loss_cut
 from weft.planner.cost.memory.memory_cost import CLASSES, memory_bytes, rank_bytes
@@ -13,6 +14,7 @@ __all__ = [
     "TWO_LOGITS",
     "cut_loss_bytes",
     "is_loss_cut",
+    "is_offloaded",
     "layer_bytes",
     "memory_bytes",
     "rank_bytes",

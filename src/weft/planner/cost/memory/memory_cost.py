@@ -19,7 +19,7 @@ from weft.planner.cost.memory.backward_memory import fullest_of_backward
 from weft.planner.cost.memory.host_memory import host_bytes, host_shares, is_offloaded
 from weft.planner.cost.memory.layer_memory import OF_LAYER, LayerBytes, end_bytes, layer_bytes, logits_bytes
 from weft.planner.cost.memory.state_memory import OF_STATES, Place, WeightBytes, held_bytes, loose_width
-from weft.planner.cost.pipeline import OF_FLIGHT, Stages, chunks_per_rank, fullest_moment, in_flight
+from weft.planner.cost.pipeline import OF_FLIGHT, Stages, chunks_per_rank, even_layers, fullest_moment, in_flight
 from weft.planner.space import Columns, Job
 
 Array = NDArray[np.float64]
@@ -51,20 +51,19 @@ class _Rows:
     flights: Alike
 
     @classmethod
-    def of(cls, job: Job, columns: Columns, stages: Stages) -> _Rows:
+    def of(cls, job: Job, columns: Columns, stages: Stages | None) -> tuple[_Rows, Stages]:
+        """The plans, and the layers of their ranks by the kind of states."""
         is_alone = len(columns) > 0 and columns.pp[0] == 1
         offloads = columns.offload_optimizer > 0 if is_alone else np.broadcast_to(np.False_, len(columns))
-        apart = [chunks_per_rank(columns)]
-        if job.stack.balanced_stages:
-            apart = [stages.first, stages.middle, stages.last]
+        chunks = chunks_per_rank(columns)
+        apart = [chunks] if stages is None else [stages.first, stages.middle, stages.last]
         layers = [each.astype(np.int64) for each in apart]
         several = np.minimum(2, columns.num_micro)
-        return cls(
-            columns,
-            Alike.of(columns, OF_LAYER),
-            Alike.of(columns, OF_STATES, layers, num_micro=several, offload_optimizer=offloads),
-            Alike.of(columns, OF_FLIGHT),
-        )
+        states = Alike.of(columns, OF_STATES, layers, num_micro=several, offload_optimizer=offloads)
+        rows = cls(columns, Alike.of(columns, OF_LAYER), states, Alike.of(columns, OF_FLIGHT))
+        if stages is None:
+            return rows, even_layers(job.shape.layers, states.rows.pp, chunks[states.first])
+        return rows, stages.rows(states.first)
 
     def __getitem__(self, part: slice) -> _Rows:
         return _Rows(self.columns[part], self.layers[part], self.states[part], self.flights[part])
@@ -83,7 +82,7 @@ class _Rank:
     def of(cls, job: Job, rows: _Rows, place: Place, device_bytes: int) -> _Rank:
         layers, rank, embedding, head = place
         columns = rows.layers.rows
-        layers = np.broadcast_to(layers, len(rows.columns))[rows.states.first]
+        layers = np.broadcast_to(layers, len(rows.states.rows))
         return cls(
             held=held_bytes(job, rows.states.rows, (layers, rank, embedding, head)),
             logits=logits_bytes(job, columns, device_bytes) if head else np.zeros(len(columns)),
@@ -103,7 +102,9 @@ class _Pass:
     begun: Array
 
 
-def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages, device_bytes: int) -> dict[str, Array]:
+def memory_bytes(
+    job: Job, columns: Columns, tables: Tables, stages: Stages | None, device_bytes: int
+) -> dict[str, Array]:
     """Return the bytes by class on the worst of the first, the second and the last rank of the pipeline.
 
     And as "host" what the first one keeps in its host's memory.
@@ -112,44 +113,44 @@ def memory_bytes(job: Job, columns: Columns, tables: Tables, stages: Stages, dev
         job: model, sequence and batch.
         columns: the plans.
         tables: constants of the device.
-        stages: layers of the ranks.
+        stages: layers of the ranks; None: they come out as even as can be.
         device_bytes: memory of a GPU, 0 of a CPU.
     """
     piped = columns.pp > 1
+    found = {name: np.empty(len(columns)) for name in (*CLASSES, "host")}
     if piped.all() or not piped.any():
-        return _fullest(job, columns, tables, stages, device_bytes)
-    found = {name: np.zeros(len(columns)) for name in (*CLASSES, "host")}
+        _fill(found, slice(0, len(columns)), job, columns, tables, stages, device_bytes)
+        return found
     for rows in (np.flatnonzero(piped), np.flatnonzero(~piped)):
-        some = Stages(
-            *(np.broadcast_to(each, piped.shape)[rows] for each in (stages.first, stages.middle, stages.last))
-        )
-        for name, values in _fullest(job, columns[rows], tables, some, device_bytes).items():
-            found[name][rows] = values
+        _fill(found, rows, job, columns[rows], tables, None if stages is None else stages.rows(rows), device_bytes)
     return found
 
 
-def _fullest(job: Job, columns: Columns, tables: Tables, stages: Stages, device_bytes: int) -> dict[str, Array]:
-    """The same, of rows that all have a pipeline or all have none."""
-    rows, p = _Rows.of(job, columns, stages), columns.pp
-    places: list[Place] = [(stages.middle, 0, True, True)]
+def _fill(
+    found: dict[str, Array], where: NDArray[np.intp] | slice, job: Job, columns: Columns, tables: Tables,
+    stages: Stages | None, device_bytes: int,
+) -> None:  # fmt: skip
+    """Fill in the same, of rows that all have a pipeline or all have none. where: their places in `found`."""
+    (rows, layers), p = _Rows.of(job, columns, stages), columns.pp
+    places: list[Place] = [(layers.middle, 0, True, True)]
     if len(columns) and p[0] > 1:
         last = rows.flights.rows.pp - 1
-        places = [(stages.first, 0, True, False), (stages.middle, 1, False, False), (stages.last, last, False, True)]
+        places = [(layers.first, 0, True, False), (layers.middle, 1, False, False), (layers.last, last, False, True)]
     ranks = [_Rank.of(job, rows, each, device_bytes) for each in places]
     layer = layer_bytes(job, rows.layers.rows)
-    first = np.broadcast_to(places[0][0], len(columns))[rows.states.first]
-    on_host = host_shares(job, rows.states.rows, first) if is_offloaded(columns) else None
-    parts: list[dict[str, Array]] = []
-    for start in range(0, max(1, len(columns)), _AT_ONCE):
-        part = rows[slice(start, start + _AT_ONCE)]
-        found = _worst(part.columns, [_at_place(job, part, tables, layer, each) for each in ranks])
-        kept = np.zeros(len(part.columns))
+    on_host = host_shares(job, rows.states.rows, places[0][0]) if is_offloaded(columns) else None
+    for start in range(0, len(columns), _AT_ONCE):
+        some = slice(start, min(start + _AT_ONCE, len(columns)))
+        part = rows[some]
+        bytes_of = _worst(part.columns, [_at_place(job, part, tables, layer, each) for each in ranks])
+        kept: Any = 0.0
         if on_host is not None:
             flight = in_flight(part.flights.rows, 0)[part.flights.index]
             shares = on_host.rows(part.states.index)
             kept = host_bytes(job, part.columns, shares, layer.kept[part.layers.index], flight)
-        parts.append(found | _lasting(tables, part) | {"host": kept})
-    return parts[0] if len(parts) == 1 else {name: np.concatenate([each[name] for each in parts]) for name in parts[0]}
+        there = some if isinstance(where, slice) else where[some]
+        for name, values in (bytes_of | _lasting(tables, part) | {"host": kept}).items():
+            found[name][there] = values
 
 
 def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:

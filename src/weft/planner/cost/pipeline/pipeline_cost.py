@@ -30,6 +30,10 @@ class Stages:
     middle: Array
     last: Array
 
+    def rows(self, index: NDArray[Any] | slice) -> Stages:
+        """Return the layers of plans, by the kind that each is of."""
+        return Stages(self.first[index], self.middle[index], self.last[index])
+
 
 def chunks_per_rank(columns: Columns) -> Array:
     """Count the parts of the model on each rank: virtual stages, and two where the schedule has the form of a V."""
@@ -42,7 +46,18 @@ def split_layers(num_layers: int, columns: Columns) -> Stages:
 
     The ends also hold the head and the embedding; most programs relieve them so.
     """
-    p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
+    return even_layers(num_layers, columns.pp, chunks_per_rank(columns))
+
+
+def even_layers(num_layers: int, num_ranks: NDArray[Any], chunks: Array) -> Stages:
+    """Return the same by the ranks of a pipeline and the chunks of each.
+
+    Args:
+        num_layers: of the whole model.
+        num_ranks: of each plan's pipeline.
+        chunks: as `chunks_per_rank` counts them.
+    """
+    p, v = num_ranks.astype(np.float64), chunks
     full = v * np.ceil(num_layers / (p * v))
     short = p * full - num_layers
     every, rest = np.floor(short / p), short % p
