@@ -35,6 +35,8 @@ from weft.monitor import read_events
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPEEDS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15)
+#: Bytes of a caption, and in which languages beside English training gets them.
+LONGEST, LANGUAGES = 60, ("ca", "da", "de", "es", "fr", "it", "nl", "pt", "ro", "sv")
 HELD_SPEEDS = tuple(speed + 0.02 for speed in EVAL_SPEEDS)
 
 #: The files of one sample: by suffix, what is in them.
@@ -74,16 +76,21 @@ def digits(folder: Path | None) -> dict[bool, list[Files]]:
 
 
 def stamps(folder: Path | None) -> dict[bool, list[Files]]:
-    """Each stamp whose English caption no earlier one has."""
+    """Each stamp whose English caption no earlier one has; training gets it with captions in other languages too."""
     found: dict[bool, list[Files]] = {False: [], True: []}
     seen = set[str]()
     for file in sorted(need(folder).rglob("*.png")):
         words = file.with_suffix(".txt")
-        caption = words.read_text("utf-8", "replace").splitlines()[0].strip() if words.is_file() else ""
-        if caption and caption not in seen:
-            held_out = len(seen) % 10 == 9
-            seen.add(caption)
-            found[held_out].append({".png": file.read_bytes(), ".txt": caption.encode()})
+        lines = words.read_text("utf-8", "replace").splitlines() if words.is_file() else []
+        caption = lines[0].strip() if lines else ""
+        if not caption or caption in seen:
+            continue
+        held_out = len(seen) % 10 == 9
+        seen.add(caption)
+        others = [line.partition("=")[2].strip() for line in lines[1:] if line.partition(".")[0] in LANGUAGES]
+        texts = {caption} if held_out else {caption, *others}
+        short = sorted(text for text in texts if 0 < len(text.encode()) <= LONGEST)
+        found[held_out] += [{".png": file.read_bytes(), ".txt": text.encode()} for text in short]
     return found
 
 
