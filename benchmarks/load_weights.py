@@ -3,7 +3,7 @@
     python benchmarks/load_weights.py FOLDER [PLAN ...] [--rounds N] [--bf16]
 
 FOLDER: of a Hugging Face model; PLAN: such as tp=2. A rank's share are the weights that it trains: of bf16 the fp32
-masters, which Weft keeps, and no copy in bf16, which the first step makes.
+masters, and the bf16 weights where they stay (under zero=3 each use gathers them).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
+
+from torch import Tensor
 
 from weft.testing import RankPool
 
@@ -35,8 +37,15 @@ def load(plan_text: str, folder: str) -> tuple[float, ...]:
     parallelize(model, mesh, filled_later=True)
     data_parallel(model).load_weights(source)
     seconds = _since(clocks)
-    share = sum(one.flat.nbytes for one in data_parallel(model).stretches())
+    flats = [one.flat for one in data_parallel(model).stretches()]
+    own = {flat.untyped_storage().data_ptr() for flat in flats}
+    beside = [param for param in model.parameters() if type(param.data) is Tensor and _place(param) not in own]
+    share = sum(one.nbytes for one in (*flats, *beside))
     return share / 2**20, source.num_bytes_read / 2**20, _peak() - before, *seconds
+
+
+def _place(param: Tensor) -> int:
+    return param.untyped_storage().data_ptr()
 
 
 def load_whole(folder: str, dtype: str) -> tuple[float, ...]:

@@ -214,7 +214,11 @@ def fill(bucket: Bucket, source: Callable[[Slot], torch.Tensor], settle: Callabl
     settle(full)
     if bucket.is_mixed:
         bucket.weights = full.to(bucket.weights.dtype)
-        bucket.master = bucket.host.master.copy_(full[bucket.own]) if bucket.host else full[bucket.own].clone()
+        own = full[bucket.own]
+        if bucket.host:
+            bucket.master = bucket.host.master.copy_(own)
+        else:  # where other ranks have the rest, its memory goes
+            bucket.master = own if own.numel() == full.numel() else own.clone()
     else:
         bucket.weights, bucket.master = full, full[bucket.own]
     for slot in bucket.slots:
