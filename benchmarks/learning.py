@@ -121,8 +121,8 @@ CASES = {
     ),
     "stamps": (
         stamps,
-        "task=contrast task.options.model=vlm-tiny task.options.side=64 train.epochs=60 train.global_batch=64 "
-        "optimizer.lr=1e-3 task.options.colour=0.2",
+        "task=contrast task.options.model=vlm-tiny task.options.side=32 task.options.dropout=0.1 "
+        "task.options.colour=0.3 train.epochs=6 train.global_batch=64 optimizer.lr=1e-3",
     ),
     "spoken": (
         spoken,
