@@ -36,6 +36,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], bool]] = {
     "phi3": ("Phi3Config", {}, True),
     "deepseek_v3, narrow values": ("DeepseekV3Config", LATENT, True),
     "gemma2, softcap": ("Gemma2Config", {"head_dim": 8, "sliding_window": 9}, False),
+    "deepseek_v32, an indexer reads the mask": (
+        "DeepseekV32Config",
+        LATENT | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 96},
+        False,
+    ),
     "bloom": ("BloomConfig", {}, False),
 }
 

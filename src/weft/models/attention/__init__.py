@@ -16,6 +16,7 @@ __all__ = [
     "bordered_attention",
     "document_attention",
     "find_starts",
+    "ids_of",
     "repeat_heads",
     "rotate",
     "rotation",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.models.attention.by_documents import bordered_attention, document_attention, find_starts
+    from weft.models.attention.by_documents import bordered_attention, document_attention, find_starts, ids_of
     from weft.models.attention.cache import Cache, LayerCache
     from weft.models.attention.causal import Attention, SdpaCore, Visible, repeat_heads, see_causally, takes_groups
     from weft.models.attention.rotary import Rotation, rotate, rotation
@@ -41,6 +42,7 @@ __getattr__ = loads(
         "bordered_attention": ".by_documents",
         "document_attention": ".by_documents",
         "find_starts": ".by_documents",
+        "ids_of": ".by_documents",
         "repeat_heads": ".causal",
         "rotate": ".rotary",
         "rotation": ".rotary",

@@ -47,7 +47,7 @@ def document_attention(
     k_BKTC: Tensor,
     v_BKTC: Tensor,
     starts_BM: Tensor | None,
-    ids_BT: Tensor,
+    ids_BT: Tensor | None,
     window: int | None = None,
 ) -> Tensor:
     """Mix the values of each token with those before it in its document; (B, H, T, C of the values).
@@ -57,7 +57,7 @@ def document_attention(
         k_BKTC: keys; K divides H.
         v_BKTC: values.
         starts_BM: as of `find_starts`; None: not known.
-        ids_BT: of documents; tokens of one id are one document.
+        ids_BT: of documents; tokens of one id are one document. None: found from starts_BM where they are needed.
         window: a token sees so many at most, itself among them; None: all.
     """
     given = (q_BHTC, k_BKTC, v_BKTC)
@@ -67,14 +67,22 @@ def document_attention(
     if kind != "meta" and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         q_BHTC, k_BKTC, v_BKTC = given = (q_BHTC.to(dtype), k_BKTC.to(dtype), v_BKTC.to(dtype))
-    if starts_BM is None or window is not None or v_BKTC.shape[-1] != q_BHTC.shape[-1]:
-        return _by_rows(*given, ids_BT, is_causal=True, window=window)
-    if kind == "cpu":
-        return _one_by_one(*given, starts_BM, True)[0]
-    half = q_BHTC.dtype in (torch.bfloat16, torch.float16)
-    if kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
-        return _by_lengths(*given, starts_BM, q_BHTC.shape[2], is_causal=True)
-    return _by_rows(*given, ids_BT, is_causal=True)
+    if starts_BM is not None and window is None and v_BKTC.shape[-1] == q_BHTC.shape[-1]:
+        if kind == "cpu":
+            return _one_by_one(*given, starts_BM, True)[0]
+        half = q_BHTC.dtype in (torch.bfloat16, torch.float16)
+        if kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
+            return _by_lengths(*given, starts_BM, q_BHTC.shape[2], is_causal=True)
+    if ids_BT is None:
+        assert starts_BM is not None  # one of them says where documents are
+        ids_BT = ids_of(starts_BM, q_BHTC.shape[2])
+    return _by_rows(*given, ids_BT, is_causal=True, window=window)
+
+
+def ids_of(starts_BM: Tensor, num_tokens: int) -> Tensor:
+    """Return an id for each token, int64 (B, T), from where documents begin; (B, 0): all are one document."""
+    place_BT = torch.arange(num_tokens, device=starts_BM.device).expand(starts_BM.shape[0], -1).contiguous()
+    return torch.searchsorted(starts_BM, place_BT, right=True) if starts_BM.shape[1] else torch.zeros_like(place_BT)
 
 
 def bordered_attention(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, starts_BM: Tensor, longest: int) -> Tensor:
@@ -93,9 +101,7 @@ def bordered_attention(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor, starts_BM
     half = q_BHTC.dtype in (torch.bfloat16, torch.float16)
     if kind == "cuda" and half and q_BHTC.shape[-1] % 8 == 0 and q_BHTC.shape[-1] <= 256:
         return _by_lengths(*given, starts_BM, longest, is_causal=False)
-    places_BT = torch.arange(q_BHTC.shape[2], device=q_BHTC.device).expand(q_BHTC.shape[0], -1).contiguous()
-    ids_BT = torch.searchsorted(starts_BM, places_BT, right=True)
-    return _by_rows(*given, ids_BT, is_causal=False)
+    return _by_rows(*given, ids_of(starts_BM, q_BHTC.shape[2]), is_causal=False)
 
 
 #: What `weft.memory` looks for.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.models.attention import document_attention, find_starts
+from weft.models.attention import document_attention, find_starts, ids_of
 from weft.structure import hugging_face, token_flow
 
 #: transformers' name for torch's fused attention, whose place is taken, and ours.
@@ -81,8 +81,15 @@ def _is_usual(model: Any) -> bool:
         and bool(layers)
         and all(layer.is_causal and not hugging_face.attention_chunk(layer) for layer in layers)
         and not getattr(config, "output_router_logits", False)  # whose loss reads the mask
+        and not any(map(_reads_mask, model.modules()))
         and not token_flow.why_fixed_attention(model)
     )
+
+
+def _reads_mask(module: nn.Module) -> bool:
+    """Whether a module takes the mask, and has no attention in it to hand it to: an indexer of sparse attention."""
+    takes = "attention_mask" in inspect.signature(module.forward).parameters
+    return takes and not any(hasattr(one, "is_causal") for one in module.modules())
 
 
 def _attend(
@@ -102,22 +109,17 @@ def _attend(
     starts_BM = attention_mask[:, 0, 0]
     if starts_BM.shape[1] == 0 and window is None:
         return own(module, query, key, value, None, **how)
-    place_T = torch.arange(num_tokens, device=query.device)
-    if starts_BM.shape[1] == 0:
-        ids_BT = torch.zeros_like(place_T).expand(query.shape[0], -1)
-    else:
-        ids_BT = torch.searchsorted(starts_BM, place_T.expand(query.shape[0], -1).contiguous(), right=True)
     if dropout or any(kwargs.get(name) is not None for name in _BESIDE):
-        return own(module, query, key, value, _mask(ids_BT, place_T, window), **how)
+        return own(module, query, key, value, _mask(starts_BM, num_tokens, window), **how)
     usual = query.shape[-1] ** -0.5
     if scaling is not None and scaling != usual:
         query = query * (scaling / usual)
-    known = starts_BM if starts_BM.shape[1] else None
-    return document_attention(query, key, value, known, ids_BT, window).transpose(1, 2).contiguous(), None
+    return document_attention(query, key, value, starts_BM, None, window).transpose(1, 2).contiguous(), None
 
 
-def _mask(ids_BT: Tensor, place_T: Tensor, window: int | None) -> Tensor:
+def _mask(starts_BM: Tensor, num_tokens: int, window: int | None) -> Tensor:
     """What each token sees, bool (B, 1, T, T)."""
+    place_T, ids_BT = torch.arange(num_tokens, device=starts_BM.device), ids_of(starts_BM, num_tokens)
     seen = (ids_BT[:, :, None] == ids_BT[:, None, :]) & (place_T[:, None] >= place_T)
     if window is not None:
         seen = seen & (place_T[:, None] - place_T < window)
