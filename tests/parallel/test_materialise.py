@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from weft.comm import Ledger
 from weft.errors import ModelError
 from weft.mesh import build_mesh
-from weft.models import initialise
+from weft.models import as_shapes, initialise
 from weft.parallel import data_parallel, parallelize
 from weft.parallel.placement.placement import Placement
 from weft.spec.plan import Plan
@@ -56,3 +59,55 @@ def test_without_a_seed_or_with_buffers_they_are_refused():
     assert str(caught.value) == (
         "buffer 'running_mean': it is on the meta device, and Weft has no rule for its values. Give it values first."
     )
+
+
+class InMemory:
+    """Whole float32 weights, read as from a file."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]):
+        self._weights = weights
+        self.entries = {name: SimpleNamespace(shape=tuple(one.shape), dtype="F32") for name, one in weights.items()}
+
+    def read(self, name: str, part: object, start: int, out: memoryview) -> None:
+        values = self._weights[name].flatten()[start : start + len(out) // 4]
+        out[:] = values.numpy().tobytes()
+
+
+def sent_before_the_file(plan: str, filled_later: bool) -> tuple[int, bool]:
+    """Bytes that travel while a model is laid out, and whether it then holds the weights that it is given."""
+    whole = model().requires_grad_(False)
+    whole[3].requires_grad_(True)
+    with as_shapes(vectors=True):
+        found = model().requires_grad_(False)
+    found[3].requires_grad_(True)
+    ledger = Ledger()
+    parallelize(found, build_mesh(Plan.parse(plan), record=ledger.record), seed=3, filled_later=filled_later)
+    sent = sum(entry.num_bytes for _, name, entry in ledger.rows() if name == "broadcast")
+    initialise(whole, 5)
+    data_parallel(found).load_weights(InMemory({name: one.detach() for name, one in whole.named_parameters()}))
+    loaded = dict(found.named_parameters())
+    wanted = {name: param.detach().to(loaded[name].dtype) for name, param in whole.named_parameters()}
+    return sent, all(torch.equal(loaded[name], weight) for name, weight in wanted.items())
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=1", "dp_replicate=2 precision=bf16"])
+def test_what_files_fill_later_is_not_sent_before(plan, ranks2):
+    for sent, is_loaded in ranks2.run(sent_before_the_file, plan, True):
+        assert is_loaded
+        assert sent == 0
+    for sent, is_loaded in ranks2.run(sent_before_the_file, plan, False):
+        assert is_loaded
+        assert sent > 0
+
+
+def test_shapes_draw_no_numbers_and_vectors_keep_theirs():
+    with as_shapes():
+        before = torch.get_rng_state()
+        matrix = nn.Embedding(4, 4, device="meta")
+        nn.init.trunc_normal_(matrix.weight)
+        after = torch.get_rng_state()
+        vector = nn.LayerNorm(4)
+        nn.init.normal_(vector.weight)
+    assert matrix.weight.is_meta
+    assert torch.equal(before, after)
+    assert vector.weight.std() > 0

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+#: What fills a tensor with random numbers, as a method or in torch.nn.init, by name: libraries put functions of their
+#: own into torch.nn.init. On the meta device each call runs a decomposition in Python, for nothing.
+_DRAWS = frozenset({"normal_", "uniform_", "trunc_normal_", "orthogonal_"}) | {
+    f"{kind}_{law}_" for kind in ("kaiming", "xavier") for law in ("normal", "uniform")
+}
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Leaves tensors without memory as they are where random numbers would fill them."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if getattr(func, "__name__", "") in _DRAWS and (filled := args[0] if args else named["tensor"]).is_meta:
+            return filled
+        return func(*args, **named)
 
 
 @contextmanager
@@ -32,6 +52,7 @@ def as_shapes(*, vectors: bool = False) -> Iterator[None]:
         without_values  # pyright: ignore[reportArgumentType] - the stub says None; torch documents what this returns
     )
     try:
-        yield
+        with _WithoutDraws():
+            yield
     finally:
         handle.remove()

@@ -6,7 +6,7 @@ whole is then made on the host, one at a time, and this rank's part of it kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ class Materialise:
         self, model: nn.Module, axes: AxisMap, seed: int | None, device: torch.device, filled_later: bool = False
     ):
         self._filled_later = filled_later
+        self._awaited: set[int] = set()
         self._axes = axes
         self._seed = seed
         self._device = device
@@ -57,14 +58,22 @@ class Materialise:
             )
 
     @torch.no_grad()
-    def make(self, params: Iterable[nn.Parameter]) -> None:
-        """Make those of the parameters that are on the meta device, in place, in the format that they have there."""
+    def make(
+        self, params: Iterable[nn.Parameter], frozen_formats: Mapping[nn.Parameter, torch.dtype] | None = None
+    ) -> None:
+        """Make those of the parameters that are on the meta device, in place, in the format that they have there.
+
+        frozen_formats: instead, of frozen ones that are filled later.
+        """
+        formats = frozen_formats or {}
         for param in params:
             if not param.is_meta:
                 continue
             if self._is_filled_later(param):
-                here = torch.empty(param.shape, dtype=param.dtype, device=self._device)
+                dtype = param.dtype if param.requires_grad else formats.get(param, param.dtype)
+                here = torch.empty(param.shape, dtype=dtype, device=self._device)
                 torch.utils.swap_tensors(param, nn.Parameter(here, requires_grad=param.requires_grad))
+                self._awaited.add(id(param))
                 continue
             assert self._seed is not None
             name, owner = self._owners[id(param)]
@@ -72,6 +81,10 @@ class Materialise:
             initialise_parameter(whole, self._axes.saved_name(name), owner, self._seed)
             part = self._axes.part(name, whole).to(self._device, copy=True).contiguous()
             torch.utils.swap_tensors(param, nn.Parameter(part, requires_grad=param.requires_grad))
+
+    def value_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """A parameter's values; None where memory was made for it, and they come later: there is nothing to send yet."""
+        return None if id(param) in self._awaited else param.detach()
 
     def _is_filled_later(self, param: nn.Parameter) -> bool:
         if not self._filled_later:

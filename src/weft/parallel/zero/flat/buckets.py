@@ -203,15 +203,21 @@ class Bucket:
         return flat
 
 
-def fill(bucket: Bucket, source: Callable[[Slot], torch.Tensor], settle: Callable[[torch.Tensor], object]) -> None:
+#: The whole, unrounded weight of a slot; None where its values come later.
+WeightOf = Callable[[Slot], torch.Tensor | None]
+
+
+def fill(bucket: Bucket, source: WeightOf, settle: Callable[[torch.Tensor], object]) -> None:
     """Make weights and masters from whole, unrounded tensors, and the parameters views of the weights.
 
     settle: what makes the flat, unrounded weights equal on all ranks, in place.
     """
     full = torch.zeros(bucket.size, dtype=bucket.master.dtype, device=bucket.master.device)
-    for slot in bucket.slots:
-        slot.of(full).copy_(source(slot))
-    settle(full)
+    known = [(slot, weight) for slot in bucket.slots if (weight := source(slot)) is not None]
+    for slot, weight in known:
+        slot.of(full).copy_(weight)
+    if known:
+        settle(full)
     if bucket.is_mixed:
         bucket.weights = full.to(bucket.weights.dtype)
         own = full[bucket.own]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_
 from weft.parallel.zero.across_stages import across_stages
 from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, settle_counts, step_by_decision
 from weft.parallel.zero.flat.arrivals import Arrivals
-from weft.parallel.zero.flat.buckets import Bucket, Slot, fill, lay_out, put_in_order
+from weft.parallel.zero.flat.buckets import Bucket, Slot, WeightOf, fill, lay_out, put_in_order
 from weft.parallel.zero.flat.flat_step import FlatStep
 from weft.parallel.zero.flat.follow_loads import FollowLoads, take_master, written
 from weft.parallel.zero.flat.gathered import gradient_tensors, whole_gradients, whole_weights
@@ -82,15 +82,15 @@ class FlatModel:
         self._bucket_bytes = bucket_bytes or self.usual_bucket_bytes(mesh.device.type)
         materialise = Materialise(model, self.axes, seed, mesh.device, filled_later)
         check_same_model(model, self.axes, mesh.device)
-        materialise.make(model.parameters())
         cast_inputs(model, self.precision)
         self._formats = formats(model, self.precision)
+        materialise.make(model.parameters(), self._formats)
         holders = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         self._slots = [Slot(name, param, 0, is_shared=holders[id(param)] > 1) for name, param in named]
         self._ids = {id(slot.param) for slot in self._slots}
         self._kinds = {slot: self.axes.of(slot.name, slot.shape) for slot in self._slots}
-        self._untrained = Untrained(model, self.axes, self._formats)
+        self._untrained = Untrained(model, self.axes, self._formats, materialise.value_of)
         self._host = host
         sizes = [(slot.name, slot.numel) for slot in reversed(self._slots)]  # those that backward completes first
         self._on_host = choose(sizes, mesh.plan.offload_share("optimizer")) if host else frozenset[str]()
@@ -101,7 +101,7 @@ class FlatModel:
         self.coders = self.reducer.coders
         self.debts = SlotDebts(self.reducer.sums, self.axes)
         self.own_loop.even_out(self._slots, self._kinds)
-        self._make_buckets(frozenset(), lambda slot: slot.param.detach(), settle=True)
+        self._make_buckets(frozenset(), lambda slot: materialise.value_of(slot.param), settle=True)
         self._arrivals = Arrivals(model, self._slots)
         if self.precision.is_mixed or self._on_host:
             follow = FollowLoads(self.take_masters)
@@ -342,7 +342,7 @@ class FlatModel:
         settle_counts(optimizer)
         return found
 
-    def _make_buckets(self, whole: frozenset[str], source: Callable[[Slot], torch.Tensor], *, settle: bool) -> None:
+    def _make_buckets(self, whole: frozenset[str], source: WeightOf, *, settle: bool) -> None:
         """Lay out and fill buckets. settle: ranks may hold different weights; the first rank's count."""
         buckets: list[Bucket] = []
         options: dict[str, Any] = {"whole": whole, "host": self._on_host, "bucket_bytes": self._bucket_bytes}

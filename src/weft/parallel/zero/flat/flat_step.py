@@ -157,8 +157,9 @@ class FlatStep:
                 start, end = (place - bucket.own.start for place in slot.inside(bucket.own))
                 entry = _Entry(slot, piece, group, start, end, {})
                 for key in _keys(self._optimizer, self._optimizer.param_groups[group]):
-                    whole = flat.setdefault(key, torch.zeros_like(bucket.master))
-                    view = slot.piece(whole, bucket.own)
+                    if key not in flat:
+                        flat[key] = torch.zeros_like(bucket.master)
+                    view = slot.piece(flat[key], bucket.own)
                     assert view is not None
                     entry.views[key] = view
                 entries.append((number, entry))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -103,13 +103,27 @@ def placed_pieces(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.Pa
 
 
 class Untrained:
-    """Frozen parameters and buffers: whole on every rank, and the first rank's. formats: of parameters."""
+    """Frozen parameters and buffers: whole on every rank, and the first rank's.
 
-    def __init__(self, model: nn.Module, axes: AxisMap, formats: Mapping[nn.Parameter, torch.dtype]):
+    Args:
+        model: laid over the mesh.
+        axes: of its parameters.
+        formats: of parameters.
+        value_of: a parameter's values; None where they come later, on each rank by itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axes: AxisMap,
+        formats: Mapping[nn.Parameter, torch.dtype],
+        value_of: Callable[[nn.Parameter], torch.Tensor | None],
+    ):
         self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
         for name, param in self._frozen.items():
-            same = axes.of(name, param.shape).same
-            param.data = broadcast(param.data.to(formats[param]).contiguous(), same)
+            if (value := value_of(param)) is not None:
+                same = axes.of(name, param.shape).same
+                param.data = broadcast(value.to(formats[param]).contiguous(), same)
         for name, buffer in model.named_buffers():
             settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
             if settled.data_ptr() != buffer.data_ptr():
