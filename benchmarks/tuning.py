@@ -2,7 +2,8 @@
 
 python benchmarks/tuning.py --python VENV/bin/python [--rounds 3] [--steps 8] [--only sft|dpo] [--precision bf16|fp32]
 
-VENV has the rivals: pip install torch==2.13.0 trl==1.16.0 peft accelerate. Two ranks on the CPU, one thread each, train
+VENV has Weft and the rivals: pip install torch==2.13.0 trl==1.16.0 peft accelerate -e . (what else is installed decides
+what transformers imports, so all run in one environment). Two ranks on the CPU, one thread each, train
 LoRA of rank 16 on all linear layers of a Llama of 57 M random weights: `sft` on chats, `dpo` on pairs with the adapter
 switched off as reference. All samples have one length, so no trainer packs or pads. Each is started as users start it,
 with torchrun or `weft train`. A process beside them reads the clock when a step is logged, the processor time of
@@ -161,7 +162,7 @@ def command(options: argparse.Namespace, kind: str, rival: str, precision: str, 
         "optimizer.weight_decay=0", "schedule.kind=constant", "schedule.warmup_steps=0", "eval.every=0",
         "data.holdout=0", f"plan=dp_replicate=2 precision={precision}", "launch.ranks=2",
     ]  # fmt: skip
-    return [options.own_python, "-m", "weft", "train", *settings, *(["task=prefer"] if kind == "dpo" else [])]
+    return [options.python, "-m", "weft", "train", *settings, *(["task=prefer"] if kind == "dpo" else [])]
 
 
 def measure(words: list[str], out: Path, steps: int, threads: int) -> dict[str, float]:
@@ -171,6 +172,7 @@ def measure(words: list[str], out: Path, steps: int, threads: int) -> dict[str, 
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     with (out / "log.txt").open("w") as log:
         began = time.perf_counter()
         process = subprocess.Popen(words, stdout=log, stderr=log, env=environment, start_new_session=True)
@@ -231,8 +233,7 @@ def _processor(pid: int, peaks: dict[int, float]) -> float:
 def main() -> None:
     """Make the work, let everybody do it in turns, and print medians and ratios to the best rival."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", help="of an environment with the rivals")
-    parser.add_argument("--own-python", default=sys.executable)
+    parser.add_argument("--python", default=sys.executable, help="of an environment with Weft and the rivals")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", choices=[*RIVALS])

@@ -16,19 +16,7 @@ import typer
 from weft import env
 from weft.cli.command_words import split_words
 from weft.cli.console import say
-from weft.cli.launcher import (
-    Restarts,
-    count_ranks,
-    exit_code_of,
-    for_those_there,
-    launch_ranks,
-    process_age_s,
-    process_beside,
-    rank_starter,
-    typed_command,
-    usable_cores,
-    visible_gpus,
-)
+from weft.cli.launcher import count_ranks, process_age_s, rank_starter, typed_command, usable_cores, visible_gpus
 from weft.errors import ConfigError, LaunchError, WeftError
 from weft.monitor.screen import busy
 from weft.spec.plan import Plan
@@ -139,17 +127,22 @@ def train_world(
         prepared: called once the run is checked and its data is ready.
     """
     cores = usable_cores()
-    replica = None if world is None else world.replica
-    with busy(sys.stderr, "starting"):
-        gpus = visible_gpus() if config.launch.device != "cpu" else 0
-        num_ranks = count_ranks(config, gpus, cores, of_one_replica=world is not None)
-        from weft.checkpoint.targets import CopyServer
-        from weft.train import run_folder
-        from weft.train.run import run_lock
+    # Left in this order: the server has ended when the lock goes.
+    with ExitStack() as held, ExitStack() as until_over:
+        with busy(sys.stderr, "starting"):
+            gpus = visible_gpus() if config.launch.device != "cpu" else 0
+            num_ranks = count_ranks(config, gpus, cores, of_one_replica=world is not None)
+            from weft.train import run_folder
 
-    own = run_folder(config, replica)
-    # Held before the first write, and by the ranks too: who is refused has changed nothing.
-    with run_lock(own.path) as lock, ExitStack() as until_over:
+            own = run_folder(config, None if world is None else world.replica)
+            # From here on it loads what ranks need, while this process loads its own, checks the run and prepares data.
+            starter = until_over.enter_context(rank_starter(own.path, config, num_ranks, cores))
+            from weft.checkpoint.targets import CopyServer
+            from weft.cli.launcher import Restarts, launch_ranks, process_beside
+            from weft.train.run import run_lock
+
+        # Held before the first write, and by the ranks too: who is refused has changed nothing.
+        lock = held.enter_context(run_lock(own.path))
         copies = CopyServer() if config.checkpoint.peer_every and config.launch.restarts else None
         home = asdict(copies.home) if copies is not None else None
 
@@ -165,8 +158,6 @@ def train_world(
             settings = json.dumps({**given, "copies": home, "world": asdict(world) if world else None}).encode()
             launch_ranks(starter, ranks, folder.logs, cores=cores, settings=settings, lock=lock, notice=say)
 
-        # From here on it loads what ranks need, while this process checks the run and prepares its data.
-        starter = until_over.enter_context(rank_starter(own.path, config, num_ranks, cores))
         copied = copies.newest_step if copies is not None else lambda: None
         Restarts(config, own, num_ranks, say, copied=copied).keep(attempt)
 
@@ -213,6 +204,7 @@ def _prepared_by_the_first(
     config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack, world: ReplicaWorld | None = None
 ) -> RunFolder:
     """Hold the folder, prepare it, and give the other ranks what was settled, or the exit code of a refusal."""
+    from weft.cli.launcher import exit_code_of, for_those_there, process_beside
     from weft.train import run_folder
     from weft.train.run import run_lock
 
