@@ -83,7 +83,7 @@ class Materialise:
             torch.utils.swap_tensors(param, nn.Parameter(part, requires_grad=param.requires_grad))
 
     def value_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A parameter's values; None where memory was made for it, and they come later: there is nothing to send yet."""
+        """Return a parameter's values; None where they come later, into memory that is here: nothing to send yet."""
         return None if id(param) in self._awaited else param.detach()
 
     def _is_filled_later(self, param: nn.Parameter) -> bool:
