@@ -62,3 +62,13 @@ def s3():
         fsspec.get_filesystem_class("s3").clear_instance_cache()
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def prepares_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`weft train`, called here, checks a run in this process, which has loaded what that takes: for refused runs."""
+
+    def no_server(*words: object) -> None:
+        raise OSError("no server of ranks in this test")
+
+    monkeypatch.setattr("weft.cli.launcher.starting.choice.ForkServer", no_server)

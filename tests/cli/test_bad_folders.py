@@ -67,7 +67,7 @@ def copied(home, tmp_path):
 REMEDY = "Give the config.json that belongs to these weights.\n"
 
 
-def test_a_config_that_lies(copied, said):
+def test_a_config_that_lies(copied, said, prepares_here):
     assert said(copied(hidden_size=48)) == (
         "error: model.path=FOLDER: tensor 'model.embed_tokens.weight' has shape (90, 32) in the files, and config.json "
         f"makes it (90, 48). {REMEDY}"
@@ -89,7 +89,7 @@ def test_a_config_that_lies(copied, said):
     )
 
 
-def test_files_that_were_cut_off_or_left_out(copied, said):
+def test_files_that_were_cut_off_or_left_out(copied, said, prepares_here):
     folder = copied("sharded")
     shard = sorted(folder.glob("*.safetensors"))[2]
     os.truncate(shard, shard.stat().st_size - 100)
@@ -113,7 +113,7 @@ def test_files_that_were_cut_off_or_left_out(copied, said):
     )
 
 
-def test_preferences_without_a_rejected_answer(home, said, tmp_path):
+def test_preferences_without_a_rejected_answer(home, said, tmp_path, prepares_here):
     file = tmp_path / "pairs.jsonl"
     pair = {"prompt": "the cat", "chosen": " runs", "rejected": " is"}
     lines = [pair] * 20 + [{"prompt": "the cat", "chosen": " runs"}] * 5

@@ -215,6 +215,6 @@ def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
         stored_weights(pickled)
 
 
-def test_settings_of_the_model_beside_its_folder_are_refused(folders, capsys):
+def test_settings_of_the_model_beside_its_folder_are_refused(folders, capsys, prepares_here):
     assert weft_run(["train", f"model.path={folders['llama']}", "model.dim=64", "tokenizer.kind=bytes"]) == 2
     assert "the folder decides model.dim, tokenizer.kind. Leave them out" in capsys.readouterr().err
