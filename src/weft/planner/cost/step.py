@@ -92,7 +92,7 @@ class _Layer:
         embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
         lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
         computes = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f
-        backward = costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b
+        backward = costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b + layer["recompute"]
         kept = layer_bytes(job, columns).kept
         return cls(costs, layer, head, embed, lay, top, bottom, computes, computes + idle_f, backward, kept)
 
