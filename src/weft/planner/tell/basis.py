@@ -80,7 +80,8 @@ def band_words(one: Candidate) -> list[str]:
     band = band_of(one)
     if band is None:
         return [f"trust   basis: {basis}"]
-    missing = unmeasured(circumstances(one), one.question.cluster.device.name)
+    where = circumstances(one)
+    missing = unmeasured(where, one.question.cluster.device.name)
     if missing:
         lines = [f"trust   no band: {'; '.join(missing)} was ever measured", f"        basis: {basis}"]
     else:
@@ -94,7 +95,6 @@ def band_words(one: Candidate) -> list[str]:
         ]
     if "here" not in shares:
         device = one.question.cluster.device.name.rstrip("*")
-        lines.append(
-            f"        not yet measured: Weft's own speed on {device}; those runs used other software (weft calibrate)"
-        )
+        others = "; published runs used other software" if where.generation else ""
+        lines.append(f"        not yet measured: Weft's own speed on {device}{others} (weft calibrate)")
     return lines

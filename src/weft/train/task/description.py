@@ -71,6 +71,9 @@ def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_fa
         traced = describe_by_tracing(model)
     except ModelError as error:
         raise ModelError(f"model={folder}: {str(error).rstrip('.')}.") from error
+    most = getattr(getattr(model.config, "text_config", model.config), "max_position_embeddings", None)
+    if traced.reads_sequence and isinstance(most, int) and 0 < most < traced.max_seq_len:
+        traced = replace(traced, max_seq_len=most)
     return replace(read_model(replace(traced, name=name)), folder=file.parent)
 
 
