@@ -9,12 +9,13 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from weft.errors import ConfigError, Problem, did_you_mean, shown
+from weft.spec.cluster.slowest_device import slowest_of
 
 #: How the fast links join the devices of a scale-up domain.
 TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
@@ -92,7 +93,8 @@ class ClusterSpec:
     """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` gives the shorthand.
 
     rack_nodes: nodes of a rack (of a leaf of the network); 0: the network is one. oversubscription: how many times the
-    adapters of a rack carry what its links to other racks do.
+    adapters of a rack carry what its links to other racks do. kinds: where its nodes are not of one kind, how many
+    devices of each there are; `device` is then as slow as the slowest of them in each respect.
     """
 
     nodes: int
@@ -100,6 +102,7 @@ class ClusterSpec:
     device: DeviceSpec
     rack_nodes: int = 0
     oversubscription: float = 1.0
+    kinds: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -110,13 +113,17 @@ class ClusterSpec:
     def parse(cls, text: str) -> ClusterSpec:
         """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
 
+        "8xh100+2x8xa100" has nodes of several kinds; all work at the pace of the slowest.
+
         Raises:
             ConfigError: for a text that cannot be read, and a device that is not known.
         """
+        if "+" in text:
+            return _of_kinds(text, [cls.parse(part) for part in text.split("+")])
         match = _SHORTHAND.fullmatch(text.strip().lower())
-        if any(mark in text for mark in "+,"):
-            rule = "a plan gives all devices equal work, so they are of one kind"
-            raise _error(f"cluster={text!r}: {rule}. Plan each kind alone, or all as the slowest: '16xa100'.")
+        if "," in text:
+            rule = "a list of clusters is for --run and --tune all"
+            raise _error(f"cluster={text!r}: {rule}. For one job on all of them write '{text.replace(',', '+')}'.")
         first, second, name = match.groups() if match else ("", "", "")
         if not _is_known(name):
             _expect_order(text)
@@ -174,6 +181,8 @@ class ClusterSpec:
         return cls.from_mapping(table, str(path))
 
     def __str__(self) -> str:
+        if self.kinds and sum(count for _, count in self.kinds) == self.num_devices:
+            return "+".join(f"{count}x{name}" for name, count in self.kinds)
         size = f"{self.devices_per_node}x{self.device.name}"
         return size if self.nodes == 1 else f"{self.nodes}x{size}"
 
@@ -205,6 +214,22 @@ def device_by_torch_name(name: str) -> DeviceSpec | None:
     """Return the device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
     wanted = " ".join(word for word in name.split() if word not in _MAKERS)
     return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
+
+
+def _of_kinds(text: str, parts: Sequence[ClusterSpec]) -> ClusterSpec:
+    """One cluster of the nodes of all parts. ConfigError where these are of different sizes."""
+    size = math.gcd(*(part.devices_per_node for part in parts))
+    if any(part.devices_per_node != size for part in parts):
+        written = "+".join(f"{part.num_devices // size}x{size}x{part.device.name}" for part in parts)
+        raise _error(f"cluster={text}: all nodes have one number of devices. Write e.g. '{written}'.")
+    counts: dict[str, int] = {}
+    for part in parts:
+        counts[part.device.name] = counts.get(part.device.name, 0) + part.num_devices
+    nodes = sum(part.nodes for part in parts)
+    if len(counts) == 1:
+        return replace(parts[0], nodes=nodes)
+    found = slowest_of([(part.device, part.num_devices) for part in parts])
+    return ClusterSpec(nodes=nodes, devices_per_node=size, device=found, kinds=tuple(counts.items()))
 
 
 def _is_known(name: str) -> bool:
