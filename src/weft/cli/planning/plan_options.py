@@ -54,8 +54,8 @@ Run = Annotated[
         "--run",
         metavar="tokens=1T",
         help="Plan a whole run in days and dollars: tokens=, loss= or budget=5000usd; also mtbf= (of a device), "
-        "restart=, save=, stall=, store= (bytes/s of checkpoints), grid= (g CO2 a kWh, or france). CLUSTER may be a list with "
-        "commas.",
+        "restart=, save=, stall=, store= (bytes/s of checkpoints), grid= (g CO2 a kWh, or france). CLUSTER may be a "
+        "list with commas.",
         show_default=False,
     ),
 ]
