@@ -237,7 +237,8 @@ def test_a_script_leaves_the_choice_to_the_planner(capsys):
 def test_two_towers_are_planned_though_pictures_come_first(tmp_path, capsys):
     config = {
         "model_type": "clip", "architectures": ["CLIPModel"], "projection_dim": 512,
-        "text_config": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8},
+        "text_config": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2,
+                        "num_attention_heads": 8},
         "vision_config": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 3,
                           "num_attention_heads": 12, "image_size": 224, "patch_size": 32},
     }  # fmt: skip

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import cast
 
 from weft.errors import ConfigError, Problem, did_you_mean, shown
-from weft.spec.cluster.slowest_device import slowest_of
+from weft.spec.cluster.device_spec import DeviceSpec, slowest_of
 
 #: How the fast links join the devices of a scale-up domain.
 TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
 
 _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
-#: Of a host's memory, what all its ranks may pin: as the setting `memory.pinned_limit` has it by default.
-_PINNED_SHARE = 0.6
 #: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
 _POWER_EXPONENT = 0.85
 #: What people write beside a device's name: numbers, and signs for "times".
@@ -47,45 +45,6 @@ _MAKERS = ("NVIDIA", "Tesla", "AMD", "Instinct")
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 _DEVICE_KEYS = (*_NUMBERS, *_TEXTS, *_LISTS, "tflops")
 _CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "devices_per_host_link", "rack_nodes", "oversubscription")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpec:
-    """What one device can do. None is not known; every rate is for one device and one direction.
-
-    peaks: dense peak FLOP/s by precision. measured_flops: the best bf16 matmul that was measured, in FLOP/s.
-    scale_up_bytes_per_s: the fast links between the devices of one domain of `scale_up_domain` devices.
-    nic_bytes_per_s: its share of the network between nodes. host_bytes_per_s: the link to host memory.
-    host_memory_bytes: its share of the memory of its host.
-    sources: D data sheet, S published measurements, W press and web (uncertain).
-    """
-
-    name: str
-    title: str = ""
-    peaks: tuple[tuple[str, float], ...] = ()
-    memory_bytes: int = 0
-    memory_bytes_per_s: float = 0.0
-    scale_up_bytes_per_s: float = 0.0
-    scale_up_domain: int = 1
-    scale_up_topology: str = "switch"
-    nic_bytes_per_s: float | None = None
-    host_bytes_per_s: float | None = None
-    host_memory_bytes: float | None = None
-    watts: float | None = None
-    measured_flops: float | None = None
-    aliases: tuple[str, ...] = ()
-    torch_names: tuple[str, ...] = ()
-    sources: str = ""
-    note: str = ""
-
-    @property
-    def pinnable_bytes(self) -> float:
-        """What its rank may pin of its host's memory; where nothing is known of that, it has twice the device's."""
-        return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
-
-    def peak_flops(self, precision: str) -> float | None:
-        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None where the device has none."""
-        return dict(self.peaks).get(precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
