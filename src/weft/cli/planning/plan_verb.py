@@ -270,8 +270,6 @@ def _write_files(
     """The files that were asked for."""
     from weft.cli.planning import plan_files
 
-    if pareto is not None:
-        plan_files.write_pareto(found.answer, pareto)
     for path, write in (
         (draw, plan_files.write_schedule),
         (waterfall, plan_files.write_waterfall),
@@ -282,3 +280,5 @@ def _write_files(
             write(found.answer.best, path)
         elif path is not None:
             raise ConfigError(_NOTHING_TO_WRITE.format(path))
+    if pareto is not None:
+        plan_files.write_pareto(found.answer, pareto)
