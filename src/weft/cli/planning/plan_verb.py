@@ -64,7 +64,7 @@ def plan(
     if "numpy" not in sys.modules:  # its threads for products of matrices would be a third of its start, and idle
         env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
     with _errors_as_json() if json else nullcontext(), _without_collections():
-        if _needs_no_question(score, experience, (learn, profile), (model, cluster, *(more or ())), as_json=json):
+        if _needs_no_question(score, experience, (learn, profile), [model, cluster, *(more or ())], as_json=json):
             return
         if model is None or cluster is None:
             raise ConfigError("weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
@@ -93,7 +93,7 @@ def _needs_no_question(
     score: list[Path] | None,
     experience: Path | None,
     lesson: tuple[Path | None, Path | None],
-    words: tuple[str | None, ...],
+    words: list[str | None],
     *,
     as_json: bool,
 ) -> bool:

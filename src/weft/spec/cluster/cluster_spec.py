@@ -122,7 +122,10 @@ class ClusterSpec:
         spec = _sharing_host_link(spec, table.get("devices_per_host_link", 1), problems)
         if spec is None or problems:
             raise ConfigError(replace(problem, origin=problem.origin or origin) for problem in problems)
-        return cls(**counts, device=spec, rack_nodes=racks[0], oversubscription=racks[1])
+        nodes, devices = counts["nodes"], counts["devices_per_node"]
+        return cls(
+            nodes=nodes, devices_per_node=devices, device=spec, rack_nodes=racks[0], oversubscription=racks[1]
+        )  # fmt: skip
 
     @classmethod
     def load(cls, path: Path | str) -> ClusterSpec:
