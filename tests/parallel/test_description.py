@@ -33,7 +33,7 @@ from weft.spec.plan import Plan
 from weft.spec.rules.plan_rules import check
 from weft.spec.traced import TracedModel
 from weft.structure import repeated_blocks
-from weft.train.task import describe_by_tracing, trace
+from weft.train.task import describe_by_tracing, describe_folder, trace
 
 HERE = "tests.parallel.traced_models:"
 SEQ = 512
@@ -232,3 +232,20 @@ def test_a_script_leaves_the_choice_to_the_planner(capsys):
     with weft.init("auto", model=f"{HERE}perceptron", seq_len=1, global_batch=8, device="cpu") as started:
         assert started.plan.world_size == 1
     assert "plan=auto chose" in capsys.readouterr().out
+
+
+def test_two_towers_are_planned_though_pictures_come_first(tmp_path, capsys):
+    config = {
+        "model_type": "clip", "architectures": ["CLIPModel"], "projection_dim": 512,
+        "text_config": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2,
+                        "num_attention_heads": 8},
+        "vision_config": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 3,
+                          "num_attention_heads": 12, "image_size": 224, "patch_size": 32},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = describe_folder(tmp_path)
+    assert (found.traced.hidden, found.traced.num_layers, found.traced.max_seq_len) == (512, 5, 77)
+    assert run(["plan", str(tmp_path), "4xh100", "--global-batch", "64", "--top", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "64 sequences of 77 tokens a step" in told
+    assert "no band: no model but decoders of text was ever measured" in told

@@ -175,6 +175,19 @@ def test_devices_that_share_a_link_to_their_host():
         ClusterSpec.from_mapping({**table, "devices_per_host_link": 0})
 
 
-def test_one_kind_of_device():
-    with pytest.raises(ConfigError, match=r"of one kind.*16xa100"):
-        ClusterSpec.parse("8xh100+8xa100")
+def test_several_kinds_are_as_slow_as_the_slowest():
+    found = ClusterSpec.parse("8xh100+2x8xa100-40")
+    assert (found.nodes, found.devices_per_node, str(found)) == (3, 8, "8xh100+16xa100-40")
+    least, fast = device("a100-40"), device("h100")
+    assert found.device.name == "a100-40*"
+    assert (found.device.memory_bytes, found.device.measured_flops) == (least.memory_bytes, least.measured_flops)
+    assert found.device.peak_flops("fp8") is None
+    assert found.device.watts == pytest.approx((fast.watts + 2 * least.watts) / 3)
+    assert ClusterSpec.parse("8xh100+8xh100") == ClusterSpec.parse("2x8xh100")
+
+
+def test_nodes_have_one_size():
+    with pytest.raises(ConfigError, match=r"one number of devices\. Write e\.g\. '2x4xh100\+1x4xa100'"):
+        ClusterSpec.parse("8xh100+4xa100")
+    with pytest.raises(ConfigError, match=r"--run and --tune all.*8xh100\+8xa100"):
+        ClusterSpec.parse("8xh100,8xa100")

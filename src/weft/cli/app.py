@@ -227,6 +227,19 @@ def _is_ready(parameter: Any, context: Any, value: Any, kind: Any) -> bool:
     return is_default or (kind is str and isinstance(value, str))
 
 
+#: Options that people try with `weft plan`, and how what they mean is written.
+_WORDS_OF_RUN = {
+    "--budget": "Write --run budget=5000usd.",
+    "--tokens": "Write --run tokens=1T.",
+    "--loss": "Write --run loss=2.2.",
+    "--clusters": "Name them in CLUSTER, with commas between them.",
+    "--cluster": "Write it after MODEL: weft plan llama3-8b 8xh100.",
+    "--batch": "Write --global-batch.",
+    "--lora": "Write --tune lora.",
+    "--qlora": "Write --tune qlora.",
+}
+
+
 def _usage_text(error: Any) -> str:
     text = str(error.format_message())
     option = getattr(error, "option_name", None)
@@ -234,6 +247,8 @@ def _usage_text(error: Any) -> str:
     if type(error).__name__ == "NoSuchOption" and option and context is not None:
         known = {flag for parameter in context.command.get_params(context) for flag in parameter.opts}
         text = f"unknown option {option!r}.{did_you_mean(option, known - {'--help'})}"
+        if option in _WORDS_OF_RUN and context.command.name == "plan":
+            text = f"unknown option {option!r}. {_WORDS_OF_RUN[option]}"
         if context.command.name == "train":
             text += f" Write settings without dashes: {_as_setting(option)}=..."
     path = context.command_path if context is not None else "weft"

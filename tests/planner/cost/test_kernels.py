@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.planner import estimate
+from weft.planner.cost.layer_kernels import cut_of, kernels
 from weft.planner.cost.machine.collective_cost import Fabric
 from weft.planner.cost.machine.kernels import bytes_s, core_s, flash_s, gemm_s
 from weft.planner.cost.machine.tables import Tables
+from weft.planner.space import Columns, Job, Shape
+from weft.spec import ClusterSpec, decoder_spec
 from weft.spec.cluster import device, devices
+from weft.spec.plan import Plan
 
 H100 = Tables.of(device("h100"))
 PEAK = H100.flops["bf16"]
@@ -112,3 +119,25 @@ def test_links_between_racks_that_are_thin() -> None:
     assert fourth.send_s(size, 32) == pytest.approx(4 * flat.send_s(size, 32), rel=0.01)
     assert fourth.send_s(size, 8) == flat.send_s(size, 8)
     assert fourth.all_to_all_s(size, 128, 1) > 2 * flat.all_to_all_s(size, 128, 1)
+
+
+def test_gathered_weights_hide_under_what_is_computed_again():
+    """Traffic over a slow network: full recompute gives backward more to hide it under."""
+    job = Job(shape=Shape.of_decoder(decoder_spec("llama3-8b")), seq_len=4096, global_batch=64)
+    cluster = ClusterSpec.parse("8x8xh100")
+    cluster = replace(cluster, device=replace(cluster.device, nic_bytes_per_s=8e9))
+    plans = [Plan.parse(f"dp_shard=64 zero=3 precision=bf16 recompute={each}") for each in ("none", "full")]
+    found = estimate(job, cluster, Columns.of(plans, job), Tables.of(cluster.device))
+    kept, again = found.terms["dp_exposed"].tolist()
+    assert again == pytest.approx(kept - found.terms["recompute"][1], rel=0.05)
+
+
+def test_layers_with_experts_call_more_kernels():
+    """Counted in Weft's own models: 40 of a dense layer, 75 of one with experts."""
+    found = []
+    for name in ("llama3-8b", "mixtral-8x7b"):
+        job = Job(shape=Shape.of_decoder(decoder_spec(name)), seq_len=128, global_batch=1)
+        columns = Columns.of([Plan.parse("precision=bf16")], job)
+        tables = Tables.of(ClusterSpec.parse("h100").device)
+        found.append(float(kernels(job, columns, tables, cut_of(job, columns, tables)).calls[0]))
+    assert found == [40, 75]

@@ -86,6 +86,8 @@ def test_what_was_never_measured_is_said():
     assert unmeasured(replace(KNOWN, generation="ampere", experts=True), "a100") == (
         "no run with experts on this device",
     )
+    assert unmeasured(replace(KNOWN, decoder=False), "h100") == ("no model but decoders of text",)
+    assert unmeasured(replace(KNOWN, adapter=True), "h100") == ("no run with an adapter",)
     assert unmeasured(replace(KNOWN, seq_len=2**20), "h100") == ("no sequence beyond 262,144 tokens",)
 
 

@@ -177,9 +177,28 @@ def test_a_token_that_goes_to_a_node_once_crosses_the_network_less():
     fabric = Fabric.of(Tables.of(device_named("h100-80gb-sxm")), 8)
     each, once = (float(fabric.all_to_all_s(1e9, 32, 1, copies)) for copies in (None, 8))
     assert once < 0.6 * each
-    assert float(fabric.all_to_all_s(1e9, 8, 1, 8)) == pytest.approx(float(fabric.all_to_all_s(1e9, 8, 1)), rel=0.01)
+    inside = [float(fabric.all_to_all_s(1e9, 8, 1, copies)) for copies in (None, 8)]
+    assert inside[1] / inside[0] == pytest.approx(1 - (7 / 8) ** 8, rel=0.02)
     assert stack_of("megatron-moe-modelzoo; deepep", "h100-80gb-sxm")[0].once_per_node
     assert not stack_of("megatron-moe-modelzoo; a2a dispatcher", "h100-80gb-sxm")[0].once_per_node
+
+
+@pytest.mark.parametrize(("nodes", "line"), [(4, 58e9), (8, 51e9)])
+def test_a_dispatch_takes_as_long_as_deepep_measured(nodes, line):
+    """4,096 tokens of 7,168 values in fp8 to 4 nodes at most, H800 with 50 GB/s: DeepEP's README, which counts the
+    rank's own node in its rates."""
+    fabric = Fabric.of(Tables.of(device_named("h800-80gb")), 8)
+    token = 4096 * 7168.0
+    measured = token * 4 / line
+    copies = 8 if nodes == 4 else 5  # over 8 nodes routing is limited to 4: as many as 5 free choices reach
+    reached = nodes * (1 - (1 - 1 / nodes) ** copies)
+    found = float(fabric.all_to_all_s(token * copies, 8 * nodes, 1, copies))
+    assert found * 4 / reached == pytest.approx(measured, rel=0.12)
+
+
+def test_weights_travel_in_fp8_where_the_software_does_so():
+    assert stack_of("mlperf training v5.1", "b200")[0].fp8_gather
+    assert not stack_of("nemo 24.07", "h100-80gb-sxm")[0].fp8_gather
 
 
 def test_what_a_row_leaves_out_is_inferred(tmp_path):

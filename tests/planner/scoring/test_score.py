@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from weft.cli.app import run
 from weft.cli.planning.plan_score import score_runs
 from weft.errors import ConfigError
 from weft.planner.scoring import SCORE_TIERS, score
@@ -187,3 +188,8 @@ def test_published_runs_are_met(tmp_path):
     scaled = found.summary()["stack"]["sources"]
     assert max(scaled[name]["mean"] for name in scaled) < 0.09
     assert all(math.isfinite(each.memory_gib) for each in found.predictions)
+
+
+def test_any_number_of_files_may_follow(capsys):
+    assert run(["plan", "--score", *[str(SAMPLE)] * 4]) == 0
+    assert "36 runs, 16 skipped" in capsys.readouterr().out

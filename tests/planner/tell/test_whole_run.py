@@ -47,6 +47,12 @@ def test_a_budget_buys_what_its_tokens_cost() -> None:
     assert bought.co2_kg == pytest.approx(0.4 * (bought.kwh or 0.0))
 
 
+def test_a_region_has_its_grid() -> None:
+    assert read_run("tokens=1T,grid=France").grid == 56
+    with pytest.raises(ConfigError, match="grid=mars: a number above 0 or one of world, australia"):
+        read_run("tokens=1T,grid=mars")
+
+
 def test_a_slow_store_sets_the_interval_of_checkpoints() -> None:
     """8.03 B weights and their means are 96 GB in fp32: at 10 MB/s 160 minutes, more than the best interval."""
     ((_, free),) = whole_runs("llama3-8b", "8xh100", "tokens=1T", fixed=FIXED)

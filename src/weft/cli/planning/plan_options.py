@@ -24,6 +24,7 @@ Cluster = Annotated[
         show_default=False,
     ),
 ]
+MoreRuns = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="RUNS.csv", show_default=False)]
 SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in a sequence.", show_default=False)]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", help="Sequences in an optimizer step.", show_default=False)
@@ -53,8 +54,8 @@ Run = Annotated[
         "--run",
         metavar="tokens=1T",
         help="Plan a whole run in days and dollars: tokens=, loss= or budget=5000usd; also mtbf= (of a device), "
-        "restart=, save=, stall=, store= (bytes/s of checkpoints), grid= (g CO2 a kWh). CLUSTER may be a list with "
-        "commas.",
+        "restart=, save=, stall=, store= (bytes/s of checkpoints), grid= (g CO2 a kWh, or france). CLUSTER may be a "
+        "list with commas.",
         show_default=False,
     ),
 ]

@@ -31,6 +31,7 @@ _NOTHING_TO_WRITE = "{}: no plan fits, so there is nothing to write. Leave it ou
 def plan(
     model: options.Model = None,
     cluster: options.Cluster = None,
+    more: options.MoreRuns = None,
     seq_len: options.SeqLen = None,
     global_batch: options.GlobalBatch = None,
     documents: options.Documents = None,
@@ -63,7 +64,7 @@ def plan(
     if "numpy" not in sys.modules:  # its threads for products of matrices would be a third of its start, and idle
         env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
     with _errors_as_json() if json else nullcontext(), _without_collections():
-        if _needs_no_question(score, experience, (learn, profile), (model, cluster), as_json=json):
+        if _needs_no_question(score, experience, (learn, profile), [model, cluster, *(more or ())], as_json=json):
             return
         if model is None or cluster is None:
             raise ConfigError("weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
@@ -92,7 +93,7 @@ def _needs_no_question(
     score: list[Path] | None,
     experience: Path | None,
     lesson: tuple[Path | None, Path | None],
-    words: tuple[str | None, str | None],
+    words: list[str | None],
     *,
     as_json: bool,
 ) -> bool:
@@ -103,6 +104,9 @@ def _needs_no_question(
 
         score_runs([*score, *(Path(each) for each in words if each)], as_json, experience)
         return True
+    if len(words) > 2:
+        rule = "there are MODEL and CLUSTER alone, and several clusters have commas between them"
+        raise ConfigError([Problem(str(words[2]), f"{words[2]}: {rule}. Leave it out.")])
     if learn is None:
         return False
     from weft.cli.planning.plan_learn import learn_from
@@ -266,8 +270,6 @@ def _write_files(
     """The files that were asked for."""
     from weft.cli.planning import plan_files
 
-    if pareto is not None:
-        plan_files.write_pareto(found.answer, pareto)
     for path, write in (
         (draw, plan_files.write_schedule),
         (waterfall, plan_files.write_waterfall),
@@ -278,3 +280,5 @@ def _write_files(
             write(found.answer.best, path)
         elif path is not None:
             raise ConfigError(_NOTHING_TO_WRITE.format(path))
+    if pareto is not None:
+        plan_files.write_pareto(found.answer, pareto)

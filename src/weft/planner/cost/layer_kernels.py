@@ -19,6 +19,8 @@ Array = NDArray[np.float64]
 
 #: Calls of kernels by one layer: forward, and backward over forward (autograd's C++ calls cost about as much).
 _CALLS_FUSED, _CALLS_EAGER = 22, 40
+#: More of them in a layer with experts: router, balance, sort, spread and join (counted in Weft's: 75 in all, eager).
+_EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER = 20, 35
 #: Speed of the first FlashAttention over the second (Dao 2023, arXiv 2307.08691: about half).
 _FLASH_1 = 0.55
 
@@ -92,7 +94,9 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
     moved_f, moved_b = _passes(job, columns, tokens, cut.q, cut.kv)
     narrow = columns.precision >= PRECISIONS.index("fp8")
     quantised = np.where(narrow, 6.0 * tokens * (2 * shape.hidden + cut.q), 0.0)
-    calls = np.where(job.stack.fused_norm | columns.compile, _CALLS_FUSED, _CALLS_EAGER)
+    fused, routed = job.stack.fused_norm | columns.compile, shape.moe_layers / shape.layers
+    calls = np.where(fused, _CALLS_FUSED, _CALLS_EAGER) + 0.0
+    calls += routed * np.where(fused, _EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER)
     return Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, moved_f + quantised, moved_b + 2 * quantised, calls)
 
 

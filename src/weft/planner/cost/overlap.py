@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from weft.planner.cost.machine import Fabric, Tables
 from weft.planner.cost.shares import Shares
-from weft.planner.space import Columns, Job, wire_columns
+from weft.planner.space import PRECISIONS, Columns, Job, wire_columns
 
 Array = NDArray[np.float64]
 
@@ -25,7 +25,7 @@ class Window:
 
 
 #: The columns that decide a rank's traffic of gradients and parameters, beside its layers.
-OF_TRAFFIC = (
+_OF_TRAFFIC = (
     "pp",
     "dp_replicate",
     "dp_shard",
@@ -42,6 +42,11 @@ OF_TRAFFIC = (
     "sync_every",
     "sync_fragments",
 )
+
+
+def of_traffic(job: Job) -> tuple[str, ...]:
+    """Return the columns that decide a rank's traffic."""
+    return (*_OF_TRAFFIC, "precision") if job.stack.fp8_gather else _OF_TRAFFIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class RankTraffic:
 
 
 def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], layers: Array) -> RankTraffic:
-    """Return a rank's traffic, one entry per plan; of the plans it reads OF_TRAFFIC.
+    """Return a rank's traffic, one entry per plan; of the plans it reads `of_traffic`.
 
     Args:
         job: model, sequence and batch.
@@ -182,6 +187,8 @@ def _traffic(
     gathers, reduces = np.zeros(len(columns)), np.zeros(len(columns))
     apart = columns.stride("dp_replicate")
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
+    if stack.fp8_gather:
+        gather_bytes = np.where(columns.precision == PRECISIONS.index("fp8"), 1.0, gather_bytes)
     for params, learnt, group, stride, most in parts[: 3 if job.shape.moe_layers else 2]:
         # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
         buckets = (

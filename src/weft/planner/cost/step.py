@@ -13,7 +13,7 @@ from weft.planner.cost.host_cost import LayerWork, offload_s
 from weft.planner.cost.layer_cost import LayerCosts, distinct_costs, layer_costs, of_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, gemm_s
 from weft.planner.cost.memory import is_offloaded, layer_bytes, memory_bytes
-from weft.planner.cost.overlap import OF_TRAFFIC, RankTraffic, Window, exposed_s, gathered_s, traffic_of
+from weft.planner.cost.overlap import RankTraffic, Window, exposed_s, gathered_s, of_traffic, traffic_of
 from weft.planner.cost.pipeline import (
     Stages,
     balanced_layers,
@@ -92,7 +92,7 @@ class _Layer:
         embed = {"memory_bound": costs.embed, "tp": costs.embed_tp}
         lay, top, bottom = (np.sum(list(each.values()), axis=0) for each in (layer, head, embed))
         computes = costs.gemm_f + costs.attn_f + costs.memory_f + costs.tp_f
-        backward = costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b
+        backward = costs.gemm_b + costs.attn_b + costs.memory_b + costs.tp_b + idle_b + layer["recompute"]
         kept = layer_bytes(job, columns).kept
         return cls(costs, layer, head, embed, lay, top, bottom, computes, computes + idle_f, backward, kept)
 
@@ -167,7 +167,7 @@ class _Rows:
             bottom, top = ((each / layer.lay)[layers.index] for each in (layer.bottom, layer.top))
             stages = balanced_layers(job.shape.layers, columns, bottom, top)
         else:
-            ranks = Alike.of(columns, OF_TRAFFIC, [chunks.astype(np.int64)])
+            ranks = Alike.of(columns, of_traffic(job), [chunks.astype(np.int64)])
             stages = even_layers(job.shape.layers, ranks.rows.pp, chunks[ranks.first])
         rank = _Rank.of(job, cluster, ranks.rows, tables, fabric, stages, chunks[ranks.first])
         return cls(columns, layers, ranks, layer, rank)

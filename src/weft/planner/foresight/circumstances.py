@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from weft.planner.space import Job
+from weft.planner.space import Job, Shape, TracedShape
 from weft.spec import ClusterSpec
 
 #: Makes of devices by what their names begin with; the first that fits.
@@ -25,7 +25,11 @@ _LONG, _MANY = 16_384, 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
-    """experts: whether it has any. narrow: fp8 or fp4 products. nodes: of the run. stages: of its pipeline."""
+    """experts: whether it has any. narrow: fp8 or fp4 products. nodes: of the run. stages: of its pipeline.
+
+    decoder: whether the model reads tokens and says the next, as those of all published runs do. adapter: whether one
+    is trained in place of the weights.
+    """
 
     generation: str
     experts: bool
@@ -33,6 +37,8 @@ class Circumstances:
     seq_len: int
     nodes: int
     stages: int
+    decoder: bool = True
+    adapter: bool = False
 
     @property
     def doubts(self) -> dict[str, float]:
@@ -71,7 +77,16 @@ def circumstances_of(job: Job, cluster: ClusterSpec, precision: str, stages: int
         seq_len=job.seq_len,
         nodes=-(-num_devices // cluster.devices_per_node),
         stages=stages,
+        decoder=_is_decoder(job.shape),
+        adapter=job.adapter is not None,
     )
+
+
+def _is_decoder(shape: Shape) -> bool:
+    if not isinstance(shape, TracedShape):
+        return True
+    attention = shape.traced.attention
+    return shape.vocab > 0 and attention is not None and attention.causal
 
 
 def unmeasured(one: Circumstances, device: str) -> tuple[str, ...]:
@@ -79,6 +94,10 @@ def unmeasured(one: Circumstances, device: str) -> tuple[str, ...]:
     found: list[str] = []
     if not one.generation:
         found.append(f"no run on {device.rstrip('*')} or its kind")
+    if not one.decoder:
+        found.append("no model but decoders of text")
+    if one.adapter:
+        found.append("no run with an adapter")
     if one.narrow and one.generation not in ("hopper", "blackwell", "cdna"):
         found.append("no run in fp8 or fp4 on this device")
     if one.experts and one.generation in ("volta", "ampere"):

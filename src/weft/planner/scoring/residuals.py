@@ -157,13 +157,16 @@ def _doubts(residuals: Sequence[Residual], names: Sequence[str]) -> Doubts:
 
 
 def _quantiles(residuals: Sequence[Residual], doubts: Doubts) -> dict[float, tuple[float, float]]:
+    """Lower and upper by level. The next run is of a new source, and sources are few: with n of them a tail is cut at
+    1 - (1 - tail)(n + 1)/n, as a quantile of n + 1 (Dunn et al. 2018, arXiv 1809.07441), or at half of it."""
     scaled = np.array([each.error / doubts.scale(each.of) for each in residuals])
-    weights = _source_weights(residuals)
+    weights, count = _source_weights(residuals), len({each.source for each in residuals})
     order = np.argsort(scaled)
     scaled, passed = scaled[order], np.cumsum(weights[order]) / weights.sum()
     found: dict[float, tuple[float, float]] = {}
     for level in LEVELS:
         tail = (1 - level) / 2
+        tail = max(tail / 2, tail - (1 - tail) / count)
         low, high = np.searchsorted(passed, [tail, 1 - tail])
         found[level] = (float(scaled[low]), float(scaled[min(high, len(scaled) - 1)]))
     return found

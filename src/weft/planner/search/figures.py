@@ -70,7 +70,11 @@ def step_cost(cluster: ClusterSpec, step_s: float, busy: float, hour_price: floa
 
 
 def usual_price(cluster: ClusterSpec) -> float | None:
-    """Dollars that one device usually costs for one hour; None where nothing is known."""
+    """Dollars that one device usually costs for one hour, the mean over several kinds; None where nothing is known."""
+    if cluster.kinds:
+        each = [(_prices().get(name.rstrip("*")), count) for name, count in cluster.kinds]
+        known = [(price, count) for price, count in each if price is not None]
+        return sum(price * count for price, count in known) / cluster.num_devices if len(known) == len(each) else None
     return _prices().get(cluster.device.name.rstrip("*"))
 
 

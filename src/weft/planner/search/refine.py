@@ -26,6 +26,8 @@ _STARTS, _ROUNDS = 10, 10
 #: Neighbours that might be faster with other recompute and offload: how many of a plan, the best of how many kinds of
 #: change besides, and of how many plans.
 _TEMPTING, _OF_KINDS, _ROOMY = 4, 8, 2
+#: Layouts whose best plan is tried with all steps of recompute and offload when the descent is at its end.
+_FINE = 4
 _CHAINS = 4
 _HOT, _COLD = 0.02, 0.0005
 #: A change that gains less than this is not worth words in the plan.
@@ -54,18 +56,21 @@ def descend(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
     """The plans that are reached from the starts by taking the best change until none helps.
 
     A change is a single one, or one together with another recompute or offload, which give memory back for time. Of the
-    best plan these are tried together in small steps, and the descent goes on from there.
+    best plans of some layouts these are tried together in small steps, and the descent goes on from there.
     """
     starts = list(starts)
     found = _descent(starts, question)
-    if starts:
-        best = min((*starts, *found), key=lambda one: one.step_s)
-        (finer,) = _estimated([list(with_room(best.plan, question, fine=True))], question)
-        better = [one for one in finer if _is_better(one, best) and one.fits >= question.fits]
-        if better:
-            first = min(better, key=lambda one: one.step_s).candidate()
-            found += [first, *_descent([first], question)]
-    return found
+    layouts: dict[tuple[int, int, int], Candidate] = {}
+    for one in sorted((*starts, *found), key=lambda one: one.step_s):
+        layouts.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
+    best = list(layouts.values())[:_FINE]
+    better: list[Candidate] = []
+    nearby = _estimated([list(with_room(one.plan, question, fine=True)) for one in best], question)
+    for one, finer in zip(best, nearby, strict=True):
+        worth = [each for each in finer if _is_better(each, one) and each.fits >= question.fits]
+        if worth:
+            better.append(min(worth, key=lambda each: each.step_s).candidate())
+    return [*found, *better, *_descent(sorted(better, key=lambda one: one.step_s), question)] if better else found
 
 
 def _descent(starts: Iterable[Candidate], question: Question) -> list[Candidate]:

@@ -56,7 +56,9 @@ def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]
 
 
 def band_of(one: Candidate, level: float = TOLD) -> Band | None:
-    """Return the band of a candidate's step time, as factors; None where the host was measured: its error is another.
+    """Return the band of a candidate's step time, as factors; None where nothing like it was ever measured.
+
+    Nor has it one where its host was measured: the error of that is another.
 
     Args:
         one: the candidate.
@@ -64,7 +66,8 @@ def band_of(one: Candidate, level: float = TOLD) -> Band | None:
     """
     if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
         return None
-    return time_bands(circumstances(one))[level]
+    where = circumstances(one)
+    return None if unmeasured(where, one.question.cluster.device.name) else time_bands(where)[level]
 
 
 def circumstances(one: Candidate) -> Circumstances:
@@ -77,13 +80,12 @@ def band_words(one: Candidate) -> list[str]:
     """Say how far to trust the step time: a band where there were runs to learn from, and what was never measured."""
     shares = time_by_rung(one.terms, one.question.tables)
     basis = ", ".join(f"{share:.0%} {RUNGS[rung]}" for rung, share in shares.items() if share >= 0.005)
-    band = band_of(one)
-    if band is None:
+    if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
         return [f"trust   basis: {basis}"]
-    missing = unmeasured(circumstances(one), one.question.cluster.device.name)
-    if missing:
-        lines = [f"trust   no band: {'; '.join(missing)} was ever measured", f"        basis: {basis}"]
-    else:
+    band, where = band_of(one), circumstances(one)
+    missing = unmeasured(where, one.question.cluster.device.name)
+    lines = [f"trust   no band: {'; '.join(missing)} was ever measured", f"        basis: {basis}"]
+    if band is not None:
         known = shipped()
         low, high = (format_seconds(one.step_s * factor) for factor in (band.low, band.high))
         lines = [
@@ -94,7 +96,6 @@ def band_words(one: Candidate) -> list[str]:
         ]
     if "here" not in shares:
         device = one.question.cluster.device.name.rstrip("*")
-        lines.append(
-            f"        not yet measured: Weft's own speed on {device}; those runs used other software (weft calibrate)"
-        )
+        others = "; published runs used other software" if where.generation else ""
+        lines.append(f"        not yet measured: Weft's own speed on {device}{others} (weft calibrate)")
     return lines

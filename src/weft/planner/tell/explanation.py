@@ -44,6 +44,7 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
     money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion {unit}"]
     energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion {unit}"]
     waiting = [] if one.built else ["note    Weft does not run this plan yet (see docs/reference/rules.md)"]
+    slow = f"note    all devices have equal work, so each rate and size here is the least of {cluster}"
     return [
         f"plan    {one.plan}",
         f"job     {one.question.model.name}, {format_count(job.shape.num_params)} parameters, on {cluster}; "
@@ -55,6 +56,7 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
         *([f"cost    {', '.join([*money, *energy])}"] if money or energy else []),
         *band_words(one),
         *_learned(one.question),
+        *([slow] if cluster.kinds else []),
         *waiting,
     ]
 

@@ -10,7 +10,7 @@ from weft import units
 from weft.errors import ConfigError, Problem, did_you_mean
 from weft.planner.search import Answer, Candidate, Question, answer, estimated
 from weft.spec import ClusterSpec
-from weft.spec.cluster import device
+from weft.spec.cluster import capped, device
 
 #: Formats that plans are priced in and that the runtime does not multiply in; layouts of which that is done.
 _NARROW, _LAYOUTS = ("fp8", "fp4"), 10
@@ -55,6 +55,16 @@ def _flops(question: Question, value: float) -> Question:
         changed = replace(changed, measured_flops=spec.measured_flops * factor)
     name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
     return _cluster(question, device=replace(changed, name=name))
+
+
+def _watts(question: Question, value: float) -> Question:
+    """A power cap, which costs rate. What is drawn above the device's own power is not known, so more is refused."""
+    spec = question.cluster.device
+    if not spec.watts or value > spec.watts:
+        rule = f"{spec.name} draws {spec.watts:g}" if spec.watts else f"what {spec.name} draws is not known"
+        raise _error("watts", f"watts={value:g}: {rule}. {'Use less.' if spec.watts else 'Leave it out.'}")
+    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
+    return _cluster(question, device=capped(replace(spec, name=name, watts=value), spec.watts))
 
 
 def _job(question: Question, field: str, value: float) -> Question:
@@ -122,6 +132,7 @@ LEVERS: dict[str, Lever] = {
         lambda q: (q.cluster.device.peak_flops("bf16") or q.cluster.device.peak_flops("fp16") or 0.0) / 1e12,
         _flops,
     ),
+    "watts": Lever("watts", lambda q: q.cluster.device.watts or 0.0, _watts),
 }  # fmt: skip
 
 

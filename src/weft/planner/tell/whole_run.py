@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from weft import units
@@ -111,6 +114,8 @@ class WholeRun:
                 f"loss    about {self.loss:.3f} by Chinchilla's law for text; 10% more tokens, for 10% more money and "
                 f"time: {expected_loss(self.candidate.question, 1.1 * self.tokens) or 0.0:.3f}"
             )
+        else:
+            lines.append(f"more    10% more money and time buy {units.format_count(0.1 * self.tokens)} tokens more")
         return lines
 
     def table(self) -> dict[str, Any]:
@@ -243,7 +248,7 @@ def _tokens_for(question: Question, loss: float | None) -> float:
 
 
 def read_run(text: str, price: float | None = None) -> RunTerms:
-    """Read "tokens=15T,mtbf=50000h,restart=10m,save=5m,grid=369".
+    """Read "tokens=15T,mtbf=50000h,restart=10m,save=5m,grid=france".
 
     Args:
         text: as it is typed.
@@ -265,7 +270,8 @@ def read_run(text: str, price: float | None = None) -> RunTerms:
         except ValueError:
             number = -1.0
         if not 0 < number < math.inf:
-            raise _error(name, f"{name}={value}: a number above 0 is needed. Write e.g. {name}={example}.")
+            kind = f"a number above 0 or one of {', '.join(_grids())}" if name == "grid" else "a number above 0"
+            raise _error(name, f"{name}={value}: {kind} is needed. Write e.g. {name}={example}.")
         found, ends = replace(found, **{field: number}), ends + (name in ("tokens", "loss", "budget"))
     if ends != 1:
         rule = "nothing says where it ends" if not ends else "tokens, loss and budget each say where it ends"
@@ -325,7 +331,14 @@ def _error(field: str, message: str) -> ConfigError:
 
 
 def _grams(text: str) -> float:
-    return float(text.removesuffix("g"))
+    """Grams of CO2 for a kWh: a number, or that of a region by its name."""
+    named = _grids().get(text.lower())
+    return float(text.removesuffix("g")) if named is None else named
+
+
+@functools.cache
+def _grids() -> dict[str, float]:
+    return tomllib.loads(Path(__file__).with_name("grids.toml").read_text(encoding="utf-8"))
 
 
 _WORDS: dict[str, tuple[str, Callable[[str], float], str]] = {

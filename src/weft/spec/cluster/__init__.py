@@ -16,20 +16,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.spec.cluster.cluster_spec import (
-        ClusterSpec,
-        DeviceSpec,
-        capped,
-        device,
-        device_by_torch_name,
-        devices,
-    )
+    from weft.spec.cluster.cluster_spec import ClusterSpec, capped, device, device_by_torch_name, devices
+    from weft.spec.cluster.device_spec import DeviceSpec
 
 __getattr__ = loads(
     __name__,
     {
         "ClusterSpec": ".cluster_spec",
-        "DeviceSpec": ".cluster_spec",
+        "DeviceSpec": ".device_spec",
         "capped": ".cluster_spec",
         "device": ".cluster_spec",
         "device_by_torch_name": ".cluster_spec",

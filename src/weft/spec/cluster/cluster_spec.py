@@ -9,19 +9,18 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
 from weft.errors import ConfigError, Problem, did_you_mean, shown
+from weft.spec.cluster.device_spec import DeviceSpec, slowest_of
 
 #: How the fast links join the devices of a scale-up domain.
 TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
 
 _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
-#: Of a host's memory, what all its ranks may pin: as the setting `memory.pinned_limit` has it by default.
-_PINNED_SHARE = 0.6
 #: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
 _POWER_EXPONENT = 0.85
 #: What people write beside a device's name: numbers, and signs for "times".
@@ -49,50 +48,12 @@ _CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "devices_per_host_link",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpec:
-    """What one device can do. None is not known; every rate is for one device and one direction.
-
-    peaks: dense peak FLOP/s by precision. measured_flops: the best bf16 matmul that was measured, in FLOP/s.
-    scale_up_bytes_per_s: the fast links between the devices of one domain of `scale_up_domain` devices.
-    nic_bytes_per_s: its share of the network between nodes. host_bytes_per_s: the link to host memory.
-    host_memory_bytes: its share of the memory of its host.
-    sources: D data sheet, S published measurements, W press and web (uncertain).
-    """
-
-    name: str
-    title: str = ""
-    peaks: tuple[tuple[str, float], ...] = ()
-    memory_bytes: int = 0
-    memory_bytes_per_s: float = 0.0
-    scale_up_bytes_per_s: float = 0.0
-    scale_up_domain: int = 1
-    scale_up_topology: str = "switch"
-    nic_bytes_per_s: float | None = None
-    host_bytes_per_s: float | None = None
-    host_memory_bytes: float | None = None
-    watts: float | None = None
-    measured_flops: float | None = None
-    aliases: tuple[str, ...] = ()
-    torch_names: tuple[str, ...] = ()
-    sources: str = ""
-    note: str = ""
-
-    @property
-    def pinnable_bytes(self) -> float:
-        """What its rank may pin of its host's memory; where nothing is known of that, it has twice the device's."""
-        return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
-
-    def peak_flops(self, precision: str) -> float | None:
-        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None where the device has none."""
-        return dict(self.peaks).get(precision)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` gives the shorthand.
 
     rack_nodes: nodes of a rack (of a leaf of the network); 0: the network is one. oversubscription: how many times the
-    adapters of a rack carry what its links to other racks do.
+    adapters of a rack carry what its links to other racks do. kinds: where its nodes are not of one kind, how many
+    devices of each there are; `device` is then as slow as the slowest of them in each respect.
     """
 
     nodes: int
@@ -100,6 +61,7 @@ class ClusterSpec:
     device: DeviceSpec
     rack_nodes: int = 0
     oversubscription: float = 1.0
+    kinds: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -110,13 +72,17 @@ class ClusterSpec:
     def parse(cls, text: str) -> ClusterSpec:
         """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
 
+        "8xh100+2x8xa100" has nodes of several kinds; all work at the pace of the slowest.
+
         Raises:
             ConfigError: for a text that cannot be read, and a device that is not known.
         """
+        if "+" in text:
+            return _of_kinds(text, [cls.parse(part) for part in text.split("+")])
         match = _SHORTHAND.fullmatch(text.strip().lower())
-        if any(mark in text for mark in "+,"):
-            rule = "a plan gives all devices equal work, so they are of one kind"
-            raise _error(f"cluster={text!r}: {rule}. Plan each kind alone, or all as the slowest: '16xa100'.")
+        if "," in text:
+            rule = "a list of clusters is for --run and --tune all"
+            raise _error(f"cluster={text!r}: {rule}. For one job on all of them write '{text.replace(',', '+')}'.")
         first, second, name = match.groups() if match else ("", "", "")
         if not _is_known(name):
             _expect_order(text)
@@ -156,7 +122,10 @@ class ClusterSpec:
         spec = _sharing_host_link(spec, table.get("devices_per_host_link", 1), problems)
         if spec is None or problems:
             raise ConfigError(replace(problem, origin=problem.origin or origin) for problem in problems)
-        return cls(**counts, device=spec, rack_nodes=racks[0], oversubscription=racks[1])
+        nodes, devices = counts["nodes"], counts["devices_per_node"]
+        return cls(
+            nodes=nodes, devices_per_node=devices, device=spec, rack_nodes=racks[0], oversubscription=racks[1]
+        )  # fmt: skip
 
     @classmethod
     def load(cls, path: Path | str) -> ClusterSpec:
@@ -174,6 +143,8 @@ class ClusterSpec:
         return cls.from_mapping(table, str(path))
 
     def __str__(self) -> str:
+        if self.kinds and sum(count for _, count in self.kinds) == self.num_devices:
+            return "+".join(f"{count}x{name}" for name, count in self.kinds)
         size = f"{self.devices_per_node}x{self.device.name}"
         return size if self.nodes == 1 else f"{self.nodes}x{size}"
 
@@ -205,6 +176,22 @@ def device_by_torch_name(name: str) -> DeviceSpec | None:
     """Return the device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
     wanted = " ".join(word for word in name.split() if word not in _MAKERS)
     return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
+
+
+def _of_kinds(text: str, parts: Sequence[ClusterSpec]) -> ClusterSpec:
+    """One cluster of the nodes of all parts. ConfigError where these are of different sizes."""
+    size = math.gcd(*(part.devices_per_node for part in parts))
+    if any(part.devices_per_node != size for part in parts):
+        written = "+".join(f"{part.num_devices // size}x{size}x{part.device.name}" for part in parts)
+        raise _error(f"cluster={text}: all nodes have one number of devices. Write e.g. '{written}'.")
+    counts: dict[str, int] = {}
+    for part in parts:
+        counts[part.device.name] = counts.get(part.device.name, 0) + part.num_devices
+    nodes = sum(part.nodes for part in parts)
+    if len(counts) == 1:
+        return replace(parts[0], nodes=nodes)
+    found = slowest_of([(part.device, part.num_devices) for part in parts])
+    return ClusterSpec(nodes=nodes, devices_per_node=size, device=found, kinds=tuple(counts.items()))
 
 
 def _is_known(name: str) -> bool:

@@ -81,9 +81,7 @@ def trace_model(
     layers = {number: _layer(fit, [(run.parts[number], run.measured[number]) for run in runs])
               for number in _same_parts(runs)}  # fmt: skip
     repeated = tuple(layer for number, layer in layers.items() if number >= 0)
-    width = fit.growth([next(part for number, part in run.parts.items() if number >= 0).output_values for run in runs])
     head, table = (_weight_of(each) for each in (outline.head, outline.table))
-    hidden = width.tokens if seq_step else width.batch
     return TracedModel(
         name=type(model).__name__,
         layers=repeated,
@@ -91,12 +89,20 @@ def trace_model(
         after=layers.get(AFTER, TracedLayer(path="after", count=1)),
         vocab=0 if head is None else head.shape[0],
         tied=head is not None and table is head,
-        hidden=round(hidden) if head is None else head.shape[1],
+        hidden=_width(fit, runs, bool(seq_step)) if head is None else head.shape[1],
         reads_sequence=bool(seq_step),
         max_seq_len=2**20 if seq_step else 1,
         default_seq_len=0 if seq_step else 1,
         num_params=sum(param.numel() for param in model.parameters()),
     )
+
+
+def _width(fit: _Fit, runs: Sequence[_Run], reads_sequence: bool) -> int:
+    """Values of a token, or of a sample, that leave the first layer whose output grows with these: of two towers, the
+    one that reads pictures may come first."""
+    found = [fit.growth([run.parts[number].output_values for run in runs]) for number in runs[0].parts if number >= 0]
+    widths = [round(growth.tokens if reads_sequence else growth.batch) for growth in found]
+    return next((each for each in widths if each > 0), 1)
 
 
 def _weights(model: nn.Module) -> set[int]:

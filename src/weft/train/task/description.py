@@ -21,6 +21,7 @@ from weft.parallel.local_tensors import cast_inputs, formats
 from weft.parallel.tensor import check_layout
 from weft.planner.search import PlannedModel, UnknownFamily, read_model
 from weft.spec import Layout, TracedModel
+from weft.spec.model import number
 from weft.spec.plan import Plan
 from weft.spec.traced import Limit
 from weft.structure import call_function, dry_run, explain_layout, find_chain, hugging_face, layers, repeated_blocks
@@ -71,6 +72,9 @@ def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_fa
         traced = describe_by_tracing(model)
     except ModelError as error:
         raise ModelError(f"model={folder}: {str(error).rstrip('.')}.") from error
+    most = number(getattr(model.config, "text_config", model.config), "positions")
+    if traced.reads_sequence and most is not None and most < traced.max_seq_len:
+        traced = replace(traced, max_seq_len=most)
     return replace(read_model(replace(traced, name=name)), folder=file.parent)
 
 
