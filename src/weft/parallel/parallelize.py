@@ -15,13 +15,8 @@ from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn
 from weft.parallel.context import apply_context, check_sequences, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
-from weft.parallel.layers import (
-    attend_by_borders,
-    attend_in_documents,
-    choose_float8,
-    use_float8,
-    watch_indices,
-)
+from weft.parallel.layers import attend_by_borders, choose_float8, use_float8, watch_indices
+from weft.parallel.layers.documents import attend_in_documents
 from weft.parallel.layers.spread import SpreadChoice, attach_spread, choose_spread
 from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of

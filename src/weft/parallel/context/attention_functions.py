@@ -197,6 +197,8 @@ def _before(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     places_T = context.places(tokens.shape[1], tokens.device)
     looks = hugging_face.looks_at_positions(model, signature, given)
     positions = given.get("position_ids") if looks else None
+    if positions is not None:
+        positions = positions - getattr(context.positions, "first", 0)
     ids_BT = _document_ids(context, given.get("attention_mask"), positions, places_T, tokens.shape[0])
     if given.get("position_ids") is None:
         assert context.positions is not None
