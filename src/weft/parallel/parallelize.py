@@ -39,6 +39,7 @@ def parallelize(
     pinned_limit: str = MOST_OF_HOST,
     norm_group: int = 0,
     bf16_layers: Sequence[str] = (),
+    fp8_recipe: str = "rowwise",
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
@@ -55,6 +56,7 @@ def parallelize(
         norm_group: batch norms take the statistics of groups of so many samples, wherever these lie; 0: of what is on
             this rank.
         bf16_layers: linear layers that stay in bf16 under precision=fp8: patterns of paths, `first:N`, `last:N`.
+        fp8_recipe: how precision=fp8 chooses scales: rowwise, or tensorwise.
 
     Raises:
         ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.
@@ -64,7 +66,7 @@ def parallelize(
     before, whole, mesh = originals_of(model), mesh, mesh.replica
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
-    _prepare(model, mesh, bf16_layers)
+    _prepare(model, mesh, bf16_layers, fp8_recipe)
     spread = choose_spread(model, mesh, layout)
     placed = cut(model, mesh, layout, spread) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
@@ -122,7 +124,7 @@ def cut(
     return merge_placements(stages, experts, tensors, context)
 
 
-def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str]) -> None:
+def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recipe: str) -> None:
     """Change what layers do, whoever has them later."""
     watch_indices(model)
     if mesh.plan.compile or mesh.device.type == "cuda":
@@ -130,7 +132,7 @@ def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str]) -> None:
     if mesh.plan.cp == 1:
         attend_in_documents(model)
     if mesh.plan.precision == "fp8":
-        choose_float8(model, mesh.device, bf16_layers, speaks=mesh.rank == 0)
+        choose_float8(model, mesh.device, bf16_layers, fp8_recipe, speaks=mesh.rank == 0)
 
 
 def _offload(model: nn.Module, mesh: Mesh, host: Host) -> None:
