@@ -49,14 +49,12 @@ def parallelize(
         layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is
             None.
         placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
-        seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them; and of
-            dropout in steps that nobody gives a key.
+        seed: of parameters on the meta device, filled as `weft.models.initialise` does; of dropout without a key.
         filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values.
         pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
         norm_group: batch norms take the statistics of groups of so many samples, wherever these lie; 0: of what is on
             this rank.
-        bf16_layers: linear layers that stay in bf16 under precision=fp8: patterns of paths, `first:N`, `last:N`.
-        fp8_recipe: how precision=fp8 chooses scales: rowwise, or tensorwise.
+        bf16_layers, fp8_recipe: of precision=fp8: what stays in bf16 (paths, `first:N`), and what shares a scale.
 
     Raises:
         ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.

@@ -5,7 +5,7 @@
     weight's gradient    not rounded, in the compute format
 
 That is the recipe "rowwise". Under "tensorwise" x, the output's gradient and the weight have one scale each, for all
-tokens of a microbatch on a rank: devices multiply faster so, and what a token becomes depends on the others beside it.
+tokens of a microbatch on a rank: torchao reports faster products so. What a token becomes depends on the others then.
 
 Numbers round to e4m3 (4 exponent bits, 3 of mantissa), gradients under one scale to e5m2, of a wider range. A scale is
 the largest power of two that keeps the largest magnitude of its numbers within the format, so that scaling itself
