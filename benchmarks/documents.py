@@ -18,7 +18,7 @@ import transformers
 
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
-from weft.parallel.layers import borders_of
+from weft.parallel.layers.documents import borders_of
 from weft.spec.plan import Plan
 
 

@@ -113,7 +113,7 @@ OPERATORS = {
 #: Attributes that only instances have, by the module whose source sets them.
 SET_IN = {
     "torch.distributed.fsdp._fully_shard._fsdp_param": (
-        *("_unsharded_param", "unsharded_accumulated_grad", "_orig_size"),
+        *("_unsharded_param", "unsharded_accumulated_grad", "_orig_size", "_module_info"),
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("fsdp_params",),
     "torch.distributed.fsdp._fully_shard._fsdp_state": (

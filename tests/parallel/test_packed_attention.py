@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.parallel.layers import attend_in_documents, borders_of
+from weft.parallel.layers.documents import attend_in_documents, borders_of
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -31,6 +31,13 @@ class KeepingCase(DecoderCase):
     bf16_layers: tuple[str, ...] = ("first:1", "*.down")
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorwiseCase(DecoderCase):
+    """One scale for all tokens."""
+
+    fp8_recipe: str = "tensorwise"
+
+
 CASES: dict[str, Case] = {
     "llama": DecoderCase(WIDE, num_steps=2),
     "gpt2": HuggingFaceCase(WIDE, num_steps=2, kind="gpt2"),
@@ -38,6 +45,7 @@ CASES: dict[str, Case] = {
     "adapter": AdapterCase(DecoderCase(WIDE), kind="dora"),
     "keeping": KeepingCase(WIDE, num_steps=2),
 }
+TENSORWISE = TensorwiseCase(WIDE, num_steps=2)
 TWO_RANKS = {
     "llama": (
         "dp_shard=2 zero=1 accumulation=2",
@@ -68,7 +76,8 @@ def train_all(name: str, plans: tuple[str, ...]) -> dict[str, ParityResult]:
     """A case under its plans, with what bf16 would round in float64."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(precision._COMPUTE, "fp8", torch.float64)
-        return {plan: train_case(f"{plan} precision=fp8".strip(), CASES[name]) for plan in plans}
+        case = CASES.get(name, TENSORWISE)
+        return {plan: train_case(f"{plan} precision=fp8".strip(), case) for plan in plans}
 
 
 def expect_one_rounding(pool: RankPool, name: str, plans: tuple[str, ...]) -> None:
@@ -117,10 +126,56 @@ def test_products_are_those_of_rounded_factors():
     assert torch.equal(weight.grad, grad.flatten(0, 1).t() @ x.detach().flatten(0, 1))
 
 
+#: By the plan of one process: plans under which ranks have the same microbatches.
+AS_ONE = {
+    "": ("tp=2", "tp=2 sp=on"),
+    "accumulation=2": ("dp_shard=2 zero=3", "dp_replicate=2 zero=1", "pp=2 microbatches=2", "tp=2 accumulation=2"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
+def test_one_scale_for_all_tokens_is_that_of_a_microbatch(ranks2):
+    alone = train_all("tensorwise", tuple(AS_ONE))
+    for one, plans in AS_ONE.items():
+        for answer in ranks2.run(train_all, "tensorwise", plans):
+            for plan, result in answer.items():
+                assert result.largest_difference(alone[one]) < 1e-10, plan
+    by_rows = train_all("llama", ("",))[""]
+    assert alone[""].largest_difference(by_rows) > 1e-4, "the recipe changed nothing"
+    assert alone[""].largest_difference(train_case("precision=fp64", CASES["llama"])) > 1e-3
+
+
+def test_products_under_one_scale_are_those_of_rounded_factors():
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 32, dtype=torch.float64), torch.randn(48, 32, dtype=torch.float64)
+    x.requires_grad_(), weight.requires_grad_()
+    grad = torch.randn(3, 5, 48, dtype=torch.float64) * 1e-4
+
+    def rounded(values: torch.Tensor, form: torch.dtype, largest: float) -> torch.Tensor:
+        scale = 2 ** torch.floor(torch.log2(largest / values.abs().max()))
+        return (values * scale).float().to(form).double() / scale
+
+    out = linear(x, weight, None, None, form=Float8(recipe="tensorwise"))
+    out.backward(grad)
+    whole = rounded(weight.detach(), torch.float8_e4m3fn, 448)
+    assert torch.allclose(out, F.linear(rounded(x.detach(), torch.float8_e4m3fn, 448), whole), rtol=1e-13, atol=1e-13)
+    assert torch.allclose(x.grad, rounded(grad, torch.float8_e5m2, 57344) @ whole, rtol=1e-13, atol=1e-16)
+    assert torch.equal(weight.grad, grad.flatten(0, 1).t() @ x.detach().flatten(0, 1))
+    nothing = Float8(recipe="tensorwise").product(torch.empty(0, 32), torch.ones(48, 32))
+    assert nothing.shape == (0, 48)
+
+
+def test_another_recipe_is_refused():
+    with pytest.raises(ModelError) as caught:
+        choose_float8(DecoderCase(WIDE).model(), torch.device("cpu"), recipe="rowise", speaks=False)
+    assert str(caught.value) == "fp8_recipe='rowise': it is rowwise or tensorwise. Use fp8_recipe='rowwise'."
+
+
 def test_a_number_that_is_none_stays_none():
     x, weight = torch.ones(2, 16), torch.ones(16, 16)
     x[0, 3], x[1, 5] = torch.nan, torch.inf
     assert not Float8().product(x, weight).isfinite().any()
+    assert not Float8(recipe="tensorwise").product(x, weight).isfinite().any()
 
 
 def test_layers_that_do_not_fit_are_named():

@@ -158,15 +158,15 @@ def test_cut_weights_stages_and_experts_take_the_same_way(ranks4):
                 assert found.largest_difference(wanted) < 1e-10, plan
 
 
-def gathered_bytes(plan_text: str) -> int:
+def gathered_bytes(plan_text: str, case: DecoderCase = CASE) -> int:
     """Of all gathers of a steady step."""
     ledger, plan = Ledger(), Plan.parse(plan_text)
     mesh = build_mesh(plan, record=ledger.record)
-    model = parallelize(CASE.model(), mesh)
-    step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward)
-    step(local_microbatches(CASE.batch(0), plan, mesh.data.rank))
+    model = parallelize(case.model(), mesh)
+    step = TrainStep(model, case.optimizer_of(model), case.loss, mesh, forward=case.forward)
+    step(local_microbatches(case.batch(0), plan, mesh.data.rank))
     before = ledger.entry("dp_shard", "all_gather").num_bytes
-    step(local_microbatches(CASE.batch(1), plan, mesh.data.rank))
+    step(local_microbatches(case.batch(1), plan, mesh.data.rank))
     return ledger.entry("dp_shard", "all_gather").num_bytes - before
 
 

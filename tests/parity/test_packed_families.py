@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.parity.compiled import compiled_plan, train_compiled
 from tests.parity.dropout_cases import train_throughout
-from tests.parity.families import FamilyCase
+from tests.parity.families import DIM, FAMILIES, FFN, HEADS, LAYERS, LENGTH, VOCAB, Family, FamilyCase
 from tests.parity.test_compile import FIRST_RUN, RTOL
-from weft.parallel.layers import borders_of
+from weft.parallel.layers.documents import call_in_documents
 from weft.testing import train_plain
 from weft.testing.verify.float64 import Float64Throughout
 
@@ -24,9 +24,30 @@ PLANS = [
 ]
 
 
+#: Of models that read no borders: transformers makes their masks.
+BY_MASKS = ["dp_shard=2 zero=3 recompute=full", "dp_replicate=2 zero=1 accumulation=2", "tp=2", "tp=2 sp=on", "cp=2"]
+#: Families of which transformers tells no mask where documents begin.
+UNTOLD = {
+    "gpt-oss": FAMILIES["gpt-oss"],
+    "opt": Family(
+        "OPTForCausalLM",
+        "OPTConfig",
+        {
+            "vocab_size": VOCAB, "hidden_size": DIM, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+            "ffn_dim": FFN, "max_position_embeddings": LENGTH, "word_embed_proj_dim": DIM, "dropout": 0.0,
+        },
+        kv_heads=HEADS,
+    ),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class PackedFamily(FamilyCase):
     """Two or three documents in a row, as the loader tells them."""
+
+    @property
+    def family(self) -> Family:
+        return UNTOLD.get(self.name) or FAMILIES[self.name]
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         batch = super().batch(step)
@@ -39,9 +60,8 @@ class PackedFamily(FamilyCase):
         return batch | {"positions": place_BT - begun_BT, "document_ids": ids_BT, "document_starts": starts_BM}
 
     def forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        places = {"input_ids": batch["input_ids"], "position_ids": batch["positions"], "use_cache": False}
         with Float64Throughout():
-            return model(**places, **borders_of(model, batch)).logits
+            return call_in_documents(model, batch).logits
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "deepseek-v3"])
@@ -49,6 +69,16 @@ def test_two_ranks_compute_what_transformers_does(name, ranks2):
     case = PackedFamily(name, num_steps=2)
     want = train_plain(case)
     for plan in PLANS:
+        for found in ranks2.run(train_throughout, f"{plan} precision=fp64", {name: case}):
+            assert found[name].largest_difference(want) < 1e-10, plan
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_two_ranks_keep_documents_apart_by_masks(name, ranks2):
+    case = PackedFamily(name, num_steps=2)
+    want = train_plain(case)
+    plans = BY_MASKS if name == "opt" else [*BY_MASKS, "pp=2 microbatches=2"]  # no pipeline cuts OPT
+    for plan in plans:
         for found in ranks2.run(train_throughout, f"{plan} precision=fp64", {name: case}):
             assert found[name].largest_difference(want) < 1e-10, plan
 

@@ -49,6 +49,9 @@ CASES = [
     ("compress-state-over-shard", "dp_shard=2 zero=3 compress=block8", Facts(),
      "compress=block8: it keeps what it rounds off, a whole gradient on every rank, which zero=3 has no room for. "
      "Use compress=int8, which keeps nothing, or dp_replicate=2 or more.", "dp_shard=2 zero=3 compress=int8"),
+    ("gather-float8-products", "dp_shard=2 zero=3 precision=bf16 gather=fp8", Facts(),
+     "gather=fp8: precision=bf16 rounds no weights to float8. Use gather=int8, or precision=fp8.",
+     "dp_shard=2 zero=3 precision=bf16 gather=int8"),
     ("gather-differences-zero", "dp_shard=2 zero=3 gather=diff4", Facts(),
      "gather=diff4: zero=3 keeps no weights to which a difference could be sent. Use gather=int8, or use zero=1.",
      "dp_shard=2 zero=3 gather=int8"),

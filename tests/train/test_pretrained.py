@@ -10,6 +10,7 @@ import torch
 
 from weft.checkpoint.pretrained import stored_weights
 from weft.cli.app import run as weft_run
+from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
 from weft.errors import CheckpointError
 from weft.mesh import build_mesh
 from weft.models import as_shapes
@@ -218,3 +219,23 @@ def test_what_is_wrong_with_a_folder_is_said(folders, tmp_path):
 def test_settings_of_the_model_beside_its_folder_are_refused(folders, capsys, prepares_here):
     assert weft_run(["train", f"model.path={folders['llama']}", "model.dim=64", "tokenizer.kind=bytes"]) == 2
     assert "the folder decides model.dim, tokenizer.kind. Leave them out" in capsys.readouterr().err
+
+
+def test_documents_that_a_model_would_mix_are_refused_before_the_first_step(tmp_path, capsys):
+    folder, words = tmp_path / "mamba", ["data.holdout=0", "launch.ranks=1", "train.steps=1", f"run.dir={tmp_path}"]
+    config = transformers.MambaConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2, state_size=4)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_bytes_tokenizer(tmp_path / "bytes")
+    (folder / "tokenizer.json").write_text(Tokenizer.load(tmp_path / "bytes").library_json())
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"number {n}"}) for n in range(64)))
+    words += [f"data.train={tmp_path / 'texts.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}", "train.seq_len=32"]
+    capsys.readouterr()
+    assert weft_run(["train", f"model.path={folder}", *words]) == 2
+    assert capsys.readouterr().err.strip() == (
+        "error: data.borders=true: documents of one row see each other in a mamba model. Use data.packing=pad for one "
+        "document a row, or data.borders=false if they may."
+    )
+    assert weft_run(["train", f"model.path={folder}", *words, "data.packing=pad"]) == 0
+    teacher = ["task=distill", f"task.options.teacher={folder}", "tokenizer.kind=bytes", "run.name=taught"]
+    assert weft_run(["train", *teacher, *words]) == 2
+    assert "documents of one row see each other in a mamba model" in capsys.readouterr().err

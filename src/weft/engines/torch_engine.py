@@ -145,6 +145,7 @@ class TorchEngine:
             pinned_limit=self._config.memory.pinned_limit,
             norm_group=self._config.train.norm_group,
             bf16_layers=self._config.train.bf16_layers,
+            fp8_recipe=self._config.train.fp8_recipe,
         )
         if weights is not None and reads:
             with self.pulse.doing("reads the pretrained weights"):

@@ -15,13 +15,8 @@ from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn
 from weft.parallel.context import apply_context, check_sequences, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
-from weft.parallel.layers import (
-    attend_by_borders,
-    attend_in_documents,
-    choose_float8,
-    use_float8,
-    watch_indices,
-)
+from weft.parallel.layers import attend_by_borders, choose_float8, use_float8, watch_indices
+from weft.parallel.layers.documents import attend_in_documents
 from weft.parallel.layers.spread import SpreadChoice, attach_spread, choose_spread
 from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
@@ -44,6 +39,7 @@ def parallelize(
     pinned_limit: str = MOST_OF_HOST,
     norm_group: int = 0,
     bf16_layers: Sequence[str] = (),
+    fp8_recipe: str = "rowwise",
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
@@ -53,13 +49,12 @@ def parallelize(
         layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is
             None.
         placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
-        seed: of parameters on the meta device, which are made here, as `weft.models.initialise` would fill them; and of
-            dropout in steps that nobody gives a key.
+        seed: of parameters on the meta device, filled as `weft.models.initialise` does; of dropout without a key.
         filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values.
         pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
         norm_group: batch norms take the statistics of groups of so many samples, wherever these lie; 0: of what is on
             this rank.
-        bf16_layers: linear layers that stay in bf16 under precision=fp8: patterns of paths, `first:N`, `last:N`.
+        bf16_layers, fp8_recipe: of precision=fp8: what stays in bf16 (paths, `first:N`), and what shares a scale.
 
     Raises:
         ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.
@@ -69,7 +64,7 @@ def parallelize(
     before, whole, mesh = originals_of(model), mesh, mesh.replica
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
-    _prepare(model, mesh, bf16_layers)
+    _prepare(model, mesh, bf16_layers, fp8_recipe)
     spread = choose_spread(model, mesh, layout)
     placed = cut(model, mesh, layout, spread) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
@@ -127,7 +122,7 @@ def cut(
     return merge_placements(stages, experts, tensors, context)
 
 
-def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str]) -> None:
+def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recipe: str) -> None:
     """Change what layers do, whoever has them later."""
     watch_indices(model)
     if mesh.plan.compile or mesh.device.type == "cuda":
@@ -135,7 +130,7 @@ def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str]) -> None:
     if mesh.plan.cp == 1:
         attend_in_documents(model)
     if mesh.plan.precision == "fp8":
-        choose_float8(model, mesh.device, bf16_layers, speaks=mesh.rank == 0)
+        choose_float8(model, mesh.device, bf16_layers, fp8_recipe, speaks=mesh.rank == 0)
 
 
 def _offload(model: nn.Module, mesh: Mesh, host: Host) -> None:

@@ -124,9 +124,13 @@ def drop_unreduced_gradients(module: FSDPModule) -> None:
                 param._unsharded_param.grad = None
 
 
-def gathered_shapes(module: FSDPModule) -> list[list[torch.Size]]:
-    """The shapes of what a rank gives to each gather of a unit, in their order there; the last rows may be padding."""
-    return [[param.padded_sharded_param_size for param in group.fsdp_params] for group in _groups(module)]
+def gathered_parts(module: FSDPModule) -> list[list[tuple[torch.Size, torch.nn.Module, str]]]:
+    """What a rank gives to each gather of a unit, in order: its shape, and whose parameter it is, under which name.
+
+    The last rows may be padding.
+    """
+    every = [[(param, param._module_info) for param in group.fsdp_params] for group in _groups(module)]
+    return [[(one.padded_sharded_param_size, of.module, of.param_name) for one, of in group] for group in every]
 
 
 def keep_second_shards(module: FSDPModule, mesh: DeviceMesh) -> None:

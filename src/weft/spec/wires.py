@@ -69,6 +69,8 @@ def wire_spec(name: str) -> WireSpec:
         register(_low_rank(rank))
     if name not in _KNOWN and kept_of(name) is not None:
         register(_largest(name))
+    if name in _OF_WEIGHTS:
+        return _OF_WEIGHTS[name]
     return _KNOWN["int4" if name == "diff4" else name]  # differences have the bytes of int4
 
 
@@ -122,7 +124,11 @@ def _largest(name: str) -> WireSpec:
 
 #: What weights may travel as: under zero=3 as `comm/wire/row_codes.py` encodes them, and under zero=1 and 2 as
 #: differences, in the bytes of int4.
-GATHERS = ("none", "int8", "diff4")
+GATHERS = ("none", "int8", "diff4", "fp8")
+#: Those that no gradient travels as. A row has one scale in fp8; the planner takes rows of so many values.
+_OF_WEIGHTS = {
+    "fp8": WireSpec("fp8", "weft.comm.wire.row_codes:RowCodes", element_bytes=1.0, block=4096, block_bytes=2.0)
+}
 
 #: When replicas exchange what they learnt: gradients in every step, or weights after so many: their average, or by
 #: DiLoCo's outer step.

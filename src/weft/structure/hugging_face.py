@@ -306,12 +306,24 @@ def longest_text(model: nn.Module) -> int | None:
 
     Tables of positions whose first rows stand for padding (RoBERTa) are shorter than the config says.
     """
-    for name, module in named_modules(model):
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            return module.num_embeddings - module.padding_idx - 1
+    if (table := _table_past_padding(model)) is not None:
+        return table.num_embeddings - first_position(model)
     if hasattr(getattr(model, "config", None), "relative_attention_num_buckets"):
         return None
     return longest_sequence(model)
+
+
+def first_position(model: nn.Module) -> int:
+    """The position of a text's first token: 0, or behind the row for padding in tables of RoBERTa and its kin."""
+    table = _table_past_padding(model)
+    return 0 if table is None or table.padding_idx is None else table.padding_idx + 1
+
+
+def _table_past_padding(model: nn.Module) -> nn.Embedding | None:
+    for name, module in named_modules(model):
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module
+    return None
 
 
 def has_gated_experts(experts: nn.Module) -> bool:
@@ -344,6 +356,18 @@ def one_document() -> Generator[None]:
         yield
     finally:
         masks.find_packed_sequence_indices = look
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Inside, transformers logs nothing below errors."""
+    logs: Any = importlib.import_module("transformers").logging
+    before = logs.get_verbosity()
+    logs.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(before)
 
 
 @contextlib.contextmanager

@@ -225,7 +225,8 @@ def train_case(plan_text: str, case: Case, see: See | None = None, watch: Watch 
     mesh = build_mesh(plan, record=ledger.record)
     model = case.model()
     with several_buckets(model):
-        asked = {name: getattr(case, name) for name in ("layout", "norm_group", "bf16_layers") if hasattr(case, name)}
+        names = ("layout", "norm_group", "bf16_layers", "fp8_recipe")
+        asked = {name: getattr(case, name) for name in names if hasattr(case, name)}
         parallelize(model, mesh, **asked)
     step = TrainStep(
         model, case.optimizer_of(model), case.loss, mesh, forward=case.forward, max_grad_norm=case.max_grad_norm

@@ -49,6 +49,10 @@ def test_compress_is_counted_on_the_outermost_data_axis_alone():
 def test_gathered_weights_are_counted_under_zero_3():
     columns = Columns.make(2, dp_shard=4, zero=3, gather=[0, GATHERS.index("int8")])
     assert weight_bytes(columns, np.array([1024.0] * 2), 2.0).tolist() == [2048.0, 1032.0]
+    float8 = columns.with_arrays(gather=np.full(2, GATHERS.index("fp8"), np.uint8))
+    numel = np.array([8192.0] * 2)
+    assert weight_bytes(float8, numel, 2.0).tolist() == [8192.0 + 2 * 2] * 2
+    assert weight_bytes(float8, numel, 2.0, in_layers=False).tolist() == [16384.0] * 2, "embedding and experts as ever"
     plan = Columns.make(1, dp_shard=16, zero=3)
     coded = plan.with_arrays(gather=np.full(1, GATHERS.index("int8"), np.uint8))
     tables = Tables.of(ClusterSpec.parse("2x8xh100").device)

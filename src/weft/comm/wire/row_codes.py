@@ -1,8 +1,10 @@
-"""Weights as bytes while they travel to the ranks that compute with them: int8, to the nearest, row by row.
+"""Weights as bytes while they travel to the ranks that compute with them, rounded to the nearest, row by row.
 
-Of each weight, `rows` rows of `columns` values; a row has a scale (bf16) for each 256 of them, from its start on:
+Of each weight, `rows` rows of `columns` values. int8: a row has a scale (bf16) for each 256 of them, from its start on;
+fp8: one scale, a power of two, with which layers that multiply in float8 round the same row again to the same numbers:
 
-    scale = the block's largest value / 127, rounded up to bf16;    a value travels as round(value / scale)
+    int8    scale = the block's largest value / 127, rounded up to bf16;    a value travels as round(value / scale)
+    fp8     scale = a power of two; the row's largest / scale within e4m3;    a value travels as e4m3(value / scale)
 
 A row lies on one rank whole, so what a weight becomes does not depend on how many ranks divide it. Vectors (norms,
 biases) are few and matter much: they travel as they are. Nothing is kept from step to step: weights are rounded from
@@ -20,6 +22,9 @@ from torch.nn.functional import pad
 
 from weft.comm.wire.block_codes import scales_of, usable
 from weft.spec import WireSpec
+
+#: The largest number of e4m3; no row's largest counts as less than the next; sign and exponent of a float32.
+_LARGEST, _SMALLEST, _POWER_BITS = 448.0, 1e-12, -(1 << 23)
 
 #: Each weight begins at a multiple of so many bytes, so that bytes can be read as numbers of any format.
 _ALIGNED = 16
@@ -42,13 +47,14 @@ class RowCodes:
     """What a unit's parts of one rank are on the wire, one after another.
 
     Args:
-        spec: with the size of blocks.
+        spec: with the size of blocks; fp8: e4m3, and whole rows.
         stretches: of the parts, in the order in which they lie in a flat tensor.
         dtype: of that tensor.
     """
 
     def __init__(self, spec: WireSpec, stretches: Sequence[RowStretch], dtype: torch.dtype):
-        self._block, self._stretches, self._dtype = spec.block, tuple(stretches), dtype
+        self._stretches, self._dtype, self._is_float = tuple(stretches), dtype, spec.name == "fp8"
+        self._block = spec.block
         self.numel = sum(one.rows * one.columns for one in self._stretches)
         self._sizes = [self._num_bytes(one) for one in self._stretches]
         self.num_bytes = sum(self._sizes)
@@ -60,7 +66,7 @@ class RowCodes:
         return -(-size // _ALIGNED) * _ALIGNED
 
     def _blocks_in(self, one: RowStretch) -> int:
-        return math.ceil(one.columns / self._block)
+        return 1 if self._is_float else math.ceil(one.columns / self._block)
 
     def _places(self) -> Iterator[tuple[RowStretch, slice, slice]]:
         """Each part, with its place among the values and among the bytes."""
@@ -78,9 +84,12 @@ class RowCodes:
             if one.is_exact:
                 out[: x.numel() * x.element_size()].copy_(x.contiguous().view(torch.uint8))
                 continue
-            blocks = self._in_blocks(x.view(one.rows, one.columns))
-            scales = scales_of(blocks, 127)
-            steps = (blocks / usable(scales, x.dtype)[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+            if self._is_float:
+                scales, steps = _as_floats(x.view(one.rows, one.columns))
+            else:
+                blocks = self._in_blocks(x.view(one.rows, one.columns))
+                scales = scales_of(blocks, 127)
+                steps = (blocks / usable(scales, x.dtype)[:, None]).round_().clamp_(-127, 127).to(torch.int8)
             out[: 2 * scales.numel()].copy_(scales.view(torch.uint8))
             rows = steps.view(one.rows, -1)[:, : one.columns].reshape(-1)
             out[2 * scales.numel() :][: rows.numel()].copy_(rows.view(torch.uint8))
@@ -103,9 +112,23 @@ class RowCodes:
             scales = codes[:, :end].contiguous().view(torch.bfloat16).view(ranks, one.rows, number).to(out.dtype)
             # In place: no second copy of all ranks' values.
             into = out.view(ranks, one.rows, one.columns)
-            into.copy_(codes[:, end : end + one.rows * one.columns].view(torch.int8).view(into.shape))
+            steps = codes[:, end : end + one.rows * one.columns]
+            if self._is_float:
+                into.copy_(steps.view(torch.float8_e4m3fn).view(into.shape))
+                into.mul_(scales)
+                continue
+            into.copy_(steps.view(torch.int8).view(into.shape))
             whole = one.columns // self._block * self._block
             if whole:
                 blocks = into[..., :whole].view(ranks, one.rows, -1, self._block)
                 blocks.mul_(scales[..., : whole // self._block, None])
             into[..., whole:].mul_(scales[..., -1:])
+
+
+def _as_floats(x_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in e4m3, and the scale of each in bf16. A row with a number that is none, or infinite, has none."""
+    largest = x_RC.abs().amax(-1)
+    exact = (_LARGEST / largest.double().clamp(min=_SMALLEST)).float()
+    finer = (exact.view(torch.int32) & _POWER_BITS).view(torch.float32)
+    scales = finer.reciprocal().masked_fill_(~largest.isfinite(), torch.nan)
+    return scales.to(torch.bfloat16), (x_RC * finer.to(x_RC.dtype)[:, None]).to(torch.float8_e4m3fn)

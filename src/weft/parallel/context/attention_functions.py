@@ -234,9 +234,10 @@ def _document_ids(
             f"position_ids of shape {tuple(positions.shape)}: context parallelism takes (batch, sequence). Use cp=1."
         )
     # Where a document begins in the sequence: constant in it, and larger in the next.
-    ids_BT = (places_T - positions).expand(batch, -1)
+    first = getattr(context.positions, "first", 0)  # else an id could be that of padding
+    ids_BT = (places_T - positions + first).expand(batch, -1)
     if (whole := whole_values(positions)) is not None:
-        remember_whole(ids_BT, (torch.arange(whole.shape[1]) - whole).expand(batch, -1))
+        remember_whole(ids_BT, (torch.arange(whole.shape[1]) - whole + first).expand(batch, -1))
     return ids_BT
 
 

@@ -57,11 +57,12 @@ class _PastPadding:
 
     def __init__(self, count: Callable[[Tensor, int], Any], padding_idx: int):
         self._count, self._padding_idx = count, padding_idx
+        self.first = padding_idx + 1
 
     def __call__(self, context: Context, tokens: Tensor, mask: Tensor | None, places_T: Tensor) -> Tensor:
         del mask
         if tokens.is_floating_point():  # of embeddings nobody knows which are padding
-            return places_T[None] + self._padding_idx + 1
+            return places_T[None] + self.first
         order = context.order(places_T.shape[0] * context.axis.size)
         return order.cut(self._count(whole_sequence(tokens, context.axis, order), self._padding_idx))
 

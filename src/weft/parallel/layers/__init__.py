@@ -14,8 +14,6 @@ __all__ = [
     "HoldingLayer",
     "StandIn",
     "attend_by_borders",
-    "attend_in_documents",
-    "borders_of",
     "check_labels",
     "choose_float8",
     "linear",
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from weft.parallel.layers.float8_layers import choose_float8, refuse_partial, use_float8
     from weft.parallel.layers.held import HeldGradients, HeldProduct, HoldingLayer, linear
     from weft.parallel.layers.index_check import check_labels, watch_indices
-    from weft.parallel.layers.packed_attention import attend_in_documents, borders_of
     from weft.parallel.layers.picture_attention import attend_by_borders
     from weft.parallel.layers.stand_in import StandIn
 
@@ -43,8 +40,6 @@ __getattr__ = loads(
         "HoldingLayer": ".held",
         "StandIn": ".stand_in",
         "attend_by_borders": ".picture_attention",
-        "attend_in_documents": ".packed_attention",
-        "borders_of": ".packed_attention",
         "check_labels": ".index_check",
         "choose_float8": ".float8_layers",
         "linear": ".held",

@@ -4,11 +4,14 @@
     x's gradient  the output's gradient rounded by token, the weight as a whole    over the features that come out
     weight's gradient    not rounded, in the compute format
 
-All three round to e4m3 (4 exponent bits, 3 of mantissa). A scale is the largest power of two that keeps the largest
-magnitude of its numbers within the format, so that scaling itself rounds nothing, and the rounded numbers are numbers
-of bf16 too. What a token becomes depends on that token and the weights alone: any division of a batch over ranks,
-microbatches and stages rounds alike. Where tensor parallelism divides the features that a scale spans, ranks agree on
-the largest first.
+That is the recipe "rowwise". Under "tensorwise" x, the output's gradient and the weight have one scale each, for all
+tokens of a microbatch on a rank: torchao reports faster products so. What a token becomes depends on the others then.
+
+Numbers round to e4m3 (4 exponent bits, 3 of mantissa), gradients under one scale to e5m2, of a wider range. A scale is
+the largest power of two that keeps the largest magnitude of its numbers within the format, so that scaling itself
+rounds nothing, and the rounded numbers are numbers of bf16 too. By rows, what a token becomes depends on that token and
+the weights alone: any division of a batch over ranks, microbatches and stages rounds alike. Where tensor parallelism
+divides the features that a scale spans, ranks agree on the largest first.
 
 Method: Micikevicius et al. 2022, arXiv 2209.05433 (the formats); the choice of scales is torchao's recipe
 "rowwise_with_gw_hp". Devices without such products multiply the rounded numbers in the compute format.
@@ -29,9 +32,11 @@ from weft.comm.autograd import max_over
 from weft.mesh import Axis
 from weft.parallel.private_torch import multiplies_float8, own_view, scaled_product
 
-FORMAT = torch.float8_e4m3fn
-#: The largest number of the format.
-LARGEST = 448.0
+#: How scales are chosen.
+RECIPES = ("rowwise", "tensorwise")
+FORMAT, WIDER = torch.float8_e4m3fn, torch.float8_e5m2
+#: The largest number of each format.
+LARGEST = {FORMAT: 448.0, WIDER: 57344.0}
 #: No magnitude counts as less, so that zeros have a scale.
 _SMALLEST = 1e-12
 #: Sign and exponent of a float32.
@@ -45,10 +50,12 @@ class Float8:
     """How one layer multiplies.
 
     inner: the ranks that share the features that go in; outer: those that come out. None: all of them are here.
+    recipe: one of RECIPES.
     """
 
     inner: Axis | None = None
     outer: Axis | None = None
+    recipe: str = RECIPES[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8:
         return self  # a copy of the layer runs on the same ranks
@@ -56,6 +63,11 @@ class Float8:
     def product(self, x: Tensor, weight_OI: Tensor) -> Tensor:
         """Return the product without autograd: (..., I) and (O, I) give (..., O)."""
         x_RI = x.reshape(-1, x.shape[-1])
+        if self.recipe == "tensorwise":
+            of_x, of_weight = _agreed(self.inner, _whole(x_RI), _whole(weight_OI))
+            [of_weight] = _agreed(self.outer, of_weight)
+            out_RO = _multiply(x_RI, weight_OI, _scale(of_x)[:, None], _scale(of_weight)[:, None])
+            return own_view(out_RO, (*x.shape[:-1], weight_OI.shape[0]))
         by_row, by_feature = _agreed(self.inner, _largest(x_RI), _largest(weight_OI))
         out_RO = _multiply(x_RI, weight_OI, _scale(by_row)[:, None], _scale(by_feature)[:, None])
         return own_view(out_RO, (*x.shape[:-1], weight_OI.shape[0]))
@@ -65,12 +77,21 @@ class Float8:
 
         grads: (R, O) each. weights: (O, I) each.
         """
+        if self.recipe == "tensorwise":
+            return [self._input_gradient(grad, weight) for grad, weight in zip(grads, weights, strict=True)]
         largest = [of for grad, weight in zip(grads, weights, strict=True) for of in (_largest(grad), _whole(weight))]
         scales = [_scale(one) for one in _agreed(self.outer, *largest)]
         return [
             _multiply(grad, weight.t(), scales[2 * at][:, None], scales[2 * at + 1].expand(weight.shape[1])[:, None])
             for at, (grad, weight) in enumerate(zip(grads, weights, strict=True))
         ]
+
+    def _input_gradient(self, grad_RO: Tensor, weight_OI: Tensor) -> Tensor:
+        """One of those under one scale for all tokens."""
+        of_grad, of_weight = _agreed(self.outer, _whole(grad_RO), _whole(weight_OI))
+        [of_weight] = _agreed(self.inner, of_weight)
+        scale = _scale(of_grad, WIDER)[:, None]
+        return _multiply(grad_RO, weight_OI.t(), scale, _scale(of_weight)[:, None], WIDER)
 
 
 def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: Float8 | None) -> Tensor:
@@ -88,14 +109,14 @@ def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: Float8 | 
     return out if bias_O is None else out + bias_O
 
 
-def round_to(x: Tensor, scale: Tensor) -> Tensor:
+def round_to(x: Tensor, scale: Tensor, form: torch.dtype = FORMAT) -> Tensor:
     """The scaled numbers, in the format. scale: of float32, a power of two each."""
-    return (x * scale.to(x.dtype)).to(FORMAT)
+    return (x * scale.to(x.dtype)).to(form)
 
 
-def _multiply(a_RK: Tensor, b_CK: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """a b^T, both rounded. scale_a: (R, 1). scale_b: (C, 1)."""
-    small_a, small_b = round_to(a_RK, scale_a), round_to(b_CK, scale_b)
+def _multiply(a_RK: Tensor, b_CK: Tensor, scale_a: Tensor, scale_b: Tensor, form_a: torch.dtype = FORMAT) -> Tensor:
+    """a b^T, both rounded. scale_a: (R, 1). scale_b: (C, 1). Or both (1, 1)."""
+    small_a, small_b = round_to(a_RK, scale_a, form_a), round_to(b_CK, scale_b)
     back_a, back_b = scale_a.reciprocal(), scale_b.reciprocal()
     if multiplies_float8(a_RK) and a_RK.shape[0] and not any(side % MULTIPLE for side in b_CK.shape):
         return scaled_product(small_a.contiguous(), small_b.contiguous(), back_a, back_b, a_RK.dtype)
@@ -108,9 +129,11 @@ def _largest(x_RK: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x_RK, ord=torch.inf, dim=-1)
 
 
-def _whole(weight: Tensor) -> Tensor:
-    """The largest magnitude of all, (1,)."""
-    return torch.linalg.vector_norm(weight, ord=torch.inf).view(1)
+def _whole(x: Tensor) -> Tensor:
+    """The largest magnitude of all, (1,); 0 where there is nothing."""
+    if x.numel() == 0:
+        return x.new_zeros(1)
+    return torch.linalg.vector_norm(x, ord=torch.inf).view(1)
 
 
 def _agreed(axis: Axis | None, *largest: Tensor) -> list[Tensor]:
@@ -120,7 +143,8 @@ def _agreed(axis: Axis | None, *largest: Tensor) -> list[Tensor]:
     return list(max_over(torch.cat(largest), axis).split([len(one) for one in largest]))
 
 
-def _scale(largest: Tensor) -> Tensor:
+def _scale(largest: Tensor, form: torch.dtype = FORMAT) -> Tensor:
     """What numbers of such a magnitude are multiplied by: a power of two in float32."""
-    exact = (LARGEST / largest.double().clamp(min=_SMALLEST)).float()
-    return (exact.view(torch.int32) & _POWER_BITS).view(torch.float32)
+    exact = (LARGEST[form] / largest.double().clamp(min=_SMALLEST)).float()
+    # What is not finite has no scale: with others under the same one, they would come out as zeros.
+    return (exact.view(torch.int32) & _POWER_BITS).view(torch.float32) + (largest - largest).float()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft.errors import ModelError, PlanError, WeftWarning
 from weft.models.adapters import AdaptedLinear
-from weft.parallel.layers.float8 import MULTIPLE, Float8
+from weft.parallel.layers.float8 import MULTIPLE, RECIPES, Float8
 from weft.parallel.layers.held import HoldingLayer, linear
 from weft.parallel.private_torch import multiplies_float8
 from weft.structure import become, layers, repeated_blocks
@@ -37,24 +37,29 @@ class Float8Linear(HoldingLayer):
         return self.adapt(out, x) if isinstance(self, AdaptedLinear) else out
 
 
-def choose_float8(model: nn.Module, device: torch.device, keep: Sequence[str] = (), *, speaks: bool) -> None:
+def choose_float8(
+    model: nn.Module, device: torch.device, keep: Sequence[str] = (), recipe: str = RECIPES[0], *, speaks: bool
+) -> None:
     """Choose the layers that shall multiply in float8. Call it on the whole model, before any technique cuts it.
 
     Args:
         model: whole.
         device: that it will run on.
         keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16.
+        recipe: how scales are chosen, one of RECIPES.
         speaks: whether this rank warns of layers that stay, and of a device without such products.
 
     Raises:
-        ModelError: where no layer can, where all are kept, and where nothing is what `keep` names.
+        ModelError: where no layer can, where all are kept, where nothing is what `keep` names, and for other recipes.
     """
+    if recipe not in RECIPES:
+        raise ModelError(f"fp8_recipe={recipe!r}: it is {' or '.join(RECIPES)}. Use fp8_recipe={RECIPES[0]!r}.")
     chosen, left = 0, list[str]()
     fitting = _fitting(model, left)
     kept = _kept(fitting, list(repeated_blocks(model)), keep)
     for path, module in fitting.items():
         if path not in kept:
-            module._weft_float8 = Float8()  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
+            module._weft_float8 = Float8(recipe=recipe)  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
             chosen += 1
     if kept and not chosen:
         raise ModelError(

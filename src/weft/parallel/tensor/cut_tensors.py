@@ -8,6 +8,8 @@ by rows of the vocabulary, padded where tp does not divide it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from weft.comm import broadcast
 from weft.comm.autograd import prepare_operators
 from weft.errors import LayoutError
 from weft.mesh import Axis, Mesh
-from weft.parallel.layers import Float8, refuse_partial
+from weft.parallel.layers import refuse_partial
 from weft.parallel.placement import Placement
 from weft.parallel.randomness import CutPart, keep_part
 from weft.parallel.tensor.cut_linear import SharedLayer
@@ -237,7 +239,7 @@ class _Cutter:
         if self.line.cuts_tokens or entry.is_ahead:
             self._partial(module, "lora_A")
         _set_sizes(module)
-        self._float8(module, Float8(outer=self.axis))
+        self._float8(module, outer=self.axis)
         become(module, ColumnLinear, entry=entry, enters=self.line.cuts_tokens and self.entries.get(path) is entry)
         entry.members.append(module)
 
@@ -268,13 +270,14 @@ class _Cutter:
         self._replace(module, "lora_A", Placement(cut=("tp",)), dim=1)
         self._partial(module, "lora_B", "lora_magnitude")
         _set_sizes(module)
-        self._float8(module, Float8(inner=self.axis))
+        self._float8(module, inner=self.axis)
         become(module, RowLinear, line=self.line, part=self.part, is_compiled=self.is_compiled)
 
-    def _float8(self, module: nn.Module, form: Float8) -> None:
+    def _float8(self, module: nn.Module, **shared: Axis) -> None:
         """A layer chosen for float8 knows who shares what its scales span."""
-        if getattr(module, "_weft_float8", None) is not None:
-            module._weft_float8 = form  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
+        form: Any = getattr(module, "_weft_float8", None)
+        if form is not None:
+            module._weft_float8 = replace(form, **shared)  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
 
     def _vocab(self, path: str, module: nn.Module) -> None:
         vocab = layers.weight_of(module).shape[0]

@@ -180,16 +180,16 @@ def _traffic(
     folded = stack.fold_experts
     spread = t if folded else np.ones_like(t)
     parts = (
-        (held.dense, trained.dense, shard * c, _stride(columns, fabric), units),
-        (held.ends, trained.ends, shard * c, _stride(columns, fabric), np.ones_like(t)),
-        (held.experts, trained.experts, np.maximum(1.0, shard * c * spread / e), e if folded else t * e, units),
+        (held.dense, trained.dense, shard * c, _stride(columns, fabric), units, True),
+        (held.ends, trained.ends, shard * c, _stride(columns, fabric), np.ones_like(t), False),
+        (held.experts, trained.experts, np.maximum(1.0, shard * c * spread / e), e if folded else t * e, units, False),
     )
     gathers, reduces = np.zeros(len(columns)), np.zeros(len(columns))
     apart = columns.stride("dp_replicate")
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
     if stack.fp8_gather:
         gather_bytes = np.where(columns.precision == PRECISIONS.index("fp8"), 1.0, gather_bytes)
-    for params, learnt, group, stride, most in parts[: 3 if job.shape.moe_layers else 2]:
+    for params, learnt, group, stride, most, in_layers in parts[: 3 if job.shape.moe_layers else 2]:
         # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
         buckets = (
             np.ceil(params / np.maximum(stack.bucket_params, stack.bucket_params_per_rank * group))
@@ -206,7 +206,7 @@ def _traffic(
         reduces += np.where(learnt > 0, reduced + pieces * across, 0.0)
         # Under ZeRO 1 and 2 what was updated is gathered, under ZeRO 3 what is used.
         brought = np.where(columns.zero == 3, params, learnt)
-        weights = wire_columns.weight_bytes(columns, brought / pieces, gather_bytes)
+        weights = wire_columns.weight_bytes(columns, brought / pieces, gather_bytes, in_layers=in_layers)
         gathered = pieces * fabric.ring_s("all_gather", weights, group, stride)
         gathers += np.where((brought > 0) & (columns.zero > 0), gathered, 0.0)
     return gathers, reduces

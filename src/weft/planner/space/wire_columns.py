@@ -63,17 +63,18 @@ def outer_bytes(columns: Columns) -> Array:
     return np.where(columns.sync == 0, 0.0, np.where(columns.sync == _DILOCO, 8.0, 4.0) + under_way)
 
 
-def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float) -> Array:
+def weight_bytes(columns: Columns, numel: Array, own_bytes: Array | float, *, in_layers: bool = True) -> Array:
     """Return bytes on the wire of so many weights that are gathered, by the plans' `gather`.
 
     Args:
         columns: the plans.
         numel: how many.
         own_bytes: of each where nothing is encoded.
+        in_layers: whether they are of linear layers in blocks, which alone travel in fp8.
     """
     found = numel * own_bytes
     for code in _codes(columns.gather):
-        if code:
+        if code and (in_layers or GATHERS[code] != "fp8"):
             found = np.where(columns.gather == code, wire_spec(GATHERS[code]).num_bytes(numel), found)
     return found
 

@@ -237,6 +237,9 @@ class TrainSection(Section):
     bf16_layers: tuple[str, ...] = Field(default=(), strict=False, examples=[["first:1", "last:1", "*.down_proj"]])
     """Of plan.precision=fp8: linear layers that stay in bf16. Patterns of their paths, and first:N or last:N for the
     layers of N blocks at an end of the model."""
+    fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
+    """Of plan.precision=fp8: what shares a scale. rowwise: each token, and each output feature of a weight; tensorwise:
+    each weight, and all tokens of a microbatch on a rank, so that results depend on how the plan cuts the batch."""
     early_stop: EarlyStopSection = EarlyStopSection()
 
 

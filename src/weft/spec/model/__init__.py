@@ -19,8 +19,8 @@ __all__ = [
     "named_sizes",
     "number",
     "read_numbers",
+    "resize",
     "resolve_decoder",
-    "set_depth",
     "shape_problems",
     "size_hides",
 ]
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         image_shape,
         number,
         read_numbers,
-        set_depth,
+        resize,
     )
     from weft.spec.model.model_spec import (
         LayerSpec,
@@ -62,7 +62,7 @@ __getattr__ = loads(
         "named_sizes": ".model_spec",
         "number": ".hugging_face_config",
         "read_numbers": ".hugging_face_config",
-        "set_depth": ".hugging_face_config",
+        "resize": ".hugging_face_config",
         "resolve_decoder": ".model_spec",
         "shape_problems": ".shape_rules",
         "size_hides": ".model_spec",

@@ -5,6 +5,7 @@ All that Weft knows of those names stands here; nothing of it needs torch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,8 +33,26 @@ _NAMES = {
     "window": ("sliding_window",),
 }
 
-#: Further names under which configs keep a number of layers: of vision towers, and of the halves of encoder-decoders.
-_STACKS = ("depth", "encoder_layers", "decoder_layers", "num_decoder_layers")
+#: Further names that `resize` gives a value to: halves of encoder-decoders, vision towers, parts of attention, states.
+_BESIDE = {
+    "layers": ("depth", "encoder_layers", "decoder_layers", "num_decoder_layers", "n_layers"),
+    "hidden": ("dim", "embed_dim", "word_embed_proj_dim", "embedding_size"),
+    "heads": (
+        "attention_heads", "encoder_attention_heads", "decoder_attention_heads", "mamba_n_heads", "n_mamba_heads",
+        "mamba_num_heads",
+    ),
+    "head_dim": ("rotary_dim", "v_head_dim", "index_head_dim", "mamba_d_head", "mamba_headdim", "mamba_head_dim"),
+    "ffn": ("d_ff", "encoder_ffn_dim", "decoder_ffn_dim"),
+    "expert_ffn": ("shared_expert_intermediate_size", "ffn_hidden_size"),
+    "num_experts": ("moe_num_experts",),
+    "top_k": ("moe_k",),
+    "positions": ("max_target_positions", "max_source_positions"),
+    "window": ("attention_chunk_size", "window_size", "block_size"),
+    "groups": ("n_group", "n_groups", "mamba_n_groups", "mamba_ngroups"),
+    "expand": ("expand", "mamba_expand"),
+    "padding": ("pad_token_id",),
+    "top_groups": ("topk_group", "n_shared_experts"),
+}  # fmt: skip
 
 
 def read_numbers(name: str, table: Mapping[str, Any]) -> dict[str, int]:
@@ -93,11 +112,19 @@ def decoder_shape(config: object) -> DecoderSpec | None:
     )
 
 
-def set_depth(config: Any, num_layers: int) -> None:
-    """Give every stack of layers that a config of transformers names so many layers, in place."""
-    for name in (_NAMES["layers"][0], *_STACKS):
-        if hasattr(config, name):
-            setattr(config, name, num_layers)
+def resize(config: Any, **sizes: int) -> None:
+    """Give numbers of a config of transformers other values, in place, wherever it names them.
+
+    sizes: by what they are, as in `number`, or by the names beside. Numbers that the config leaves to
+    its model (None) stay so, and so do those that it works out from others.
+    """
+    for field, value in sizes.items():
+        # The width of an expert goes by the name of a layer's where there are no dense layers.
+        names = _NAMES.get(field, ())[: 1 if field == "expert_ffn" else None]
+        for name in (*names, *_BESIDE.get(field, ())):
+            with contextlib.suppress(AttributeError, NotImplementedError, TypeError):
+                if type(getattr(config, name, None)) is int:
+                    setattr(config, name, value)
 
 
 def image_shape(config: object) -> tuple[int, int, int] | None:

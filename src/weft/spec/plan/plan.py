@@ -175,7 +175,9 @@ class Plan:
         "What weights travel as, for links that are slow. int8, where zero=3 gathers them: a byte for each value, "
         "rounded to the nearest, a scale for each 256 of a row; vectors travel as they are. diff4, under zero=1 and 2: "
         "differences to the weights that all ranks have, half a byte each, a scale for each 64; what rounding loses "
-        "goes with the next. Masters are never rounded. It changes results; `auto` never chooses it.",
+        "goes with the next. fp8, under zero=3 and precision=fp8: weights as these products round them, a byte for "
+        "each value, a scale for each row; others travel as they are. Masters are never rounded. It changes results; "
+        "`auto` never chooses it.",
         needs=("dp_shard", "cp"), tried=("none",),
         divides_work=False,  # it rounds: tests/parity/test_gather.py
     )

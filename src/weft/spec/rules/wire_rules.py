@@ -30,11 +30,20 @@ WIRE_RULES: tuple[Rule, ...] = (
     Rule(
         name="gather-needs-zero3",
         field="gather",
-        reason="gather=int8 says what weights travel as where zero=3 gathers them; other stages keep whole weights.",
+        reason="gather=int8 and fp8 are for weights that zero=3 gathers; other stages keep whole weights.",
         predicate=lambda plan, facts: plan.gather not in ("none", "diff4") and plan.zero != 3,
         finding=lambda plan, facts: f"zero={plan.zero} gathers no weights before it uses them",
         remedy=lambda plan, facts: "Leave gather out, or use zero=3",
         fix=lambda plan, facts: plan.replace(gather="none"),
+    ),
+    Rule(
+        name="gather-float8-products",
+        field="gather",
+        reason="gather=fp8 sends weights as products in float8 round them; products in other formats do not.",
+        predicate=lambda plan, facts: plan.gather == "fp8" and plan.precision != "fp8",
+        finding=lambda plan, facts: f"precision={plan.precision} rounds no weights to float8",
+        remedy=lambda plan, facts: "Use gather=int8, or precision=fp8",
+        fix=lambda plan, facts: plan.replace(gather="int8"),
     ),
     Rule(
         name="gather-differences-zero",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from weft.errors import ModelError
-from weft.spec.model import image_shape, set_depth
+from weft.spec.model import image_shape, resize
 from weft.structure import dry_run, hugging_face
 from weft.train.tasks import IGNORE
 
@@ -50,7 +50,7 @@ def _parts(config: Any) -> list[Any]:
 
 def _reduce_depth(config: Any, num_layers: int) -> None:
     for part in _parts(config):
-        set_depth(part, num_layers)
+        resize(part, layers=num_layers)
         if getattr(part, "layer_types", None):
             part.layer_types = list(part.layer_types)[:num_layers]
 

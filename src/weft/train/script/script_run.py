@@ -80,6 +80,7 @@ class Run(ScriptState):
         pinned_limit: str = MOST_OF_HOST,
         norm_group: int = 0,
         bf16_layers: Sequence[str] = (),
+        fp8_recipe: str = "rowwise",
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
     ) -> nn.Module:
@@ -101,6 +102,8 @@ class Run(ScriptState):
                 are the same under every plan; 0: of the samples of one microbatch on one rank. For `run.train_step`.
             bf16_layers: linear layers that stay in bf16 under precision=fp8: patterns of paths such as `*.down_proj`,
                 `first:N` and `last:N` for the blocks at an end.
+            fp8_recipe: how precision=fp8 chooses scales: rowwise, or tensorwise, under which results depend on how the
+                plan cuts the batch.
             outer_lr, outer_momentum: of the outer step under sync=diloco:H. Replicas meet in `run.train_step`; let the
                 number of steps be a multiple of H.
         """
@@ -109,7 +112,7 @@ class Run(ScriptState):
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
         parallelize(
             model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group,
-            bf16_layers=bf16_layers,
+            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe,
         )  # fmt: skip
         if (sync := rare_sync(model)) is not None:
             sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from weft.data import PreparedData, SampleStream, Tokenizer, prepare_data
+from weft.errors import ConfigError, Problem
 from weft.spec import DecoderSpec, ModelSpec, RunConfig, resolve_decoder
 from weft.spec.rules import Facts, least_vocab
 from weft.train.task import Batches, Metric, Report, Share, Task
@@ -77,6 +78,17 @@ class DecoderTask(Task):
         if (folder.path / "data.json").exists():
             refuse_other_data(folder, data)
         self._data = data
+
+    def _expect_apart(self, model: nn.Module) -> None:
+        """Refuse packed documents in a model of transformers in which they would see each other."""
+        from weft.parallel.layers.documents import why_documents_mix
+
+        data = self.config.data
+        if not data.borders or data.packing == "pad" or self.learns_preferences:
+            return
+        if why := why_documents_mix(model):
+            remedy = "Use data.packing=pad for one document a row, or data.borders=false if they may"
+            raise ConfigError([Problem("data.borders", f"data.borders=true: {why}. {remedy}.")])
 
     def tokens(self, report: Report | None) -> PreparedData:
         """Tokenise what is not tokenised yet, and open the rest.

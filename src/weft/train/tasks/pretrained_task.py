@@ -59,9 +59,10 @@ class PretrainedTask(DecoderTask):
         if self._needs_folder or not base_of(folder).is_dir():
             _, names = pretrained_source(model, self._path)
             self._unexpected = told_unexpected(names)
-        longest = hugging_face.longest_sequence(model)
+        longest = hugging_face.longest_text(model)
         if longest is not None and length > longest:
             raise _wrong("train.seq_len", length, f"the model reads at most {longest} tokens. Use {longest} or less.")
+        self._expect_apart(model)
         super().prepare(folder, report)
         rows = model.get_input_embeddings().weight.shape[0]
         if self.data.vocab_size > rows:
@@ -123,11 +124,9 @@ class PretrainedTask(DecoderTask):
         return pretrained_source(model, self._path)[0] if is_read else None
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        from weft.parallel.layers import borders_of
+        from weft.parallel.layers.documents import call_in_documents
 
-        # Positions that begin anew tell transformers where a document begins, unless the borders are given.
-        places = {"input_ids": batch["input_ids"], "position_ids": batch["positions"]}
-        return model(**places, use_cache=False, **borders_of(model, batch)).logits
+        return call_in_documents(model, batch).logits
 
     def flops_per_count(self) -> float | None:
         from weft.monitor import flops_per_token

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.comm import all_gather, reduce_scatter
@@ -15,7 +16,7 @@ from weft.comm.links import StreamWait
 from weft.comm.wire import Coder, Coders, RowCodes, RowStretch
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh
-from weft.parallel.private_torch import GatherBase, ReduceBase, gathered_shapes, wrap_waits
+from weft.parallel.private_torch import GatherBase, ReduceBase, gathered_parts, wrap_waits
 from weft.parallel.zero.sharded.gather_order import Act, Order
 from weft.spec import WireSpec, wire_spec
 from weft.spec.plan import Plan
@@ -37,7 +38,7 @@ class UnitGather(_Buffers, GatherBase):
         axis: that it is divided over.
         order: of what all ranks do there.
         wire: what travels in place of weights; None: they travel as they are.
-        shapes: ask for those of what this rank gives, by gather and weight.
+        parts: ask for what this rank gives, by gather and weight: shape, module and name.
         near: over which backward gathers from second shards, where the unit keeps some.
     """
 
@@ -47,14 +48,14 @@ class UnitGather(_Buffers, GatherBase):
         axis: Axis,
         order: Order,
         wire: WireSpec | None,
-        shapes: Callable[[], list[list[torch.Size]]],
+        parts: Callable[[], list[list[tuple[torch.Size, nn.Module, str]]]],
         near: Axis | None = None,
     ):
         self._unit = unit
         self._axis = axis
         self._order = order
         self._wire = wire
-        self._shapes = shapes
+        self._parts = parts
         self._near = near
         self._codes: dict[tuple[int, torch.dtype], RowCodes] = {}
         self._there: tuple[torch.cuda.Event, torch.device] | None = None
@@ -92,7 +93,7 @@ class UnitGather(_Buffers, GatherBase):
     def _codec(self, flat: torch.Tensor, wire: WireSpec) -> RowCodes:
         key = flat.numel(), flat.dtype
         if key not in self._codes:
-            every = [[RowStretch.of(shape) for shape in shapes] for shapes in self._shapes()]
+            every = [[_stretch(wire, *part) for part in parts] for parts in self._parts()]
             fitting = [one for one in every if sum(part.rows * part.columns for part in one) == flat.numel()]
             if len(fitting) != 1:
                 raise CommError(
@@ -112,6 +113,13 @@ class UnitGather(_Buffers, GatherBase):
         wait()
         if there is not None and stream_wait is not None:
             self._axis.record(self._axis.name, "unshard", 0, stream_wait.end(there[0]), 0, 0)
+
+
+def _stretch(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) -> RowStretch:
+    """A part on the wire. In fp8 only weights that will be rounded to it: others travel as they are."""
+    whole = RowStretch.of(shape)
+    rounds = name == "weight" and getattr(module, "_weft_float8", None) is not None
+    return whole._replace(is_exact=True) if wire.name == "fp8" and not rounds else whole
 
 
 class UnitReduce(_Buffers, ReduceBase):
@@ -176,7 +184,7 @@ def connect_unit(module: FSDPModule, unit: int, axis: Axis, order: Order, wire: 
     plan, device = mesh.plan, mesh.device
     near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None
     weights = None if plan.gather == "none" else wire_spec(plan.gather)
-    gather = UnitGather(unit, axis, order, weights, functools.partial(gathered_shapes, module), near)
+    gather = UnitGather(unit, axis, order, weights, functools.partial(gathered_parts, module), near)
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, wire))
     if device.type == "cuda":

@@ -123,8 +123,8 @@ def _sharded(
     h = float(job.shape.hidden)
     total = np.zeros(len(columns))
     layers = float(job.shape.layers) / columns.pp
-    for params, learnt, units in zip(held, trained, (layers, 2.0), strict=True):
-        each = wire_columns.weight_bytes(columns, params / units, VALUE)
+    for params, learnt, units, in_layers in zip(held, trained, (layers, 2.0), (True, False), strict=True):
+        each = wire_columns.weight_bytes(columns, params / units, VALUE, in_layers=in_layers)
         # Gathered: into one buffer, and out of it to the parameters; scattered: out of them into one.
         moved = clock.of("copy", params / units / h, h)
         gather = clock.travel("all_gather", each, group, stride) + moved

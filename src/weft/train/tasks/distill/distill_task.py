@@ -86,6 +86,7 @@ class DistillTask(DecoderTask):
         longest, length = hugging_face.longest_sequence(model), self.config.train.seq_len
         if longest is not None and length > longest:
             raise _wrong("teacher", self._teacher, f"it reads at most {longest} tokens. Use train.seq_len={longest}.")
+        self._expect_apart(model)
         super().prepare(folder, report)
         rows, entries = model.get_output_embeddings().weight.shape[0], self.data.vocab_size
         if rows < entries:
@@ -132,12 +133,12 @@ class DistillTask(DecoderTask):
     def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
         import torch
 
+        from weft.parallel.layers.documents import call_in_documents
         from weft.train.tasks.decoder_loss import IGNORE
         from weft.train.tasks.distill.divergence import distilled_losses
 
         assert self._forwards is not None
-        places = {"input_ids": batch["input_ids"], "position_ids": batch["positions"], "use_cache": False}
-        taught = self._forwards.second(lambda teacher: teacher(**places).logits)
+        taught = self._forwards.second(lambda teacher: call_in_documents(teacher, batch).logits)
         trained = batch["labels"] != IGNORE
         # Rows beyond the tokenizer's entries mean nothing, and the models may have different numbers of them.
         entries = self.data.vocab_size

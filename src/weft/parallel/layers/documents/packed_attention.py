@@ -10,10 +10,12 @@ B sequences, T tokens, M places, H query heads, C width of one head.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,13 +28,20 @@ from weft.structure import hugging_face, token_flow
 #: transformers' name for torch's fused attention, whose place is taken, and ours.
 _OWN, _NAME = "sdpa", "weft_sdpa_by_documents"
 _READY = "_weft_reads_documents"
+#: What a model remembers of its positions.
+_FIRST = "_weft_first_position"
 #: What some models ask of attention that reads a mask over pairs.
 _BESIDE = ("softcap", "s_aux", "position_bias", "head_mask", "indices")
 
 
+def reads_documents(model: nn.Module) -> bool:
+    """Whether `attend_in_documents` lets this model's layers read borders."""
+    return hugging_face.is_hugging_face(model) and _is_usual(model)
+
+
 def attend_in_documents(model: nn.Module) -> None:
     """Let the layers of a causal model of transformers read what `borders_of` gives, in place."""
-    if not hugging_face.is_hugging_face(model) or not _is_usual(model):
+    if not reads_documents(model):
         return
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -67,6 +76,46 @@ def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     if starts_BM is None:
         starts_BM = torch.empty((1, 0), dtype=torch.int64, device=batch["input_ids"].device)
     return {"attention_mask": starts_BM[:, None, None]}
+
+
+def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Call a causal model of transformers on a batch of the loader: tokens see only those of their own document.
+
+    A model that does not read borders gets masks that keep to them, whether or not it tells transformers its positions.
+    """
+    if not hasattr(model, _FIRST):
+        setattr(model, _FIRST, hugging_face.first_position(model))
+    borders, ids_BT = borders_of(model, batch), batch.get("document_ids")
+    places = {"input_ids": batch["input_ids"], "position_ids": batch["positions"] + getattr(model, _FIRST)}
+    with _within_documents(ids_BT) if ids_BT is not None and not borders else contextlib.nullcontext():
+        return model(**places, use_cache=False, **borders)
+
+
+@contextlib.contextmanager
+def _within_documents(ids_BT: torch.Tensor) -> Generator[None]:
+    """Inside, every mask that transformers makes over these tokens stays among tokens of one id.
+
+    Some of its models (OPT, gpt-oss) have positions, and do not tell them where they ask for a mask; others (BioGPT)
+    ask with a mask of ones, beside which it does not look at positions.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    known: Any = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", {})
+    before = {name: known[name] for name in known}
+    num_tokens = ids_BT.shape[1]
+
+    def made(own: Any, **given: Any) -> Any:
+        if given.get("q_length") != num_tokens or given.get("kv_length") != num_tokens:
+            return own(**given)
+        given["mask_function"] = masks.and_masks(given["mask_function"], masks.packed_sequence_mask_function(ids_BT))
+        return own(**given | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+    try:
+        for name, own in before.items():
+            known[name] = partial(made, own)
+        yield
+    finally:
+        for name, own in before.items():
+            known[name] = own
 
 
 def _is_usual(model: Any) -> bool:

@@ -1,0 +1,124 @@
+"""Packed documents of Hugging Face models: each gives what it gives alone, or the model is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from weft.parallel.layers.documents import attend_in_documents, call_in_documents, why_documents_mix
+from weft.parallel.layers.documents.mixed_documents import _LIMIT, _difference, _packed
+from weft.parallel.layers.documents.packed_attention import reads_documents
+from weft.parallel.layers.documents.small_copy import small_copy
+
+transformers: Any = pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 61, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+LENGTHS = (9, 14, 5, 4)
+#: Models whose documents stay apart, by the name of their config, with what it says beside SIZES. Those with a star
+#: did not before Weft gave their masks borders, or positions that begin behind the one of padding.
+APART: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 6}),
+    "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6}),
+    "llama4": ("Llama4TextConfig", {"head_dim": 8, "attention_chunk_size": 6, "intermediate_size_mlp": 24}),
+    "falcon": ("FalconConfig", {}),
+    "gpt_oss*": (
+        "GptOssConfig",
+        {"head_dim": 8, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1,
+         "experts_implementation": "eager"},  # grouped products refuse float64
+    ),
+    "opt*": ("OPTConfig", {"ffn_dim": 24, "word_embed_proj_dim": 16}),
+    "biogpt*": ("BioGptConfig", {}),
+    "bloom*": ("BloomConfig", {"n_head": 4, "n_layer": 2}),
+    "mpt*": ("MptConfig", {"d_model": 16, "n_heads": 4, "n_layers": 2}),
+    "roberta*": ("RobertaConfig", {"is_decoder": True, "pad_token_id": 1}),
+    "megatron-bert*": ("MegatronBertConfig", {"is_decoder": True}),
+}  # fmt: skip
+STATES = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+#: Models that carry something along the row, or count positions by themselves.
+MIXING: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("MambaConfig", {"state_size": 4}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "granitemoehybrid": ("GraniteMoeHybridConfig", {"layer_types": ["mamba", "attention"], **STATES}),
+    "qwen3_next": ("Qwen3NextConfig", {}),
+    "rwkv": ("RwkvConfig", {}),
+    "openai-gpt": ("OpenAIGPTConfig", {}),
+    "bart": ("BartConfig", {}),
+}
+
+
+def built(name: str, beside: dict[str, Any], device: str = "cpu") -> Any:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES | beside))
+
+
+@pytest.mark.parametrize("family", APART)
+def test_each_document_gives_what_it_gives_alone(family):
+    model = built(*APART[family]).double().eval()
+    assert not why_documents_mix(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(5.0)  # else tokens hardly see each other
+        documents = torch.randint(5, 61, (sum(LENGTHS),)).split(LENGTHS)
+        alone = [model(input_ids=one[None], use_cache=False).logits for one in documents]
+        attend_in_documents(model)
+        row = call_in_documents(model, _packed(*documents)).logits
+    for ours, theirs in zip(row.split(LENGTHS, dim=1), alone, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # some compute rotations in float32
+
+
+@pytest.mark.parametrize("family", MIXING)
+def test_a_model_that_mixes_them_is_told(family):
+    said = why_documents_mix(built(*MIXING[family], device="meta"))
+    assert said == f"documents of one row see each other in a {family} model"
+
+
+def test_a_model_that_cannot_be_tried_is_not_trusted():
+    assert why_documents_mix(built("XmodConfig", {}, device="meta")) == (
+        "Weft cannot show that documents of one row stay apart in a xmod model, since a small one fails (ValueError: "
+        "Input language unknown. Please call `XmodPreTrainedModel.set_default_language()`)"
+    )
+
+
+def test_trying_changes_neither_the_model_nor_random_numbers():
+    model = built(*APART["opt*"])
+    before, config = copy.deepcopy(model.state_dict()), model.config.to_dict()
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    assert not why_documents_mix(model)
+    assert torch.equal(torch.rand(3), wanted)
+    assert model.config.to_dict() == config
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_masks_are_as_before_behind_a_call():
+    known = __import__("transformers.masking_utils", fromlist=["x"]).ALL_MASK_ATTENTION_FUNCTIONS
+    before = {name: known[name] for name in known}
+    why_documents_mix(built(*APART["opt*"]))
+    assert {name: known[name] for name in before} == before
+
+
+@pytest.mark.full
+def test_models_that_read_borders_need_no_trial():
+    """Of every family of the installed transformers, with its own sizes made small: what is not tried stays apart."""
+    found = {}
+    for kind in sorted(transformers.AutoModelForCausalLM._model_mapping._model_mapping):
+        # Some configs of transformers are no models by default, or have sizes that fit no other.
+        with contextlib.suppress(Exception):
+            with torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[kind]())
+            if reads_documents(model):
+                found[kind] = _difference(small_copy(model, window=6))
+    assert len(found) > 70
+    assert not {kind: difference for kind, difference in found.items() if not difference < _LIMIT}
