@@ -123,6 +123,9 @@ class _Server:
 
         name_process("weft-prepare")
         self.say({"answer": Preparation.read(asked).answered()})
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)  # the launcher waits for its end, and taking torch apart would be half of this process's time
 
     def _open_store(self) -> int:
         """Have a process host the store of the next ranks; the port it listens on."""
@@ -227,9 +230,10 @@ def main() -> None:
     order = server._order()
     if order is None:
         return
+    gc.disable()  # nearly all that modules make stays: looking through it again and again took a sixth of the load
     server.said = _load(order["load"])
-    gc.collect()
     gc.freeze()  # else the first collection of each rank would write to all that they share
+    gc.enable()
     server.say({"fit": _is_fit()})
     parent = os.getpid()
     role = server.serve()
