@@ -186,7 +186,8 @@ def test_a_token_that_goes_to_a_node_once_crosses_the_network_less():
 @pytest.mark.parametrize(("nodes", "line"), [(4, 58e9), (8, 51e9)])
 def test_a_dispatch_takes_as_long_as_deepep_measured(nodes, line):
     """4,096 tokens of 7,168 values in fp8 to 4 nodes at most, H800 with 50 GB/s: DeepEP's docs/legacy.md, which counts
-    the rank's own node in its rates. Over 2 nodes it measured half of the formula's speed; its second version did not."""
+    the rank's own node in its rates. Over 2 nodes it measured half of the formula's speed, its
+    second version did not."""
     fabric = Fabric.of(Tables.of(device_named("h800-80gb")), 8)
     token = 4096 * 7168.0
     measured = token * 4 / line
