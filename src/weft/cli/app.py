@@ -228,7 +228,7 @@ def _is_ready(parameter: Any, context: Any, value: Any, kind: Any) -> bool:
 
 
 #: Options that people try with `weft plan`, and how what they mean is written.
-_WORDS_OF_RUN = {
+_WORDS_OF_PLAN = {
     "--budget": "Write --run budget=5000usd.",
     "--tokens": "Write --run tokens=1T.",
     "--loss": "Write --run loss=2.2.",
@@ -247,8 +247,8 @@ def _usage_text(error: Any) -> str:
     if type(error).__name__ == "NoSuchOption" and option and context is not None:
         known = {flag for parameter in context.command.get_params(context) for flag in parameter.opts}
         text = f"unknown option {option!r}.{did_you_mean(option, known - {'--help'})}"
-        if option in _WORDS_OF_RUN and context.command.name == "plan":
-            text = f"unknown option {option!r}. {_WORDS_OF_RUN[option]}"
+        if option in _WORDS_OF_PLAN and context.command.name == "plan":
+            text = f"unknown option {option!r}. {_WORDS_OF_PLAN[option]}"
         if context.command.name == "train":
             text += f" Write settings without dashes: {_as_setting(option)}=..."
     path = context.command_path if context is not None else "weft"

@@ -10,11 +10,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-#: What fills a tensor with random numbers, as a method or in torch.nn.init, by name: libraries put functions of their
-#: own into torch.nn.init. On the meta device each call runs a decomposition in Python, for nothing.
-_DRAWS = frozenset({"normal_", "uniform_", "trunc_normal_", "orthogonal_"}) | {
-    f"{kind}_{law}_" for kind in ("kaiming", "xavier") for law in ("normal", "uniform")
-}
+#: What initialisers draw with, as methods or in torch.nn.init, whose other functions call these. By name: libraries put
+#: functions of their own there. On the meta device each call runs a decomposition in Python, for nothing.
+_DRAWS = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
 
 
 class _WithoutDraws(TorchFunctionMode):

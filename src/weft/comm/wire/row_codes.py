@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from weft.comm.wire.block_codes import scales_of, usable
 from weft.spec import WireSpec
 
-#: The largest number of e4m3; no row's largest counts as less than the next; sign and exponent of a float32.
+#: The largest number of e4m3; no magnitude counts as less than the next; sign and exponent of a float32.
 _LARGEST, _SMALLEST, _POWER_BITS = 448.0, 1e-12, -(1 << 23)
 
 #: Each weight begins at a multiple of so many bytes, so that bytes can be read as numbers of any format.
@@ -125,10 +125,18 @@ class RowCodes:
             into[..., whole:].mul_(scales[..., -1:])
 
 
+def power_scale(largest: torch.Tensor, most: float) -> torch.Tensor:
+    """Return the largest power of two, in float32, that keeps magnitudes up to `largest` within `most`.
+
+    What multiplies in float8 and what travels so round by this one rule. What is not finite has no scale (NaN): with
+    others under the same one, they would come out as zeros.
+    """
+    exact = (most / largest.double().clamp(min=_SMALLEST)).float()
+    return (exact.view(torch.int32) & _POWER_BITS).view(torch.float32) + (largest - largest).float()
+
+
 def _as_floats(x_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows in e4m3, and the scale of each in bf16. A row with a number that is none, or infinite, has none."""
     largest = x_RC.abs().amax(-1)
-    exact = (_LARGEST / largest.double().clamp(min=_SMALLEST)).float()
-    finer = (exact.view(torch.int32) & _POWER_BITS).view(torch.float32)
-    scales = finer.reciprocal().masked_fill_(~largest.isfinite(), torch.nan)
-    return scales.to(torch.bfloat16), (x_RC * finer.to(x_RC.dtype)[:, None]).to(torch.float8_e4m3fn)
+    finer = power_scale(largest, _LARGEST)
+    return finer.reciprocal().to(torch.bfloat16), (x_RC * finer.to(x_RC.dtype)[:, None]).to(torch.float8_e4m3fn)

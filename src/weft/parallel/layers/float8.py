@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.comm.autograd import max_over
+from weft.comm.wire import power_scale
 from weft.mesh import Axis
 from weft.parallel.private_torch import multiplies_float8, own_view, scaled_product
 
@@ -37,10 +38,6 @@ RECIPES = ("rowwise", "tensorwise")
 FORMAT, WIDER = torch.float8_e4m3fn, torch.float8_e5m2
 #: The largest number of each format.
 LARGEST = {FORMAT: 448.0, WIDER: 57344.0}
-#: No magnitude counts as less, so that zeros have a scale.
-_SMALLEST = 1e-12
-#: Sign and exponent of a float32.
-_POWER_BITS = -(1 << 23)
 #: Sides of matrices that products of devices take.
 MULTIPLE = 16
 
@@ -145,6 +142,4 @@ def _agreed(axis: Axis | None, *largest: Tensor) -> list[Tensor]:
 
 def _scale(largest: Tensor, form: torch.dtype = FORMAT) -> Tensor:
     """What numbers of such a magnitude are multiplied by: a power of two in float32."""
-    exact = (LARGEST[form] / largest.double().clamp(min=_SMALLEST)).float()
-    # What is not finite has no scale: with others under the same one, they would come out as zeros.
-    return (exact.view(torch.int32) & _POWER_BITS).view(torch.float32) + (largest - largest).float()
+    return power_scale(largest, LARGEST[form])

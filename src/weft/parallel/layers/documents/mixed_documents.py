@@ -1,7 +1,7 @@
 """Whether documents of one row see each other in a model of transformers.
 
 Many things let them: a state or a convolution that runs along the row, positions that a model counts by itself, a mask
-that nobody tells of documents. No list of families can be complete, so a small model of the same class and config is
+that knows nothing of documents. No list of families can be complete, so a small model of the same class and config is
 tried: in a row of three documents the first and the last are the same, and must give the same as that document alone.
 
 A model whose attention reads borders is not tried. Nothing else in it mixes tokens, and it takes its positions.
