@@ -8,9 +8,10 @@
     python benchmarks/calibration.py compare runs2.json runs4.json --profile here.json
 
 `measure` builds every plan once on the same ranks and gives each a step in turn, so that drifts of the machine's speed
-touch all alike; a plan's time is the median over its steps of the slowest rank. Peak bytes are those of live tensors:
-what the model and its optimizer hold, and the most that a step makes beside it. `compare` predicts the same plans and
-prints the errors, their median, and the rank correlations. Measure in a quiet window, close to `weft calibrate`.
+touch all alike; a plan's time is the median over its steps of the slowest rank. `all` calibrates a part of its budget
+between any two rounds of steps, for the same reason. Peak bytes are those of live tensors: what the model and its
+optimizer hold, and the most that a step makes beside it. `compare` predicts the same plans and prints the errors, their
+median, and the rank correlations.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ import torch
 
 from weft.calibrate import calibrate
 from weft.calibrate.compute import Place, calls_of
+from weft.calibrate.run import typical
 from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.models import build_decoder
@@ -46,7 +50,10 @@ from weft.train.step import live_bytes
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=768, max_seq_len=1024)
+EXPERTS = replace(MODEL, num_experts=8, top_k=2, expert_ffn_dim=384, num_layers=4)
 SEQ_LEN, GLOBAL_BATCH = 256, 8
+#: What the plans of the model with experts begin with.
+_WITH_EXPERTS = "experts: "
 #: A product that calibration times too: how fast the machine is now, beside then.
 REFERENCE, _REPEATS = (512, 512, 512), 24
 PLANS = {
@@ -71,6 +78,10 @@ PLANS = {
         "pp=2 microbatches=2 schedule=gpipe recompute=full",
         "pp=2 microbatches=4 schedule=interleaved virtual_stages=2",
         "pp=2 microbatches=8 schedule=zb_h1",
+        "experts: dp_replicate=2",
+        "experts: dp_shard=2 ep=2 zero=1",
+        "experts: dp_shard=2 ep=2 zero=1 accumulation=4",
+        "experts: tp=2",
     ),
     4: (
         "dp_replicate=4",
@@ -89,8 +100,20 @@ PLANS = {
         "pp=2 tp=2 microbatches=2",
         "pp=4 microbatches=8",
         "pp=4 microbatches=2 schedule=gpipe",
+        "experts: dp_shard=4 ep=4 zero=1",
+        "experts: dp_shard=4 ep=2 zero=1",
+        "experts: dp_shard=2 ep=2 tp=2 zero=1",
+        "experts: pp=2 dp_shard=2 ep=2 zero=1 microbatches=4",
     ),
 }
+#: Seconds of all calibration of `all`.
+_BUDGET_S = 120.0
+
+
+def parted(text: str) -> tuple[DecoderSpec, Plan]:
+    """The model and the plan of a row."""
+    with_experts = text.startswith(_WITH_EXPERTS)
+    return EXPERTS if with_experts else MODEL, Plan.parse(text.removeprefix(_WITH_EXPERTS))
 
 
 def batch_of(plan: Plan, rank_of_data: int) -> dict[str, torch.Tensor]:
@@ -107,10 +130,11 @@ class Running:
     """One plan on this rank, ready to step."""
 
     def __init__(self, text: str):
-        self.mesh = build_mesh(Plan.parse(text))
+        model, plan = parted(text)
+        self.mesh = build_mesh(plan)
         self.ledger = Ledger()
         self.meter = Meter("cpu")
-        self.model = build_decoder(MODEL, seed=0)
+        self.model = build_decoder(model, seed=0)
         parallelize(self.model, self.mesh)
         optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
         self.step = TrainStep(
@@ -155,31 +179,58 @@ def peak_bytes(text: str) -> dict[str, int]:
     return {"peak": peak, "params": held.parameters, "grads": held.gradients, "optimizer": held.optimizer}
 
 
-def measure(num_ranks: int, rounds: int, out: Path, chosen: list[str]) -> None:
-    plans = chosen or list(PLANS[num_ranks])
-    found: dict[str, dict[str, Any]] = {text: {"steps": [], "phases": [], "reference": []} for text in plans}
-    start = time.perf_counter()
-    with RankPool(num_ranks, timeout_s=900.0) as pool:  # a busy machine may stop it for a while
-        for text in plans:
+class Measuring:
+    """Plans that are ready on ranks of a pool. Each round gives each of them a step."""
+
+    def __init__(self, pool: RankPool, num_ranks: int, chosen: list[str]):
+        self.pool, self.num_ranks = pool, num_ranks
+        self.plans = chosen or list(PLANS[num_ranks])
+        self.found: dict[str, dict[str, Any]] = {
+            text: {"steps": [], "phases": [], "reference": []} for text in self.plans
+        }
+        start = time.perf_counter()
+        for text in self.plans:
             pool.run(build, text)
-        print(f"built in {time.perf_counter() - start:.0f} s", flush=True)
+        print(f"{num_ranks} ranks: built in {time.perf_counter() - start:.0f} s", flush=True)
+
+    def round(self) -> None:
+        for text in self.plans:
+            ranks, found = self.pool.run(timed_step, text), self.found[text]
+            found["steps"].append(max(one["total"] for one in ranks))
+            found["reference"].append(max(one["reference"] for one in ranks))
+            found["phases"].append([one["phases"] for one in ranks])
+
+    def save(self, out: Path) -> None:
+        out.write_text(json.dumps({"ranks": self.num_ranks, "plans": self.found}))
+
+    def bytes(self) -> None:
+        for text in self.plans:
+            self.found[text]["bytes"] = self.pool.run(peak_bytes, text)
+
+    def show(self) -> None:
+        for text in self.plans:
+            steps = self.found[text]["steps"]
+            if steps:
+                print(f"{text:60s} {min(steps):.3f} s, median {statistics.median(steps):.3f}")
+            else:
+                print(f"{text:60s} {max(one['peak'] for one in self.found[text]['bytes']) / 2**20:.1f} MiB")
+
+
+@contextmanager
+def measuring(num_ranks: int, chosen: list[str]) -> Iterator[Measuring]:
+    with RankPool(num_ranks, timeout_s=900.0) as pool:  # a busy machine may stop it for a while
+        yield Measuring(pool, num_ranks, chosen)
+
+
+def measure(num_ranks: int, rounds: int, out: Path, chosen: list[str]) -> None:
+    with measuring(num_ranks, chosen) as one:
         for _ in range(rounds):
-            for text in plans:
-                ranks = pool.run(timed_step, text)
-                found[text]["steps"].append(max(one["total"] for one in ranks))
-                found[text]["reference"].append(max(one["reference"] for one in ranks))
-                found[text]["phases"].append([one["phases"] for one in ranks])
-            out.write_text(json.dumps({"ranks": num_ranks, "plans": found}))
-        for text in plans if rounds == 0 else ():
-            found[text]["bytes"] = pool.run(peak_bytes, text)
-    out.write_text(json.dumps({"ranks": num_ranks, "plans": found}))
-    for text in plans:
-        steps = found[text]["steps"]
-        if steps:
-            print(f"{text:60s} {min(steps):.3f} s, median {statistics.median(steps):.3f}")
-        else:
-            print(f"{text:60s} {max(one['peak'] for one in found[text]['bytes']) / 2**20:.1f} MiB")
-    print(f"{time.perf_counter() - start:.0f} s in all")
+            one.round()
+            one.save(out)
+        if rounds == 0:
+            one.bytes()
+        one.save(out)
+        one.show()
 
 
 def compare(files: list[Path], profile: Path, corrects_drift: bool) -> None:
@@ -191,17 +242,17 @@ def compare(files: list[Path], profile: Path, corrects_drift: bool) -> None:
     for file in files:
         table = json.loads(file.read_text())
         cluster = here.cluster_of(known, f"{table['ranks']}xhere")
-        asked = Question.of(MODEL, cluster, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH)
-        asked = replace(asked, profile=known)
-        columns = Columns.of([Plan.parse(text) for text in table["plans"]], asked.job)
-        found = estimate(asked.job, asked.cluster, columns, asked.tables)
         then = reference_of(known, table["ranks"]) if corrects_drift else None
-        for row, (text, one) in enumerate(table["plans"].items()):
+        for text, one in table["plans"].items():
+            model, plan = parted(text)
+            asked = Question.of(model, cluster, seq_len=SEQ_LEN, global_batch=GLOBAL_BATCH)
+            asked = replace(asked, profile=known)
+            found = estimate(asked.job, asked.cluster, Columns.of([plan], asked.job), asked.tables)
             if one["steps"]:
-                pairs.append((float(found.step_s[row]), typical(one, then)))
+                pairs.append((float(found.step_s[0]), usual_step(one, then)))
                 print(f"{text:58s} {pairs[-1][0]:7.3f} s {pairs[-1][1]:7.3f} s {pairs[-1][0] / pairs[-1][1] - 1:+5.0%}")
             if "bytes" in one:
-                told = float(found.allocated_bytes[row]), max(rank["peak"] for rank in one["bytes"])
+                told = float(found.allocated_bytes[0]), max(rank["peak"] for rank in one["bytes"])
                 memory.append(abs(told[0] / told[1] - 1))
                 print(f"{text:58s} {told[0] / 2**20:7.1f}   {told[1] / 2**20:7.1f} MiB {told[0] / told[1] - 1:+6.1%}")
     if pairs:
@@ -221,7 +272,7 @@ def reference_of(known: Profile, ranks: int) -> float:
     return next(s.seconds for s in known.samples if s.op == "linear_f" and s.size == REFERENCE and s.ranks == ranks)
 
 
-def typical(one: dict[str, Any], then: float | None) -> float:
+def usual_step(one: dict[str, Any], then: float | None) -> float:
     """The median step; then: with each brought to the speed at which the reference product took so long."""
     if then is None:
         return statistics.median(one["steps"])
@@ -239,14 +290,21 @@ def _spearman(pairs: list[tuple[float, float]]) -> float:
 
 
 def everything(folder: Path, rounds: int) -> None:
-    """Calibrate between the two measurements, so that it is close to both, then compare as measured and corrected."""
+    """Steps and calibration in turns, then bytes; compare as measured and corrected."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"steps{ranks}.json" for ranks in PLANS]
     bytes_files = [folder / f"bytes{ranks}.json" for ranks in PLANS]
-    for place, (ranks, file) in enumerate(zip(PLANS, files, strict=True)):
-        if place == 1:
-            calibrate(90.0, (1, 2, 4), "cpu", ("fp32",)).save(folder / "profile.json")
-        measure(ranks, rounds, file, [])
+    profiles: list[Profile] = []
+    with ExitStack() as open_pools:
+        each = [open_pools.enter_context(measuring(ranks, [])) for ranks in PLANS]
+        for number in range(rounds):
+            for one, file in zip(each, files, strict=True):
+                one.round()
+                one.save(file)
+            profiles.append(calibrate(_BUDGET_S / rounds, (1, 2, 4), "cpu", ("fp32",)))
+            print(f"round {number + 1}: calibrated in {profiles[-1].took_s:.0f} s", flush=True)
+    samples = typical([sample for one in profiles for sample in one.samples])
+    replace(profiles[-1], samples=samples).save(folder / "profile.json")
     for ranks, file in zip(PLANS, bytes_files, strict=True):
         measure(ranks, 0, file, [])
     for corrects_drift in (False, True):

@@ -8,7 +8,7 @@ import pytest
 
 from weft.calibrate import calibrate
 from weft.calibrate.compute import PROBES
-from weft.calibrate.run import fastest
+from weft.calibrate.run import typical
 from weft.calibrate.traffic import COLLECTIVES
 from weft.cli.app import run
 from weft.errors import ConfigError
@@ -88,11 +88,7 @@ def test_here_without_a_profile_names_the_command(
     assert "Measure it first: weft calibrate" in capsys.readouterr().err
 
 
-def test_of_what_is_measured_twice_the_faster_counts() -> None:
-    slow, fast, other = (
-        Measurement(op="add", size=size, seconds=seconds)
-        for size, seconds in (((1, 2), 3.0), ((1, 2), 2.0), ((4, 4), 9.0))
-    )
-    assert fastest([slow, other, fast]) == (fast, other)
-    met = [Measurement(op="meeting", size=(8,), seconds=seconds, group=2, ranks=2) for seconds in (1.0, 3.0)]
-    assert [each.seconds for each in fastest(met)] == [2.0]  # who waits for whom is chance
+def test_of_what_is_measured_again_the_median_counts() -> None:
+    one, two, three = (Measurement(op="add", size=(1, 2), seconds=seconds) for seconds in (3.0, 2.0, 9.0))
+    other = Measurement(op="add", size=(4, 4), seconds=9.0)
+    assert [each.seconds for each in typical([one, other, two, three])] == [3.0, 9.0]

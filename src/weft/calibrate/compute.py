@@ -8,8 +8,10 @@ m rows, n columns, k inner width; b sequences, h heads, s tokens, c width of a h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -23,8 +25,10 @@ from weft.planner.measured import TINY
 from weft.spec import DecoderSpec
 
 Call = Callable[[], object]
-#: Bytes that a probe's copies together take up at least: more than a core's own caches hold.
-_COLD_BYTES, _MOST_COPIES = 16 * 2**20, 8
+#: Bytes that a probe's copies together take up at least: what a step touches between two uses of one tensor.
+_COLD_BYTES, _MOST_COPIES = 64 * 2**20, 64
+#: Random numbers that a probe's tensors repeat: drawing all of a chapter's would take longer than its windows.
+_DRAWN = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +40,17 @@ class Place:
 
     def normal(self, *shape: int, trained: bool = False) -> Tensor:
         """Random numbers: zeros would draw less power, and run faster, than training's numbers."""
-        return torch.randn(*shape, device=self.device, dtype=self.dtype).requires_grad_(trained)
+        count, drawn = math.prod(shape), _drawn(self.device, self.dtype)
+        found = drawn[:count].clone() if count <= _DRAWN else drawn.repeat(-(-count // _DRAWN))[:count]
+        return found.view(shape).requires_grad_(trained)
 
     def labels(self, count: int, classes: int) -> Tensor:
         return torch.randint(classes, (count,), device=self.device)
+
+
+@cache
+def _drawn(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.randn(_DRAWN, device=device, dtype=dtype)
 
 
 def copies(make: Callable[[], Call], num_bytes: int) -> list[Call]:

@@ -22,7 +22,7 @@ from weft.units import counted
 Report = Callable[[str, int, int], None]
 #: Seconds of one window at most, and at least; and what a measurement takes besides its windows, in windows.
 _LONGEST_S, _SHORTEST_S, _BESIDE = 0.06, 0.001, 2.0
-#: How often all is measured, some time apart: machines have slow minutes, and the fastest of what was measured counts.
+#: How often all is measured, some time apart: machines have slow minutes.
 ROUNDS = 2
 #: How many times the budget the first round may take before formats beside fp32 are left out.
 _PATIENCE = 2.0
@@ -77,29 +77,28 @@ def calibrate(
             samples += joined(pool.run(measure, chapter, most, window_s, machine.kind))
     report("done", len(chapters) * ROUNDS, len(chapters) * ROUNDS)
     made = datetime.datetime.now().isoformat(timespec="seconds")
-    return Profile(machine=machine, samples=fastest(samples), made=made, took_s=time.monotonic() - start)
+    return Profile(machine=machine, samples=typical(samples), made=made, took_s=time.monotonic() - start)
 
 
 def _nothing() -> None:
     """What ranks do first: be there."""
 
 
-def fastest(samples: Sequence[Measurement]) -> tuple[Measurement, ...]:
-    """The fastest of those that measure the same, in the order of the first ones; of meetings the mean."""
+def typical(samples: Sequence[Measurement]) -> tuple[Measurement, ...]:
+    """The median of those that measure the same, in the order of the first ones.
+
+    Not the fastest: a step meets the machine as it usually is, and its ranks wait for each other as they usually do.
+    """
     alike: dict[tuple[object, ...], list[Measurement]] = {}
     for sample in samples:
         key = (sample.op, sample.size, sample.dtype, sample.ranks, sample.group, sample.stride)
         alike.setdefault(key, []).append(sample)
-    return tuple(_mean(each) if each[0].op == "meeting" else min(each, key=_seconds) for each in alike.values())
+    return tuple(_median(each) for each in alike.values())
 
 
-def _seconds(sample: Measurement) -> float:
-    return sample.seconds
-
-
-def _mean(alike: Sequence[Measurement]) -> Measurement:
-    """Who waits for whom is chance: the usual counts, not the least."""
-    return replace(alike[0], seconds=float(f"{statistics.fmean(map(_seconds, alike)):.4g}"))
+def _median(alike: Sequence[Measurement]) -> Measurement:
+    seconds = statistics.median(each.seconds for each in alike)
+    return replace(alike[0], seconds=float(f"{seconds:.4g}"), spread=max(each.spread for each in alike))
 
 
 def _counts(machine: Machine, ranks: Sequence[int]) -> list[int]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,15 +14,14 @@ from weft.comm import all_reduce, barrier
 from weft.mesh import Axis
 
 Call = Callable[[], object]
-#: Windows of one measurement; the fastest counts, since whatever disturbs a machine only adds.
+#: Windows of one measurement. The median counts: steps, too, pay for what usually disturbs a machine.
 WINDOWS = 4
 _MOST_CALLS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """seconds: of one call, in the fastest window, or where chance is what is measured in the median one. spread: how
-    much longer the median one took than the fastest, relative."""
+    """seconds: of one call, in the median window. spread: how much longer that took than the fastest, relative."""
 
     seconds: float
     spread: float
@@ -39,23 +39,26 @@ class Stopwatch:
         """Call each of `calls` in turn, again and again; the same work on other memory, so that caches stay cold."""
         for call in calls[:2]:
             call()
-        count = self._count(calls[0])
-        return _fastest([self._window(calls, count) for _ in range(WINDOWS)])
+        count, turns = (
+            self._count(calls[0]),
+            itertools.cycle(calls),
+        )  # windows are short: the next goes on where one ends
+        return _median([self._window(turns, count) for _ in range(WINDOWS)])
 
     def time_after(self, work: Call, call: Call) -> Timing:
         """Seconds of `call` where it follows `work`, as a collective follows compute: waiting for others counts."""
         work()
         call()
         count = self._count(lambda: (work(), call()))
-        return _fastest([self._windows_after(work, call, count) for _ in range(WINDOWS)])
+        return _median([self._windows_after(work, call, count) for _ in range(WINDOWS)])
 
-    def _window(self, calls: Sequence[Call], count: int) -> float:
+    def _window(self, turns: Iterator[Call], count: int) -> float:
         """Seconds of a call on the slowest rank: where ranks share cores, a faster one took them from the others."""
         self._settle()
         barrier(self.axis)
         start = time.perf_counter()
-        for index in range(count):
-            calls[index % len(calls)]()
+        for call in itertools.islice(turns, count):
+            call()
         self._settle()
         return self._joined((time.perf_counter() - start) / count, "max")
 
@@ -90,5 +93,6 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
 
-def _fastest(windows: Sequence[float]) -> Timing:
-    return Timing(min(windows), statistics.median(windows) / min(windows) - 1)
+def _median(windows: Sequence[float]) -> Timing:
+    middle = statistics.median(windows)
+    return Timing(middle, middle / min(windows) - 1)

@@ -34,15 +34,14 @@ def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
 
 
 def _meeting_s(watch: Stopwatch, axis: Axis, work: Callable[[], object], num_products: int) -> Timing:
-    """Of the median window, not of the fastest as for others: who waits for whom is chance."""
+    """Seconds of a meeting after `num_products` products."""
     meet = _collective(axis, "all_reduce", 64, watch.device)
 
     def works() -> None:
         for _ in range(num_products):
             work()
 
-    found = watch.time_after(works, meet)
-    return Timing(found.seconds * (1 + found.spread), found.spread)
+    return watch.time_after(works, meet)
 
 
 def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
