@@ -5,7 +5,8 @@
     python benchmarks/media.py --sound OGG     # 600 recordings of 10 s at 24 kHz, log-mel bands of 16 kHz
 
 Both draw a random crop and mirror half of the pictures. The rival reads the same stretches of the same tar with PIL and
-hands over 8-bit pictures or normalised floats; the faster of the two counts. The medians of the rounds are compared.
+hands over 8-bit pictures or normalised floats; where webdataset is installed, its pipeline is another one. The fastest
+rival counts. The medians of the rounds are compared.
 
 Of sound both decode with libsndfile, resample with soxr and make Whisper's bands; the rival with torch's stft, or with
 transformers' extractor where it is installed.
@@ -14,7 +15,9 @@ transformers' extractor where it is installed.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
+import itertools
 import json
 import resource
 import statistics
@@ -31,7 +34,7 @@ import soundfile
 import soxr
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from weft.data import Prefetch
 from weft.data.media import SOUND, DecodedAhead, Look, MediaRecords, Pictures, RecordColumns, Sounds, find_records
@@ -71,6 +74,10 @@ class Plain(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         with Image.open(io.BytesIO(self.source.encoded(index).whole())) as opened:
             picture = opened.convert("RGB")
+        return self.seen(picture), self.source.label(index)
+
+    def seen(self, picture: Image.Image) -> torch.Tensor:
+        """A random crop of a picture, (3, side, side)."""
         share, ratio, left, top, mirrored = torch.rand(5).tolist()
         area, ratio = picture.width * picture.height * (0.35 + 0.65 * share), 0.75 + 0.58 * ratio
         width, height = min(picture.width, (area * ratio) ** 0.5), min(picture.height, (area / ratio) ** 0.5)
@@ -81,7 +88,7 @@ class Plain(Dataset[Any]):
         if mirrored < 0.5:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
-        return (normalised(pixels) if self.is_float else pixels), self.source.label(index)
+        return normalised(pixels) if self.is_float else pixels
 
 
 def normalised(pixels: torch.Tensor) -> torch.Tensor:
@@ -94,6 +101,28 @@ def torch_batches(source: MediaRecords, args: argparse.Namespace, is_float: bool
     )
     for pixels, _ in loader:
         yield pixels if is_float else normalised(pixels)
+
+
+def webdataset_batches(shard: Path, source: MediaRecords, args: argparse.Namespace) -> Iterator[torch.Tensor]:
+    """As its documentation has it: both workers read the shard, and each keeps its share of the samples."""
+    import webdataset
+
+    loaded = (
+        webdataset.WebDataset(str(shard), shardshuffle=False, workersplitter=webdataset.single_node_only)
+        .compose(lambda samples: itertools.islice(samples, *_own_part()))
+        .shuffle(200)
+        .decode("pil")
+        .to_tuple("jpg", "cls")
+        .map_tuple(Plain(source, args.side, False).seen)
+        .batched(args.batch, partial=False)
+    )
+    for pixels, _ in webdataset.WebLoader(loaded, batch_size=None, num_workers=args.workers):
+        yield normalised(pixels)
+
+
+def _own_part() -> tuple[int, None, int]:
+    worker = get_worker_info()
+    return worker.id, None, worker.num_workers
 
 
 class Steps:
@@ -243,6 +272,24 @@ def sound_figures(source: MediaRecords, args: argparse.Namespace) -> dict[str, A
     return {**seconds_a_core(source), **found, "ratio": round(medians["weft"] / best, 3)}
 
 
+def picture_figures(shard: Path, source: MediaRecords, args: argparse.Namespace) -> dict[str, Any]:
+    """Pictures a second through all pipelines."""
+    makers: dict[str, Any] = {
+        "weft": lambda: weft_batches(source, args),
+        "torch, 8 bits": lambda: torch_batches(source, args, False),
+        "torch, floats": lambda: torch_batches(source, args, True),
+    }
+    if importlib.util.find_spec("webdataset"):
+        makers["webdataset"] = lambda: webdataset_batches(shard, source, args)
+    rates: dict[str, list[float]] = {name: [] for name in makers}
+    for _ in range(args.rounds):
+        for name, make in makers.items():
+            rates[name].append(rate(make(), torch.Tensor.sum))
+    medians = {name: statistics.median(each) for name, each in rates.items()}
+    best = max(median for name, median in medians.items() if name != "weft")
+    return {name: round(each, 1) for name, each in medians.items()} | {"ratio": round(medians["weft"] / best, 3)}
+
+
 def rate(batches: Iterator[torch.Tensor], consume: Any) -> float:
     """Pictures a second, from the second batch on: the first waits for processes to start."""
     count = len(next(batches)) * 0
@@ -282,13 +329,7 @@ def main() -> None:
         if args.sound and not args.index_only:
             found |= sound_figures(source, args)
         elif not args.index_only:
-            rates: dict[str, list[float]] = {"weft": [], "torch, 8 bits": [], "torch, floats": []}
-            for _ in range(args.rounds):
-                rates["weft"].append(rate(weft_batches(source, args), torch.Tensor.sum))
-                rates["torch, 8 bits"].append(rate(torch_batches(source, args, False), torch.Tensor.sum))
-                rates["torch, floats"].append(rate(torch_batches(source, args, True), torch.Tensor.sum))
-            found |= {name: round(statistics.median(each), 1) for name, each in rates.items()}
-            found["ratio"] = round(found["weft"] / max(found["torch, 8 bits"], found["torch, floats"]), 3)
+            found |= picture_figures(shard, source, args)
         print(json.dumps(found, indent=1))
 
 
