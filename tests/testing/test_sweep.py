@@ -22,8 +22,8 @@ def run(sweep: Sweep, refuses: set[str]) -> tuple[list[Plan], list[Plan]]:
 
 def test_what_a_plan_asks_of_a_model():
     plan = Plan.parse("dp_replicate=2 tp=2 sp=on cp=2 cp_mode=ring zero=0 accumulation=4 precision=bf16 recompute=full")
-    assert techniques_of(plan) == {"tp", "sp", "cp", "cp_mode=ring", "recompute=full"}
-    assert techniques_of(Plan.parse("dp_replicate=2 accumulation=2")) == frozenset()
+    assert techniques_of(plan) == {"tp", "sp", "cp", "cp_mode=ring", "accumulation=4", "recompute=full"}
+    assert techniques_of(Plan.parse("dp_replicate=2")) == frozenset()
 
 
 def test_few_plans_are_spent_on_what_is_refused_and_all_layouts_that_are_left_are_tried():
@@ -76,3 +76,19 @@ def test_parts_are_the_whole_choice_together():
     assert all(one & other == probed for one in seen for other in seen if one is not other)
     whole = {layout_of(plan) for plan in every if "cp" not in techniques_of(plan)}
     assert {layout_of(plan) for plan in set.union(*seen) if "cp" not in techniques_of(plan)} == whole
+
+
+def test_a_model_without_room_for_microbatches_keeps_all_other_techniques():
+    """As one whose batch norms span all samples of a step: what else such a plan asks for is not at fault."""
+    every = legal(2, passes=(1, 2), precision=("fp32",))
+    sweep = Sweep(every)
+    passed, refused = [], 0
+    for plan in sweep.plans():
+        if plan.accumulation > 1:
+            sweep.refuse(plan, "no place for it")
+            refused += 1
+        else:
+            passed.append(plan)
+    assert refused == 1
+    assert sweep.reasons() == {"accumulation=2": "no place for it"}
+    assert {layout_of(plan) for plan in passed} == {layout_of(plan) for plan in every if plan.accumulation == 1}

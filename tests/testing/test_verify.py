@@ -302,7 +302,7 @@ def test_all_plans_with_one_start_of_the_ranks(shared_ranks, capsys):
     told = json.loads(capsys.readouterr().out)
     assert (told["verified"], told["passed"]) == (told["num_passed"] + told["num_refused"], True)
     # Two linear layers have no heads: plans that need them are refused by the model, said to be, and others drawn.
-    assert 4 <= told["num_passed"] <= 8
+    assert 4 <= told["num_passed"] <= 12
     assert told["num_refused"] <= 8
     assert told["legal"] > 50
     assert len({plan["plan"] for plan in told["plans"]}) == told["verified"]

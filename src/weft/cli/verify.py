@@ -165,8 +165,8 @@ def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool
 def _closing(sweep: Sweep, verdicts: list[Verdict], seconds: float) -> list[str]:
     wrong = [one for one in verdicts if not one.passed and not one.refused]
     lines = [_line(one) for one in wrong]
-    for asked, reason in sweep.refused.items():
-        lines.append(f"refused  {' '.join(sorted(asked))}: {reason.splitlines()[0]}")
+    for asked, reason in sweep.reasons().items():
+        lines.append(f"refused  {asked}: {reason.splitlines()[0]}")
     left_out = len(sweep.every) - len(sweep.allowed())
     num_equal = sum(one.passed for one in verdicts)
     lines.append(
@@ -190,7 +190,7 @@ def _summary(
         "passed": bool(num_passed) and all(one.passed or one.refused for one in verdicts),
         "num_passed": num_passed,
         "num_refused": sum(bool(one.refused) for one in verdicts),
-        "refused": {" ".join(sorted(asked)): reason for asked, reason in sweep.refused.items()},
+        "refused": sweep.reasons(),
         "seconds": seconds,
         "plans": [replace(one, parameters={}).to_json() for one in verdicts],
     }

@@ -146,7 +146,7 @@ class Plan:
     )
     accumulation: int = described(
         PassCount(), 1, "Gradient accumulation: microbatches of an optimizer step without a pipeline.",
-        tried=passes_tried, divides_work=False,
+        tried=passes_tried, divides_work=False, asks="value", probed=True,
     )
     precision: str = described(
         OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"), "fp32",
@@ -195,7 +195,7 @@ class Plan:
         PolicyOrBudget(RECOMPUTES), "none",
         "What backward recomputes instead of keeping: a policy, a policy for the first blocks of each rank only, or "
         "a memory budget for what is kept.",
-        searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value",
+        searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value", probed=True,
         tried=("none", "full", "selective", "attention", "full:1"),
     )
     offload: tuple[str, ...] = described(

@@ -55,6 +55,11 @@ class Sweep:
         asked = techniques_of(plan)
         return any(other <= asked for other in self.refused)
 
+    def reasons(self) -> dict[str, str]:
+        """Return why plans were refused, by what they ask for: only what asks for no more than another one."""
+        least = [asked for asked in self.refused if not any(other < asked for other in self.refused)]
+        return {" ".join(sorted(asked)): self.refused[asked] for asked in least}
+
     def allowed(self) -> list[Plan]:
         """Return the legal plans that ask for nothing that was refused."""
         return [plan for plan in self.every if not self.is_refused(plan)]
