@@ -47,11 +47,19 @@ def test_out_of_memory_in_numbers_with_the_smallest_changes(question):
         "        optimizer 60.0 GiB, activations 60.0 GiB, parameters 10.0 GiB.\n"
         "changes that fit, the smallest first\n"
         "  offload=optimizer                            10.1 s a step, +0.0% time; 71.0 GiB, fits (99%)\n"
+        "  accumulation=8                               11.0 s a step, +8.6% time; 78.5 GiB, fits (99%)\n"
         "  recompute=full                               13.1 s a step, +29.6% time; 77.0 GiB, fits (99%)\n"
         "  dp_replicate=4 tp=2 accumulation=2           10.8 s a step, +6.2% time; 66.0 GiB, fits (99%)\n"
         "best    dp_replicate=8 precision=bf16 offload=optimizer\n"
         "        10.1 s a step, +0.0% time; 71.0 GiB, fits (99%)"
     )
+
+
+def test_a_plan_that_nearly_fits_is_told_how_few_blocks_must_be_recomputed():
+    asked = Question.of("llama3-405b", "16384xh100", seq_len=8192, global_batch=2048)
+    meta = "tp=8 sp=on pp=16 dp_shard=128 zero=2 precision=bf16 compile=on microbatches=16 schedule=interleaved"
+    found = why_not(f"{meta} virtual_stages=4", asked, answer(asked))
+    assert "recompute=full:2" in {remedy.words for remedy in found.remedies}
 
 
 def test_a_broken_rule_is_told_first_with_the_plan_that_mends_it(question):

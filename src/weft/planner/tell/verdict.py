@@ -216,11 +216,13 @@ def _too_large(candidate: Candidate, meant: Plan, question: Question, best: Cand
 def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
     """The smallest changes that make a plan fit: as few fields as possible, then as fast as possible.
 
-    One change is tried everywhere; where none is enough, another one from the plans that then need least memory.
+    One change is tried everywhere, in small steps; where none is enough, another one from the plans that then need
+    least memory.
     """
     beam, seen = [candidate.plan], {candidate.plan}
-    for _ in range(_DEPTH):
-        reached = {one: None for seed in beam for one in neighbours(seed, question) if one not in seen}
+    for depth in range(_DEPTH):
+        near = (one for seed in beam for one in neighbours(seed, question, fine=depth == 0))
+        reached = {one: None for one in near if one not in seen}
         nearby = estimated(reached, question)
         fitting = [one for one in nearby if one.fits >= question.fits]
         if fitting:
