@@ -1,6 +1,6 @@
 """Predicted beside measured: steps and peak bytes of many plans on this machine, with a profile of `weft calibrate`.
 
-    python benchmarks/calibration.py all --folder runs                    calibrate, measure, compare: ten minutes
+    python benchmarks/calibration.py all --folder runs                    calibrate, measure, compare: 15 minutes
 
     python benchmarks/calibration.py measure --ranks 2 --out runs2.json   real steps, all plans in turn, repeated
     python benchmarks/calibration.py measure --ranks 4 --out runs4.json

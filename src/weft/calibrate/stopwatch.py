@@ -39,10 +39,8 @@ class Stopwatch:
         """Call each of `calls` in turn, again and again; the same work on other memory, so that caches stay cold."""
         for call in calls[:2]:
             call()
-        count, turns = (
-            self._count(calls[0]),
-            itertools.cycle(calls),
-        )  # windows are short: the next goes on where one ends
+        count = self._count(calls[0])
+        turns = itertools.cycle(calls)  # windows are short, so the next one goes on where the last one ended
         return _median([self._window(turns, count) for _ in range(WINDOWS)])
 
     def time_after(self, work: Call, call: Call) -> Timing:
