@@ -47,7 +47,7 @@ def here_profile(home: Path) -> Path:
 
 def test_nothing_is_guessed_of_an_unknown_machine(home: Path) -> None:
     [line] = lines(home)
-    assert line == "planned: no estimate; run `weft calibrate` once (1.5 min)"
+    assert line == "planned: no estimate; run `weft calibrate` once (2 min)"
     assert json.loads((home / RUN_FILE).read_text())["expected"] is None
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 #: Parts of the report, where their share of a step is at least this.
 _WORTH_TELLING = 0.01
-_TOLD = "no estimate; run `weft calibrate` once (1.5 min)"
+_TOLD = "no estimate; run `weft calibrate` once (2 min)"
 
 
 def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
