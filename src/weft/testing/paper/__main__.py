@@ -7,8 +7,10 @@ python -m weft.testing.paper plans "dp_shard=4 zero=1" "tp=2 sp=on"
 from __future__ import annotations
 
 import argparse
+import atexit
 import ctypes
 import json
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -83,5 +85,26 @@ def _say(reports: Sequence[PaperReport], path: Path | None) -> None:
         print("\n".join(one.lines()), file=sys.stderr)
 
 
+def _run_as_program() -> None:
+    """Run `main` and end the process with Python whole.
+
+    Autograd's thread for the device may still ask for the interpreter lock, and a thread that asks while Python is
+    taken apart aborts the process.
+    """
+    code = 1
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(leave)  # before the program's own, so called after them
+    try:
+        code = main()
+    except SystemExit as asked:
+        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+        raise
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _run_as_program()
