@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
+from tests.lean import compiled_by
 from tests.parity.cases import LLAMA
 from tests.parity.dropout_cases import Block, PlainCase
 from tests.parity.moe_cases import MOE, MoECase
@@ -85,14 +82,8 @@ class Compiled:
 
 def train_compiled(plan: str, case: Case, backend: str = "eager") -> Compiled:
     """On each rank, without code being generated. Fails where torch.compile gives up on a block."""
-    module = importlib.import_module("weft.parallel.parallelize")
-    known: Callable[..., Any] = module.compile_blocks
-    module.compile_blocks = functools.partial(known, backend=backend)
-    try:
-        with counted_graphs() as found:
-            result = train_case(plan, case)
-    finally:
-        module.compile_blocks = known
+    with compiled_by(backend), counted_graphs() as found:
+        result = train_case(plan, case)
     return Compiled(result, found.graphs, list(found.breaks))
 
 

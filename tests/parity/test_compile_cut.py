@@ -32,6 +32,7 @@ def train_traced(plan: str, cases: dict[str, Case], backend: str) -> dict[str, P
 @pytest.mark.parametrize(
     ("plan", "kind"),
     [
+        ("tp=2 sp=on", "decoders"),
         ("tp=2 sp=on recompute=full", "decoders"),
         ("dp_shard=2 ep=2 zero=2", "experts"),
         ("tp=2 sp=on", "dropout"),
@@ -40,6 +41,6 @@ def train_traced(plan: str, cases: dict[str, Case], backend: str) -> dict[str, P
 def test_traced_blocks(plan, kind, ranks2):
     cases = chosen(kind)
     wanted = {name: train_case("precision=fp64", case) for name, case in cases.items()}
-    for found in ranks2.run(train_traced, f"{plan} compile=on precision=fp64", cases, "aot_eager"):
+    for found in ranks2.run(train_traced, f"{plan} compile=on precision=fp64", cases, "lean"):
         for name, result in found.items():
             assert result.largest_difference(wanted[name]) < RTOL, name

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.comm.autograd import is_join
 from weft.errors import WeftWarning
 from weft.memory import Handle, Opaque, recompute_of
 from weft.mesh import Mesh
@@ -17,7 +18,7 @@ from weft.models import MoE
 from weft.parallel.context import hold_context
 from weft.parallel.dropout import FunctionalDropout, hold_dropped_attention
 from weft.parallel.expert import SpreadExperts
-from weft.parallel.private_torch import leave_side_effects_to_forward
+from weft.parallel.private_torch import lean_partitioner, leave_side_effects_to_forward
 from weft.private_torch import without_modes
 from weft.spec.plan import Plan
 from weft.structure import become, hugging_face, repeated_blocks
@@ -147,8 +148,9 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     blocks = list(repeated_blocks(model).values())
     for block in blocks:
         become(block, CachelessBlock, captures=hugging_face.take_captures(block))
+    options = {"custom_partitioner_fn": lean_partitioner(is_join)} if backend == "inductor" else None
     for block in blocks or [model]:
-        block.compile(backend=backend)
+        block.compile(backend=backend, options=options)
         if recompute is not None and recompute.setting != "none":
             # A recomputed block notes where it is in cut parts and dropout. Each forward begins that anew, and the
             # replay is in the compiled graph already, so it needs no notes.

@@ -55,6 +55,40 @@ def leave_side_effects_to_forward(module: nn.Module) -> None:
     module._compiled_call_impl = noting_once  # pyright: ignore[reportAttributeAccessIssue] - torch says None
 
 
+@functools.cache
+def lean_partitioner(is_again: Callable[[Any], bool]) -> Callable[..., Any]:
+    """What cuts inductor's graphs into forward and backward so that little is kept between them.
+
+    torch keeps the input of each product, even one that a chain of element-wise operations makes from what is kept
+    too: a norm's output, or the product of a gated layer. Backward runs through such a chain anyway, so making its end
+    again costs one more write. And it never computes a collective again.
+
+    is_again: whether an operator is one that backward calls again where that keeps less.
+    """
+    from torch._functorch import config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    class LeanPartitioner(CustomPartitionerFn):
+        def __call__(
+            self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+            for node in gm.graph.nodes:
+                if node.op == "call_function" and is_again(node.target):
+                    node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+            with config.patch(ban_recompute_materialized_backward=False):
+                return min_cut_rematerialization_partition(gm, joint_inputs, **{"compiler": "inductor", **kwargs})
+
+        def __reduce__(self) -> tuple[Any, ...]:  # into the keys of inductor's caches
+            return lean_partitioner, (is_again,)
+
+        def uuid(self) -> Any:
+            return get_hash_for_files((__file__,), f"{is_again.__module__}.{is_again.__qualname__}")
+
+    return LeanPartitioner()
+
+
 def apply_to_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change parameters, their gradients and buffers in place. `Module.to` cannot leave those on meta alone."""
     model._apply(change)

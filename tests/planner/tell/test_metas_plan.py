@@ -15,10 +15,9 @@ PLAN = f"{SHAPE} zero=2 precision=bf16 compile=on"
 FLOPS = 400e12
 
 
-def judged(**changes: str) -> Candidate:
-    """Meta's plan, with these fields changed."""
+def judged(plan: str = PLAN) -> Candidate:
     asked = Question.of("llama3-405b", "2048x8xh100", seq_len=8192, global_batch=2048)
-    return estimated([Plan.parse(" ".join([PLAN, *(f"{name}={value}" for name, value in changes.items())]))], asked)[0]
+    return estimated([Plan.parse(plan)], asked)[0]
 
 
 def lies_in_the_band(one: Candidate, causal: bool) -> bool:
@@ -34,16 +33,16 @@ def test_its_time_lies_in_the_band(causal: bool) -> None:
     assert lies_in_the_band(judged(), causal)
 
 
-def test_what_lies_in_tensors_fits_and_a_hand_count_agrees() -> None:
+def test_it_fits_and_a_hand_count_of_its_activations_agrees() -> None:
     """All 16 passes wait on the first ranks, of 8 layers each, before the first chunk of layers makes gradients.
 
-    What a layer keeps of a token under sp and tp=8, in bytes (Korthikanti et al. 2022, arXiv 2205.05198, section 4, for
-    a gated layer without dropout): 8 h / 8 of inputs of norms and products; q, k, v, the output and its log-sum-exp;
-    gate, up and their product.
+    What a compiled layer keeps of a token under sp and tp=8, in bytes: what comes into the two norms (4 h / 8); q, k, v,
+    the output of attention and its log-sum-exp; gate and up. What norms give, and the product of gate and up, are made
+    again (tests/parallel/test_lean_graphs.py compares this count with real blocks).
     """
     one = judged()
     h, ffn, kv, heads, tp = 16_384, 53_248, 1024, 128, 8
-    token = (8 * h + 2 * (2 * h + 2 * kv) + 4 * heads + 6 * ffn) / tp
+    token = (4 * h + 2 * (2 * h + 2 * kv) + 4 * heads + 4 * ffn) / tp
     layer = token * 8192
     assert one.memory["activations"] == pytest.approx(16 * 8 * layer, rel=0.01)
     weights = 2 * (2 * h * h + 2 * h * kv + 3 * h * ffn) * 8 / tp
@@ -51,12 +50,9 @@ def test_what_lies_in_tensors_fits_and_a_hand_count_agrees() -> None:
     chunk = 4 / 2 * weights / 7
     shard = 4 / 2 * weights / 128
     assert one.memory["gradients"] == pytest.approx(chunk + shard, rel=0.02)
-    assert one.total_bytes - one.memory["reserve"] < one.usable_bytes
+    assert one.fits > 0.97
 
 
-def test_with_what_an_allocator_keeps_three_of_eight_layers_are_recomputed() -> None:
-    """Meta recomputed none, so its allocator kept less beside its tensors than in the runs that the reserve is from."""
-    assert judged().fits < 0.9
-    two, three = judged(recompute="full:2"), judged(recompute="full:3")
-    assert two.fits < 0.9 <= three.fits
-    assert three.step_s < 1.06 * judged().step_s
+def test_without_compile_layers_are_recomputed() -> None:
+    """Meta recomputed none: compiled blocks are what lets it fit here."""
+    assert judged(PLAN.replace("compile=on", "compile=off")).fits < 0.9

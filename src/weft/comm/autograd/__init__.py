@@ -12,6 +12,7 @@ __all__ = [
     "exchange_dims",
     "gather_from",
     "gather_slice",
+    "is_join",
     "max_over",
     "prepare_operators",
     "scatter_sum",
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
         slice_to,
         sum_over,
     )
-    from weft.comm.autograd.operators import prepare_operators
+    from weft.comm.autograd.operators import is_join, prepare_operators
 
 __getattr__ = loads(
     __name__,
@@ -41,6 +42,7 @@ __getattr__ = loads(
         "exchange_dims": ".functions",
         "gather_from": ".functions",
         "gather_slice": ".functions",
+        "is_join": ".operators",
         "max_over": ".functions",
         "prepare_operators": ".operators",
         "scatter_sum": ".functions",

@@ -18,6 +18,8 @@ from weft.errors import CommError
 from weft.mesh import Axis
 from weft.private_torch import split
 
+#: How the names of the axes' spaces of operators begin.
+_SPACE = "weft_"
 #: What each function gives, for the operator of its name.
 _SCHEMAS = {
     "add_up": "(Tensor x) -> Tensor",
@@ -63,6 +65,12 @@ def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return reduce_scatter(stacked, axis, out=x.new_empty(shape))
 
 
+def is_join(operator: Any) -> bool:
+    """Return whether an operator in a graph is `join` over some axis."""
+    space, _, name = str(operator).partition(".")
+    return space.startswith(_SPACE) and name == "join.default"
+
+
 def share(x: Tensor, axis: Axis, dim: int) -> int:
     """How much of dim each rank has."""
     size, rest = divmod(x.shape[dim], axis.size)
@@ -88,7 +96,7 @@ class _Library:
 
     def __init__(self, axis: Axis):
         self.axis = axis
-        self._space = f"weft_{id(self)}"
+        self._space = f"{_SPACE}{id(self)}"
         self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
 
     def operators(self) -> dict[str, object]:

@@ -283,7 +283,8 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
     fused_mlp = stack.fused_mlp | columns.compile
     outside = np.where(columns.sp, t, 1.0)  # sequence parallel divides what lies between the tensor-parallel parts
     masks = 1.0 if stack.dropout else 0.0
-    norm_f, norm_b = np.where(fused_norm, 4.0, 36.0), np.where(fused_norm, 8.0, 90.0)
+    again = np.where(columns.compile & stack.lean_graphs, 2.0, 0.0)  # what products read is written once more
+    norm_f, norm_b = np.where(fused_norm, 4.0, 36.0), np.where(fused_norm, 8.0, 90.0) + again
     between_f = 2 * (norm_f + 6.0 + masks) * h / outside
     between_b = 2 * (norm_b + 6.0 + 5.0 * masks) * h / outside
     if shape.gated:
@@ -296,5 +297,5 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
     width = dense * shape.ffn / t + (1 - dense) * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
     moved = (1 - dense) * 4 * 4.0 * shape.top_k * h / t  # permute and unpermute: each reads and writes
     forward = between_f + act_f * width + turned + moved
-    backward = between_b + act_b * width + turned + moved
+    backward = between_b + act_b * width + again * dense * shape.ffn / t + turned + moved
     return tokens * forward, tokens * backward

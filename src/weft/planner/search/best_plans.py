@@ -102,31 +102,31 @@ def _kinds(ranked: list[Candidate]) -> list[Candidate]:
 
 
 def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
-    """The ranking after the pipelines of its best layouts were run on a clock, as far as that takes little time.
+    """The ranking after pipelines were run on a clock: what comes first, then the best layouts.
 
-    With time given, so is what comes first then: a closed form may be too good for uneven stages. Plans whose pipeline
-    is that of one on the clock, and that are hardly faster, are left to it.
+    A closed form may be too good for uneven stages, so what then comes first is run too, as far as all that takes little
+    time.
     """
-    steps, most, patient = 0, MOST_STEPS * (1 + 4 * question.refine_s), question.refine_s > 0
+    left = MOST_STEPS * (1 + 4 * question.refine_s)
     timed: dict[Plan, Candidate] = {}
     slower: dict[tuple[object, ...], float] = {}
-    waiting = layouts(ranked)[:_CLOCKED]
-    while True:
-        for one in waiting:
-            steps += num_steps(one) if one.plan.pp > 1 else 0
-            if one.plan.pp > 1 and steps <= most:
-                timed[one.plan] = clocked(one)
-                if patient:
-                    slower.setdefault(_pipeline(one.plan), one.step_s)
-        order = _ranked(
-            timed.get(one.plan, one)
-            for one in ranked
+    order = _ranked(ranked)
+    while order:
+        first = (one for one in (order[0], *layouts(order)[:_CLOCKED]) if one.plan.pp > 1 and not one.clocked)
+        due = next((one for one in first if one.plan not in timed), None)
+        left -= num_steps(due) if due is not None else 0
+        if due is None or left < 0:
+            break
+        found = timed[due.plan] = clocked(due)
+        slower.setdefault(_pipeline(due.plan), due.step_s)
+        others = (
+            one
+            for one in order
             if one.plan in timed or one.step_s < _FASTER * slower.get(_pipeline(one.plan), math.inf)
         )
+        order = _ranked(found if one is due else one for one in others)
         order = [one for one in order if one.fits >= one.question.fits]
-        waiting = order[:1] if patient else []
-        if not waiting or waiting[0].plan.pp == 1 or waiting[0].clocked or steps > most:
-            return order
+    return order
 
 
 def _pipeline(plan: Plan) -> tuple[object, ...]:

@@ -22,7 +22,7 @@ from weft.spec.schedule import stages_of
 #: Terms that the longest rank works through for every microbatch.
 _WORK = ("gemm", "attention", "memory_bound", "host", "recompute", "tp", "cp", "ep")
 #: Steps of a schedule that are run at most; beyond it the closed form stays.
-MOST_STEPS = 24_000
+MOST_STEPS = 60_000
 #: A split is written into the plan when it gains more than this.
 _WORTH = 0.003
 

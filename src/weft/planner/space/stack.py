@@ -31,6 +31,8 @@ class Stack:
     main_bytes: master weight and states of one parameter (Adam in fp32: 12).
     weight_bytes: of one parameter as forward reads it. gather_bytes: as zero=3 gathers it.
     regather_sp: sequence-parallel inputs are gathered again in backward (else the gathered copy is kept).
+    lean_graphs: compiled blocks keep no input of a product that element-wise operations make from what is kept too: a
+    norm's output, the product of a gated layer. Backward makes it again (else it is kept).
     selective_half: selective recompute makes every second product again (else none: it keeps them all).
     replay_stops: full recompute ends before a layer's last product, whose result backward does not ask for, and the sum
     after it (else it makes the whole forward again).
@@ -73,6 +75,7 @@ class Stack:
     weight_bytes: float = 2.0
     gather_bytes: float = 2.0
     regather_sp: bool = True
+    lean_graphs: bool = True
     selective_half: bool = False
     replay_stops: bool = True
     dropout: bool = False

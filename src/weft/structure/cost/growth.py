@@ -141,8 +141,9 @@ def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[
             f"Its operations must not depend on values: give a folder with its config.json, or another example"
         ) from error
     _count_params(model, outline, recorder, layers.parts)
+    passed = {key for part in layers.parts.values() for key in part.inputs}
     measured = {
-        number: PartReader(recorder, number, part, weights).measure()
+        number: PartReader(recorder, number, part, weights, passed).measure()
         for number, part in layers.parts.items()
         if any(row.part == number for row in recorder.rows)
     }

@@ -36,9 +36,15 @@ class Measured:
 
 
 class PartReader:
-    """Reads one part's rows. ignored: storages of parameters, buffers and the model's inputs."""
+    """Reads one part's rows.
 
-    def __init__(self, recorder: KernelRecorder, number: int, part: PartOfRun, ignored: set[int]):
+    ignored: storages of parameters, buffers and the model's inputs. passed: those that some layer got as activations;
+    what else one part makes and another keeps, such as rotary tables, is kept once by the one that made it.
+    """
+
+    def __init__(
+        self, recorder: KernelRecorder, number: int, part: PartOfRun, ignored: set[int], passed: Set[int] = frozenset()
+    ):
         self.recorder, self.part, self.ignored = recorder, part, ignored
         self.rows = [row for row in recorder.rows if row.part == number]
         self.forward = [row for row in self.rows if not row.backward]
@@ -48,7 +54,15 @@ class PartReader:
         for row in self.forward:
             for key in row.writes:
                 self.maker.setdefault(key, row)
-        self.saved = {key: each for key, each in recorder.saved.items() if each.part == number and key not in ignored}
+        makers: dict[int, int] = {}
+        for row in recorder.rows:
+            if not row.backward:
+                makers |= dict.fromkeys(row.writes.keys() - makers.keys() - passed, row.part)
+        self.saved = {
+            key: each
+            for key, each in recorder.saved.items()
+            if makers.get(key, each.part) == number and key not in ignored
+        }
         self.operands = {key for row in self.heavy for key in row.reads}
         self.dropped = self._dropped()
 
@@ -70,7 +84,7 @@ class PartReader:
             "moved_forward": self._moved(self.forward),
             "moved_backward": self._moved(self.backward),
             "fused_forward": self._fused(self.forward),
-            "fused_backward": self._fused(self.backward),
+            "fused_backward": self._with_dropped(self._fused(self.backward)),
         }
         values = sum(row.dims[0] * row.dims[1] * row.dims[3] for row in self.heavy if row.cut == "rows")
         fused = len(self.heavy) + len(list(_chains(self.forward)))
@@ -99,8 +113,7 @@ class PartReader:
         dropped: set[int] = set()
         for key in self.saved:
             row = self.maker.get(key)
-            again = row is not None and row.kind == "pass" and key not in self.operands
-            if row is not None and again and all(self._at_hand(each, kept, 64) for each in row.reads if each != key):
+            if row is not None and row.kind == "pass" and all(self._at_hand(each, kept, 64) for each in row.reads if each != key):
                 dropped.add(key)
             else:
                 kept.add(key)
@@ -146,6 +159,13 @@ class PartReader:
             }
             size = sum(read.values()) + sum(written.values())
             found[0 if any(row.cut == "inside" for row in chain) else 2] += size
+        return found[0], found[1], found[2]
+
+    def _with_dropped(self, moved: Bytes) -> Bytes:
+        """What backward moves, and the inputs of products that it writes again."""
+        found = list(moved)
+        for key in self.dropped & self.operands:
+            found[0 if key in self.recorder.cut else 2] += self.saved[key].num_bytes
         return found[0], found[1], found[2]
 
     def _sources(self, key: int, size: int) -> Mapping[int, int]:

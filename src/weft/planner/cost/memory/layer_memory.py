@@ -71,7 +71,8 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     if job.adapter is not None:  # what is normalised is kept for the gradient of the norm's weight alone
         norms = np.maximum(0.0, norms - np.where(fp32, 2.0, 4.0))
     masks = 2.0 if stack.dropout else 0.0
-    outside = (2 * 2.0 + norms * 2 + masks) * h / between + 2 * 2.0 * h / gathered
+    normed = np.where(columns.compile & stack.lean_graphs, 0.0, 2 * 2.0 * h / gathered)
+    outside = (2 * 2.0 + norms * 2 + masks) * h / between + normed
     core = 2.0 * q + 4.0 * kv
     product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
     scores = _score_bytes(job, t)
@@ -142,11 +143,13 @@ def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Arr
     """Bytes per token of the feed-forward part of a mean layer: all, one product that goes up, and what is routed."""
     shape = job.shape
     moe = shape.moe_share
-    width = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
+    dense = (1 - moe) * shape.ffn / t
+    experts = moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
     per = np.where(job.stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
     per = per - narrow  # what the down product reads
+    lean = np.where(columns.compile & job.stack.lean_graphs, 4.0 if shape.gated else 2.0, per)
     routed = moe * shape.top_k * 4.0 * shape.hidden / t
-    return per * width + routed, 2.0 * width, routed
+    return lean * dense + per * experts + routed, 2.0 * (dense + experts), routed
 
 
 def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
