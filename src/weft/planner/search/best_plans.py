@@ -104,8 +104,8 @@ def _kinds(ranked: list[Candidate]) -> list[Candidate]:
 def _with_clock(ranked: list[Candidate], question: Question) -> list[Candidate]:
     """The ranking after pipelines were run on a clock: what comes first, then the best layouts.
 
-    A closed form may be too good for uneven stages, so what then comes first is run too, as far as all that takes little
-    time.
+    A closed form may be too good for uneven stages, so what then comes first is run too, as far as all of it takes
+    little time.
     """
     left = MOST_STEPS * (1 + 4 * question.refine_s)
     timed: dict[Plan, Candidate] = {}

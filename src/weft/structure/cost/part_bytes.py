@@ -113,7 +113,8 @@ class PartReader:
         dropped: set[int] = set()
         for key in self.saved:
             row = self.maker.get(key)
-            if row is not None and row.kind == "pass" and all(self._at_hand(each, kept, 64) for each in row.reads if each != key):
+            again = row is not None and row.kind == "pass"
+            if row is not None and again and all(self._at_hand(each, kept, 64) for each in row.reads if each != key):
                 dropped.add(key)
             else:
                 kept.add(key)
