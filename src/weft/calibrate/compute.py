@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.calibrate.stopwatch import Call, Calls
 from weft.mesh import Axis
 from weft.models import Block
 from weft.models.attention import rotate, rotation, see_causally
@@ -24,7 +25,6 @@ from weft.parallel.tensor import SharedLayer, token_loss
 from weft.planner.measured import TINY
 from weft.spec import DecoderSpec
 
-Call = Callable[[], object]
 #: Bytes that a probe's copies together take up at least: what a step touches between two uses of one tensor.
 _COLD_BYTES, _MOST_COPIES = 64 * 2**20, 64
 #: Random numbers that a probe's tensors repeat: drawing all of a chapter's would take longer than its windows.
@@ -53,9 +53,9 @@ def _drawn(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(_DRAWN, device=device, dtype=dtype)
 
 
-def copies(make: Callable[[], Call], num_bytes: int) -> list[Call]:
+def copies(make: Callable[[], Call], num_bytes: int) -> Calls:
     """As many of a probe's calls, each on memory of its own, as make caches cold."""
-    return [make() for _ in range(max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, num_bytes))))]
+    return Calls(make, max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, num_bytes))))
 
 
 def _backward(output: Tensor, *inputs: Tensor) -> Call:
@@ -288,7 +288,7 @@ PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
 }
 
 
-def calls_of(op: str, size: tuple[int, ...], place: Place) -> list[Call]:
+def calls_of(op: str, size: tuple[int, ...], place: Place) -> Calls:
     """The calls that measure an operation at a size."""
     make, values = PROBES[op]
     return copies(lambda: make(place, *size), values(*size) * place.dtype.itemsize)

@@ -27,6 +27,22 @@ class Timing:
     spread: float
 
 
+class Calls:
+    """The same work on so many pieces of memory, made when they are asked for: making them takes longer than calling.
+
+    most: how many there are.
+    """
+
+    def __init__(self, make: Callable[[], Call], most: int):
+        self._make, self._most = make, most
+        self._made: list[Call] = []
+
+    def first(self, count: int) -> Sequence[Call]:
+        """Return the first of them, all where there are fewer."""
+        self._made += [self._make() for _ in range(min(count, self._most) - len(self._made))]
+        return self._made[:count]
+
+
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
     """Times calls on this rank. axis: the ranks that do the same at the same time. window_s: of one window."""
@@ -35,12 +51,13 @@ class Stopwatch:
     device: torch.device
     window_s: float
 
-    def time(self, calls: Sequence[Call]) -> Timing:
-        """Call each of `calls` in turn, again and again; the same work on other memory, so that caches stay cold."""
-        for call in calls[:2]:
+    def time(self, calls: Calls) -> Timing:
+        """Call each of `calls` in turn, again and again: on other memory, so that caches stay cold."""
+        for call in calls.first(2):
             call()
-        count = self._count(calls[0])
-        turns = itertools.cycle(calls)  # windows are short, so the next one goes on where the last one ended
+        count = self._count(calls.first(1)[0])
+        # Windows are short, so the next one goes on where the last one ended.
+        turns = itertools.cycle(calls.first(WINDOWS * count))
         return _median([self._window(turns, count) for _ in range(WINDOWS)])
 
     def time_after(self, work: Call, call: Call) -> Timing:

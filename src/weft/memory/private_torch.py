@@ -15,6 +15,7 @@ from torch.utils.checkpoint import _VersionWrapper
 from weft.private_torch import tree_leaves
 
 __all__ = [
+    "GROUPED_MM",
     "StoredValue",
     "above_autograd",
     "compiled_call",
@@ -22,6 +23,9 @@ __all__ = [
     "set_compiled_call",
     "written_arguments",
 ]
+
+#: The products of all experts in one, for which torch counts no FLOPs; `F.grouped_mm` calls it.
+GROUPED_MM = torch.ops.aten._grouped_mm
 
 #: What selective checkpoints store of an operation's output: `val`, and `version` when it was stored. There is no hook
 #: by which a policy could say how a value is kept, and kept values must be saved tensors that offload hooks see.

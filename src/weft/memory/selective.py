@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from weft.memory.private_torch import StoredValue, recompute_word, written_arguments
+from weft.memory.private_torch import GROUPED_MM, StoredValue, recompute_word, written_arguments
 from weft.private_torch import storage_key, tree_leaves, tree_map_only, version_of
 from weft.structure.cost import is_worth_keeping
 
@@ -30,12 +30,12 @@ _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 def is_heavy(op: Any, args: Sequence[Any]) -> bool:
-    """Whether an operation is worth keeping: torch counts FLOPs for it, and its result is not the larger side.
+    """Whether an operation is worth keeping: it is a product or attention, and its result is not the larger side.
 
     Asked before the operation runs: torch 2.11 does not show a policy what an operation gave.
     """
     packet = getattr(op, "overloadpacket", None)
-    if packet not in flop_registry and "scaled_dot_product" not in str(packet):
+    if packet not in flop_registry and packet is not GROUPED_MM and "scaled_dot_product" not in str(packet):
         return False
     if packet not in _BATCHED:
         return True

@@ -57,9 +57,18 @@ def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
         return {
             "full": whole - costs.last_f + summed,
             "attention": costs.attn_f,
-            "selective": costs.memory_f + half + summed,
+            "selective": costs.memory_f + half + summed + _experts_again(job, columns, costs),
         }
     return {"full": whole + costs.tp_f, "attention": costs.attn_f, "selective": costs.memory_f + half}
+
+
+def _experts_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+    """Seconds of what a replay under selective recompute does for experts: tokens travel again, and where it sees
+    nothing of experts, their products are made again."""
+    if not job.stack.opaque_experts or not job.shape.moe_share or isinstance(job.shape, TracedShape):
+        return np.zeros(len(columns))
+    unseen = columns.compile | ((columns.zero == 3) & ((columns.ep > 1) | (columns.tp > 1)))
+    return costs.ep_f + np.where(unseen, _work(job, columns).of_experts * costs.gemm_f, 0.0)
 
 
 def _summed_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
@@ -110,8 +119,9 @@ def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]
     bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
     found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
     kept, seconds = _by_worth(_heavy(job, columns), costs)
+    beside = costs.memory_f + _summed_again(job, columns, costs) + _experts_again(job, columns, costs)
     for dropped in range(len(kept)):
-        again = sum(seconds[:dropped], costs.memory_f + _summed_again(job, columns, costs))
+        again = sum(seconds[:dropped], beside)
         found.append(RecomputeOption(bytes_of["full"] + sum(kept[dropped:]), again))
     return [*found, RecomputeOption(bytes_of["full"], replay_s(job, columns, costs)["full"])]
 
@@ -140,20 +150,42 @@ def _heavy(job: Job, columns: Columns) -> list[Heavy]:
     tokens = cut.batch * cut.seq
     if isinstance(job.shape, TracedShape):
         return _traced_heavy(job.shape, cut, width)
-    shape, t = job.shape, cut.t
-    q, kv = shape.cut_widths(t)
-    moe = shape.moe_share
-    ffn = (1 - moe) * shape.ffn / t + moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
+    shape, work, each = job.shape, _work(job, columns), width * tokens
+    q, kv = shape.cut_widths(cut.t)
     ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
-    work = {"in": h * (q + 2 * kv), "out": q * h, "up": ups * h * ffn, "down": ffn * h}
-    total = sum(work.values())
-    each = width * tokens
-    return [
-        Heavy(each * (q + 2 * kv), work["in"] / total, False, h),
-        Heavy(each * h, work["out"] / total, False, q),
-        Heavy(each * ups * ffn, work["up"] / total, False, h),
-        Heavy(each * q, np.ones_like(t), True, float(job.seq_len)),
+    # Of experts nothing is seen in compiled blocks; else what each gives is kept too, since their sum is weighted.
+    unseen = columns.compile & job.stack.opaque_experts
+    width_up = work.dense + np.where(unseen, 0.0, work.experts)
+    given = np.where(unseen, 0.0, shape.moe_share * shape.top_k * h / cut.t)
+    heavy = [
+        Heavy(each * (q + 2 * kv), h * (q + 2 * kv) / work.total, False, h),
+        Heavy(each * h, q * h / work.total, False, q),
+        Heavy(each * ups * width_up, ups * h * width_up / work.total, False, h),
+        Heavy(each * q, np.ones_like(cut.t), True, float(job.seq_len)),
     ]
+    if shape.moe_share:
+        share = np.where(unseen, 0.0, h * work.experts / work.total)
+        heavy.append(Heavy(each * given, share, False, float(max(1, shape.expert_ffn))))
+    return heavy
+
+
+class _Work(NamedTuple):
+    """Products of a mean layer, for a token on a rank: columns of dense layers' ups and of experts', and all work."""
+
+    dense: Array
+    experts: Array
+    total: Array
+    of_experts: Array
+
+
+def _work(job: Job, columns: Columns) -> _Work:
+    shape, t = job.shape, columns.tp.astype(np.float64)
+    q, kv = shape.cut_widths(t)
+    moe, ups, h = shape.moe_share, 2.0 if shape.gated else 1.0, float(shape.hidden)
+    dense = (1 - moe) * shape.ffn / t
+    experts = moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
+    total = h * (2 * q + 2 * kv) + (ups + 1) * h * (dense + experts)
+    return _Work(dense, experts, total, (ups + 1) * h * experts / total)
 
 
 def _traced_heavy(shape: TracedShape, cut: Cut, width: Array) -> list[Heavy]:

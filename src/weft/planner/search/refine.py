@@ -26,8 +26,9 @@ _STARTS, _ROUNDS = 10, 10
 #: Neighbours that might be faster with other recompute and offload: how many of a plan, the best of how many kinds of
 #: change besides, and of how many plans.
 _TEMPTING, _OF_KINDS, _ROOMY = 4, 8, 2
-#: Layouts whose best plan is tried with all steps of recompute and offload when the descent is at its end.
-_FINE = 4
+#: Layouts whose best plan is tried with all steps of recompute and offload when the descent is at its end: of all, and
+#: of those without a pipeline, where offload gains most.
+_FINE, _WHOLE = 4, 3
 _CHAINS = 4
 _HOT, _COLD = 0.02, 0.0005
 #: A change that gains less than this is not worth words in the plan.
@@ -56,21 +57,34 @@ def descend(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
     """The plans that are reached from the starts by taking the best change until none helps.
 
     A change is a single one, or one together with another recompute or offload, which give memory back for time. Of the
-    best plans of some layouts these are tried together in small steps, and the descent goes on from there.
+    best plans of some layouts these are tried together in small steps, with the smallest microbatch too, which needs
+    the least memory; and the descent goes on from there.
     """
     starts = list(starts)
     found = _descent(starts, question)
     layouts: dict[tuple[int, int, int], Candidate] = {}
     for one in sorted((*starts, *found), key=lambda one: one.step_s):
         layouts.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
-    best = list(layouts.values())[:_FINE]
+    whole = [one for (stages, _, _), one in layouts.items() if stages == 1]
+    best = list({one.plan: one for one in [*list(layouts.values())[:_FINE], *whole[:_WHOLE]]}.values())
     better: list[Candidate] = []
-    nearby = _estimated([list(with_room(one.plan, question, fine=True)) for one in best], question)
+    nearby = _estimated(
+        [[row for plan in _by_microbatch(one) for row in with_room(plan, question, fine=True)] for one in best],
+        question,
+    )
     for one, finer in zip(best, nearby, strict=True):
         worth = [each for each in finer if _is_better(each, one) and each.fits >= question.fits]
         if worth:
             better.append(min(worth, key=lambda each: each.step_s).candidate())
     return [*found, *better, *_descent(sorted(better, key=lambda one: one.step_s), question)] if better else found
+
+
+def _by_microbatch(one: Candidate) -> list[Plan]:
+    """The plan, and the same with microbatches of one sample."""
+    if one.microbatch == 1:
+        return [one.plan]
+    name = "microbatches" if one.plan.pp > 1 else "accumulation"
+    return [one.plan, one.plan.replace(**{name: getattr(one.plan, name) * one.microbatch})]
 
 
 def _descent(starts: Iterable[Candidate], question: Question) -> list[Candidate]:

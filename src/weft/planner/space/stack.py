@@ -33,6 +33,9 @@ class Stack:
     regather_sp: sequence-parallel inputs are gathered again in backward (else the gathered copy is kept).
     lean_graphs: compiled blocks keep no input of a product that element-wise operations make from what is kept too: a
     norm's output, the product of a gated layer. Backward makes it again (else it is kept).
+    wide_router: what chooses experts reads its input in fp32, and keeps it.
+    opaque_experts: compiled blocks hold experts as one operator, which runs as it stands, and of which selective
+    recompute sees nothing; nor does it where zero=3 gathers them apart (else they are like the other layers).
     selective_half: selective recompute makes every second product again (else none: it keeps them all).
     replay_stops: full recompute ends before a layer's last product, whose result backward does not ask for, and the sum
     after it (else it makes the whole forward again).
@@ -76,6 +79,8 @@ class Stack:
     gather_bytes: float = 2.0
     regather_sp: bool = True
     lean_graphs: bool = True
+    wide_router: bool = True
+    opaque_experts: bool = True
     selective_half: bool = False
     replay_stops: bool = True
     dropout: bool = False

@@ -71,8 +71,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     if job.adapter is not None:  # what is normalised is kept for the gradient of the norm's weight alone
         norms = np.maximum(0.0, norms - np.where(fp32, 2.0, 4.0))
     masks = 2.0 if stack.dropout else 0.0
-    normed = np.where(columns.compile & stack.lean_graphs, 0.0, 2 * 2.0 * h / gathered)
-    outside = (2 * 2.0 + norms * 2 + masks) * h / between + normed
+    outside = (2 * 2.0 + norms * 2 + masks) * h / between + _normed_bytes(job, columns, fp32, gathered)
     core = 2.0 * q + 4.0 * kv
     product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
     scores = _score_bytes(job, t)
@@ -80,13 +79,13 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     # Inputs of products in fp8: what q, k, v and the ups read is half as wide; attention keeps its own output beside.
     outside = outside - narrow * 2 * h / gathered
     core = core + narrow * q
-    ffn, product_up, routed = _ffn_bytes(job, columns, t, narrow)
+    ffn, product_up = _ffn_bytes(job, columns, t, narrow)
     whole = outside + core + product + scores + ffn
     if stack.selective_half:
+        routed = shape.moe_share * shape.top_k * 4.0 * h / t
         selective = 2.0 * h / between + core / 2 + product + 2.0 * h / between + product_up + routed
     else:  # all products but the last one, whose output is the layer's own; that of attention before ranks add it up
-        ups = 2.0 if shape.gated else 1.0
-        selective = 2.0 * h / between + core + product + 2.0 * h + ups * product_up + routed
+        selective = 2.0 * h / between + core + product + 2.0 * h + _selective_ffn_bytes(job, columns, t)
     left = {"none": whole, "full": 2.0 * h / between, "attention": whole - scores, "selective": selective}
     kept = np.choose(columns.recompute, [left[name] for name in RECOMPUTES])
     kept = columns.recompute_share * kept + (1 - columns.recompute_share) * whole
@@ -139,17 +138,48 @@ def _score_bytes(job: Job, t: Array) -> Array:
     return each * np.ceil(job.shape.heads / t) * job.seq_len
 
 
-def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Array, Array, Array]:
-    """Bytes per token of the feed-forward part of a mean layer: all, one product that goes up, and what is routed."""
-    shape = job.shape
-    moe = shape.moe_share
-    dense = (1 - moe) * shape.ffn / t
-    experts = moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
-    per = np.where(job.stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
+def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered: Array) -> Array:
+    """Bytes per token of what the two norms of a mean layer give, where it is kept for the products that read it.
+
+    gathered: over how many ranks what such a product reads is divided.
+    """
+    shape, stack = job.shape, job.stack
+    h, moe, compiled = float(shape.hidden), shape.moe_share, columns.compile & stack.lean_graphs
+    if not moe or not stack.wide_router:
+        return np.where(compiled, 0.0, 2 * 2.0 * h / gathered)
+    # Experts read copies of their own; what chooses them reads one in fp32, which under fp32 is the tensor itself.
+    # Shared ones, in a compiled block, keep what they gathered.
+    router = np.where(fp32, 2.0 * h, 4.0 * h + 4.0 * shape.num_experts) / gathered
+    read = np.where(fp32 | (shape.shared_ffn == 0), 0.0, 2.0 * h) / np.where(columns.compile, 1.0, gathered)
+    return np.where(compiled, 0.0, 2.0 * h * (2 - moe) / gathered) + moe * (router + read)
+
+
+def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Array, Array]:
+    """Bytes per token of the feed-forward part of a mean layer: all, and one product that goes up."""
+    shape, stack = job.shape, job.stack
+    dense, experts = _ffn_widths(job, t)
+    per = np.where(stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
     per = per - narrow  # what the down product reads
-    lean = np.where(columns.compile & job.stack.lean_graphs, 4.0 if shape.gated else 2.0, per)
-    routed = moe * shape.top_k * 4.0 * shape.hidden / t
-    return lean * dense + per * experts + routed, 2.0 * (dense + experts), routed
+    lean = np.where(columns.compile & stack.lean_graphs, 4.0 if shape.gated else 2.0, per)
+    apart = (8.0 if shape.gated else 4.0) - narrow if stack.opaque_experts and not stack.fused_mlp else per
+    routed = shape.moe_share * shape.top_k * 4.0 * shape.hidden / t
+    return lean * dense + apart * experts + routed, 2.0 * (dense + experts)
+
+
+def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:
+    """Bytes per token of what selective recompute keeps of it: products that go up, and what each expert gives."""
+    shape = job.shape
+    dense, experts = _ffn_widths(job, t)
+    ups = 2.0 if shape.gated else 1.0
+    given = shape.moe_share * 2.0 * shape.hidden * (shape.top_k + 1) / t  # by each expert, and all of them together
+    seen = ups * 2.0 * experts + given
+    return ups * 2.0 * dense + np.where(columns.compile & job.stack.opaque_experts, 0.0, seen)
+
+
+def _ffn_widths(job: Job, t: Array) -> tuple[Array, Array]:
+    """Columns of the products that go up, of a mean layer on a rank: of dense layers, and of experts."""
+    shape, moe = job.shape, job.shape.moe_share
+    return (1 - moe) * shape.ffn / t, moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
 
 
 def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:

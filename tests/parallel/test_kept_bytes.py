@@ -1,4 +1,4 @@
-"""What compiled blocks keep for backward: bytes as planned, and no input of a product that is cheap to make again."""
+"""What a layer keeps for backward, to the byte almost: eager, recomputed and compiled, as the planner says."""
 
 from __future__ import annotations
 
@@ -18,18 +18,24 @@ from weft.spec.plan import Plan
 
 SEQ = 256
 LLAMA = DecoderSpec(vocab_size=64, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=352, max_seq_len=SEQ)
-SPECS = {"llama": LLAMA, "gpt2": dataclasses.replace(LLAMA, family="gpt2", num_kv_heads=4)}
+SPECS = {
+    "llama": LLAMA,
+    "gpt2": dataclasses.replace(LLAMA, family="gpt2", num_kv_heads=4),
+    "experts": dataclasses.replace(LLAMA, num_experts=4, expert_ffn_dim=176, num_shared_experts=1),
+}
+PLANS = ("dp_replicate=2", "dp_replicate=2 recompute=selective", "dp_shard=2 zero=3", "tp=2", "tp=2 sp=on",
+         "tp=2 sp=on recompute=selective")  # fmt: skip
 
 
 def kept_by_a_layer(plan: str, spec: DecoderSpec) -> int:
     """Bytes that one more layer keeps of a pass, on this rank."""
+    torch._dynamo.reset()
     with compiled_by("lean"):
         counts = [_kept(plan, dataclasses.replace(spec, num_layers=layers)) for layers in (2, 3)]
     return counts[1] - counts[0]
 
 
 def _kept(plan: str, spec: DecoderSpec) -> int:
-    torch._dynamo.reset()
     model = parallelize(build_decoder(spec, seed=0), build_mesh(Plan.parse(plan)))
     ids = torch.zeros(1, SEQ, dtype=torch.int64)
     model(ids)  # the first looks at the blocks
@@ -48,16 +54,17 @@ def _kept(plan: str, spec: DecoderSpec) -> int:
 
 
 @pytest.mark.parametrize("family", SPECS)
-@pytest.mark.parametrize("plan", ["", "tp=2 sp=on", "tp=2"])
-def test_a_layer_keeps_what_the_planner_says(plan, family, request):
-    spec, text = SPECS[family], f"{plan} compile=on precision=bf16"
-    job = Job(shape=Shape.of_decoder(spec), seq_len=SEQ, global_batch=1)
-    parsed = Plan.parse(text)
-    columns = Columns.make(1, microbatch=1, compile=True, tp=parsed.tp, sp=parsed.sp)
-    planned = layer_bytes(job, columns).kept[0]
-    if parsed.tp == 1:
-        found = [kept_by_a_layer(text, spec)]
-    else:
-        found = request.getfixturevalue("ranks2").run(kept_by_a_layer, text, spec)
-    for each in found:
-        assert each == pytest.approx(planned, rel=0.04)
+def test_a_layer_keeps_what_the_planner_says(family, ranks2):
+    spec = SPECS[family]
+    plans = [*PLANS, "dp_shard=2 ep=2 zero=1"] if spec.num_experts else PLANS
+    texts = [f"{plan} precision=bf16{compiled}" for plan in plans for compiled in ("", " compile=on")]
+    job = Job(shape=Shape.of_decoder(spec), seq_len=SEQ, global_batch=2)
+    columns = Columns.of([Plan.parse(text) for text in texts], job)
+    planned = layer_bytes(job, columns).kept / columns.microbatch
+    for found in ranks2.run(kept_by_layers, texts, spec):
+        for text, kept, said in zip(texts, found, planned, strict=True):
+            assert kept == pytest.approx(said, rel=0.02), text
+
+
+def kept_by_layers(plans: list[str], spec: DecoderSpec) -> list[int]:
+    return [kept_by_a_layer(plan, spec) for plan in plans]
