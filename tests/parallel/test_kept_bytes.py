@@ -23,8 +23,9 @@ SPECS = {
     "gpt2": dataclasses.replace(LLAMA, family="gpt2", num_kv_heads=4),
     "experts": dataclasses.replace(LLAMA, num_experts=4, expert_ffn_dim=176, num_shared_experts=1),
 }
-PLANS = ("dp_replicate=2", "dp_replicate=2 recompute=selective", "dp_shard=2 zero=3", "tp=2", "tp=2 sp=on",
-         "tp=2 sp=on recompute=selective")  # fmt: skip
+PLANS = ("dp_shard=2 zero=3", "tp=2", "tp=2 sp=on", "tp=2 sp=on recompute=selective", "dp_replicate=2 compile=on",
+         "tp=2 sp=on compile=on")  # fmt: skip
+OF_EXPERTS = ("dp_shard=2 ep=2 zero=1", "dp_replicate=2 recompute=selective compile=on")
 
 
 def kept_by_a_layer(plan: str, spec: DecoderSpec) -> int:
@@ -56,8 +57,7 @@ def _kept(plan: str, spec: DecoderSpec) -> int:
 @pytest.mark.parametrize("family", SPECS)
 def test_a_layer_keeps_what_the_planner_says(family, ranks2):
     spec = SPECS[family]
-    plans = [*PLANS, "dp_shard=2 ep=2 zero=1"] if spec.num_experts else PLANS
-    texts = [f"{plan} precision=bf16{compiled}" for plan in plans for compiled in ("", " compile=on")]
+    texts = [f"{plan} precision=bf16" for plan in (*PLANS, *(OF_EXPERTS if spec.num_experts else ()))]
     job = Job(shape=Shape.of_decoder(spec), seq_len=SEQ, global_batch=2)
     columns = Columns.of([Plan.parse(text) for text in texts], job)
     planned = layer_bytes(job, columns).kept / columns.microbatch
