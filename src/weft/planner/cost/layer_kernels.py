@@ -84,16 +84,14 @@ class Ends:
 def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
     """Of a decoder's layer, by formulas."""
     shape, tokens = job.shape, cut.tokens
-    gemm_f, dgrad, wgrad = _linears(job, columns, tables, tokens, cut.q, cut.kv, cut.rate)
-    fp8 = columns.precision == PRECISIONS.index("fp8")
-    if job.stack.half_wgrad and fp8.any():
-        wgrad = np.where(fp8, _linears(job, columns, tables, tokens, cut.q, cut.kv, cut.half)[2], wgrad)
+    gemm_f, dgrad, wgrad = _products(job, columns, tables, cut)
     m, n, k = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / columns.tp)))
     last = gemm_s(tables, m, n, k, 1.0, cut.rate) * (shape.dense_share if shape.ffn else 0.0)
     attn_f, attn_b = _attention(job, columns, tables, cut.q, cut.half)
     moved_f, moved_b = _passes(job, columns, tokens, cut.q, cut.kv)
     narrow = columns.precision >= PRECISIONS.index("fp8")
-    quantised = np.where(narrow, 6.0 * tokens * (2 * shape.hidden + cut.q), 0.0)
+    rounded = shape.hidden * (1 + (shape.dense_share if job.stack.half_experts else 1.0)) + cut.q
+    quantised = np.where(narrow, 6.0 * tokens * rounded * (1 - job.half), 0.0)
     fused, routed = job.stack.fused_norm | columns.compile, shape.moe_layers / shape.layers
     calls = np.where(fused, _CALLS_FUSED, _CALLS_EAGER) + 0.0
     calls += routed * np.where(fused, _EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER)
@@ -170,10 +168,24 @@ def own_cut(job: Job, columns: Columns, rate: Array | None = None, half: Array |
     )
 
 
-def _linears(
-    job: Job, columns: Columns, tables: Tables, tokens: Array, q: Array, kv: Array, rate: Array
-) -> tuple[Array, Array, Array]:
-    """Seconds of the layer's matmuls: forward, towards the input, towards the weights."""
+def _products(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> tuple[Array, Array, Array]:
+    """Seconds of the layer's matmuls: forward, towards the input, towards the weights; each in the format it has."""
+    times = _linears(job, columns, tables, cut, cut.rate)
+    fp8 = columns.precision == PRECISIONS.index("fp8")
+    if not fp8.any() or not (job.stack.half_wgrad or job.half):
+        return times
+    slow = _linears(job, columns, tables, cut, cut.half)
+    shares = (job.half, job.half, 1.0 if job.stack.half_wgrad else job.half)
+    forward, dgrad, wgrad = (
+        np.where(fp8, (1 - share) * fast + share * half, fast)
+        for fast, half, share in zip(times, slow, shares, strict=True)
+    )
+    return forward, dgrad, wgrad
+
+
+def _linears(job: Job, columns: Columns, tables: Tables, cut: OwnCut, rate: Array) -> tuple[Array, Array, Array]:
+    """The same with one rate for all products; but for experts' where they are always of the half format."""
+    tokens, q, kv = cut.tokens, cut.q, cut.kv
     shape, t = job.shape, columns.tp.astype(np.float64)
     ups = 2.0 if shape.gated else 1.0
     h = float(shape.hidden)
@@ -198,9 +210,12 @@ def _linears(
     m, n, k, batch = (np.stack([part[i] for part in parts]) for i in range(4))
     share = np.array([part[4] for part in parts])[:, None]
     ramps = np.full((len(parts), 1), tables.gemm_k0)
+    rates = np.broadcast_to(rate, (len(parts), len(tokens))).copy()
     if shape.moe_layers:
         ramps[grouped : grouped + 2] = tables.grouped_k0
-    times = gemm_s(tables, np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m]), batch, rate, ramps)
+        if job.stack.half_experts:
+            rates[grouped:] = cut.half
+    times = gemm_s(tables, np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m]), batch, rates, ramps)
     forward, dgrad, wgrad = (times * share).sum(axis=1)
     return forward, dgrad, wgrad
 

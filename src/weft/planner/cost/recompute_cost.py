@@ -63,12 +63,11 @@ def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
 
 
 def _experts_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
-    """Seconds of what a replay under selective recompute does for experts: tokens travel again, and where it sees
-    nothing of experts, their products are made again."""
+    """Seconds of what a replay under selective recompute does for experts: tokens travel again, and in compiled blocks,
+    where it sees nothing of experts, their products are made again."""
     if not job.stack.opaque_experts or not job.shape.moe_share or isinstance(job.shape, TracedShape):
         return np.zeros(len(columns))
-    unseen = columns.compile | ((columns.zero == 3) & ((columns.ep > 1) | (columns.tp > 1)))
-    return costs.ep_f + np.where(unseen, _work(job, columns).of_experts * costs.gemm_f, 0.0)
+    return costs.ep_f + np.where(columns.compile, _work(job, columns).of_experts * costs.gemm_f, 0.0)
 
 
 def _summed_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:

@@ -46,6 +46,7 @@ class Job:
     seq_len: tokens of a sequence. global_batch: samples of one optimizer step. texts: sequences of a sample, such as
     the two answers of a pair. optimizer: "adamw", "sgd" or "muon". adapter: what is trained in place of all weights;
     None: these. trained: shares of the weights that are trained where groups have lr=0; None: all of them.
+    half: share of the work of linear layers, experts apart, that stays in bf16 under precision=fp8.
     frozen: what a step computes without gradients; None: nothing. documents: what sequences are packed from; None: each
     sequence is one document.
     """
@@ -60,6 +61,7 @@ class Job:
     frozen: FrozenWork | None = None
     trained: TrainedPart | None = None
     documents: DocumentMix | None = None
+    half: float = 0.0
 
     @property
     def turned(self) -> list[tuple[float, float, float]]:

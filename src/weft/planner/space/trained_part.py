@@ -40,7 +40,7 @@ class TrainedPart:
         if all(group.lr != 0 for group in groups):
             return None
         sizes: dict[str, list[float]] = {}
-        for part, name, size in _parameters(spec):
+        for part, name, size in parameters_of(spec):
             trained, all_of_it = sizes.setdefault(part, [0.0, 0.0])
             sizes[part] = [trained + size * (not _is_frozen(name, groups)), all_of_it + size]
         inside = [sizes[f"{layer}"] for layer in range(spec.num_layers)]
@@ -65,8 +65,8 @@ def _is_frozen(name: str, groups: Sequence[OptimizerGroup]) -> bool:
     return own is not None and own.lr == 0
 
 
-def _parameters(spec: DecoderSpec) -> Iterator[tuple[str, str, float]]:
-    """(Part, name, size) of all parameters, as `models/transformer.py` calls them: a test holds them together.
+def parameters_of(spec: DecoderSpec) -> Iterator[tuple[str, str, float]]:
+    """Yield (part, name, size) of all parameters, as `models/transformer.py` calls them: a test holds them together.
 
     The last norm counts to the head.
     """

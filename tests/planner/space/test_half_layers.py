@@ -1,0 +1,58 @@
+"""Layers that stay in bf16 under precision=fp8, as the planner counts them without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from weft.models import build_decoder
+from weft.parallel.layers.float8_layers import choose_float8
+from weft.planner.search import Question
+from weft.planner.search.moves import estimated
+from weft.planner.space.half_layers import half_share
+from weft.spec import DecoderSpec
+from weft.spec.model import decoder_spec
+from weft.spec.plan import Plan
+
+LLAMA = DecoderSpec(vocab_size=64, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=160, max_seq_len=64)
+SPECS = {
+    "llama": LLAMA,
+    "gpt2": dataclasses.replace(LLAMA, family="gpt2", num_kv_heads=4),
+    "experts": dataclasses.replace(LLAMA, num_experts=4, num_shared_experts=1, first_moe_layer=1, expert_ffn_dim=96),
+}
+
+
+@pytest.mark.parametrize("words", [("first:1", "last:2"), ("*.down",), ("blocks.1.attn.*", "*.up")])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_share_is_that_of_the_layers_that_the_runtime_leaves(name, words):
+    model = build_decoder(SPECS[name], seed=0)
+    choose_float8(model, torch.device("cpu"), speaks=False)
+    could = [path for path, module in model.named_modules() if hasattr(module, "_weft_float8")]
+    sizes = {path: model.get_submodule(path).weight.numel() for path in could}
+    left = build_decoder(SPECS[name], seed=0)
+    choose_float8(left, torch.device("cpu"), words, speaks=False)
+    kept = [path for path in could if not hasattr(left.get_submodule(path), "_weft_float8")]
+    share = sum(sizes[path] for path in kept) / sum(sizes.values())
+    assert 0 < share < 1
+    assert half_share(SPECS[name], words) == pytest.approx(share)
+
+
+def test_names_of_transformers_count_too_and_unknown_ones_for_nothing():
+    assert half_share(LLAMA, ["*.down_proj"]) == half_share(LLAMA, ["*.down"])
+    assert half_share(LLAMA, ["*.nothing"]) == half_share(LLAMA, []) == 0
+
+
+def test_products_take_longer_by_what_stays_and_experts_gain_nothing():
+    def gemm_s(question: Question, precision: str) -> float:
+        plan = Plan.parse(f"dp_shard=8 zero=3 accumulation=16 compile=on precision={precision}")
+        return estimated([plan], question)[0].terms["gemm"]
+
+    question = Question.of("llama3-8b", "8xh100")
+    half = dataclasses.replace(question, job=dataclasses.replace(question.job, half=0.5))
+    assert gemm_s(question, "fp8") < gemm_s(half, "fp8") < gemm_s(question, "bf16") == gemm_s(half, "bf16")
+    dense = Question.of(decoder_spec("llama3-8b"), "8xh100")
+    experts = Question.of(dataclasses.replace(decoder_spec("mixtral-8x7b"), num_layers=8), "8xh100")
+    gain, none = (gemm_s(one, "bf16") / gemm_s(one, "fp8") for one in (dense, experts))
+    assert gain > 1.2 > 1.1 > none
