@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.calibrate.stopwatch import Call, Calls
+from weft.calibrate.stopwatch import Call, ColdCalls
 from weft.mesh import Axis
 from weft.models import Block
 from weft.models.attention import rotate, rotation, see_causally
@@ -53,9 +53,9 @@ def _drawn(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.randn(_DRAWN, device=device, dtype=dtype)
 
 
-def copies(make: Callable[[], Call], num_bytes: int) -> Calls:
+def copies(make: Callable[[], Call], num_bytes: int) -> ColdCalls:
     """As many of a probe's calls, each on memory of its own, as make caches cold."""
-    return Calls(make, max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, num_bytes))))
+    return ColdCalls(make, max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, num_bytes))))
 
 
 def _backward(output: Tensor, *inputs: Tensor) -> Call:
@@ -288,7 +288,7 @@ PROBES: dict[str, tuple[Callable[..., Call], Callable[..., int]]] = {
 }
 
 
-def calls_of(op: str, size: tuple[int, ...], place: Place) -> Calls:
+def calls_of(op: str, size: tuple[int, ...], place: Place) -> ColdCalls:
     """The calls that measure an operation at a size."""
     make, values = PROBES[op]
     return copies(lambda: make(place, *size), values(*size) * place.dtype.itemsize)

@@ -27,7 +27,7 @@ class Timing:
     spread: float
 
 
-class Calls:
+class ColdCalls:
     """The same work on so many pieces of memory, made when they are asked for: making them takes longer than calling.
 
     most: how many there are.
@@ -51,7 +51,7 @@ class Stopwatch:
     device: torch.device
     window_s: float
 
-    def time(self, calls: Calls) -> Timing:
+    def time(self, calls: ColdCalls) -> Timing:
         """Call each of `calls` in turn, again and again: on other memory, so that caches stay cold."""
         for call in calls.first(2):
             call()

@@ -9,7 +9,7 @@ from weft.planner import estimate
 from weft.planner.cost.machine import Tables
 from weft.planner.search import Question
 from weft.planner.space import Columns
-from weft.planner.space.trained_part import TrainedPart, _parameters
+from weft.planner.space.trained_part import TrainedPart, parameters_of
 from weft.spec import DecoderSpec, decoder_spec
 from weft.spec.config import OptimizerGroup
 from weft.spec.plan import Plan
@@ -45,7 +45,7 @@ def test_names_and_sizes_are_those_of_the_model(name: str) -> None:
     with torch.device("meta"):
         model = Decoder(SPECS[name])
     wanted = {name: float(param.numel()) for name, param in model.named_parameters()}
-    assert {name: size for _, name, size in _parameters(SPECS[name])} == wanted
+    assert {name: size for _, name, size in parameters_of(SPECS[name])} == wanted
 
 
 def test_shares_of_usual_ways_to_freeze() -> None:

@@ -16,7 +16,6 @@ from weft.planner.measured import Profile, here, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
 from weft.planner.search.verdicts import Verdicts
 from weft.planner.space import Job, Shape, Space, Stack
-from weft.planner.space.half_layers import half_share
 from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, common_divisors
 from weft.spec.cluster import device_by_torch_name
 from weft.spec.plan import AXES, PLAN_FIELDS, Plan, split_plan
@@ -179,7 +178,7 @@ def _job(planned: PlannedModel, seq_len: int, global_batch: int) -> Job:
     )
     if planned.config is None or planned.traced is not None:
         return job
-    job = replace(job, half=half_share(planned.spec, planned.config.train.bf16_layers))
+    job = job.with_half_layers(planned.spec, planned.config.train.bf16_layers)
     return job.with_groups(planned.spec, planned.config.optimizer.groups)
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from weft.planner.space.adapter_size import AdapterSize, attention_products, feed_forward_products
 from weft.planner.space.document_mix import DocumentMix
 from weft.planner.space.frozen_work import FrozenWork
+from weft.planner.space.half_layers import half_share
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
 from weft.planner.space.traced_shape import TracedShape
@@ -88,6 +89,10 @@ class Job:
         spec: of the decoder, one of Weft's own.
         """
         return self if self.adapter is not None else replace(self, trained=TrainedPart.of(spec, groups))
+
+    def with_half_layers(self, spec: DecoderSpec, words: Sequence[str]) -> Job:
+        """Return the job with those of a decoder's layers in bf16 that `train.bf16_layers` names."""
+        return replace(self, half=half_share(spec, words))
 
     @property
     def turning_products(self) -> list[tuple[float, float, float, float]]:
