@@ -113,7 +113,7 @@ def test_descent_and_annealing_only_improve_and_stay_legal():
     question = Question.of("llama3-8b", "8xa100", seq_len=4096, global_batch=64, built_only=False, most_plans=20_000)
     slow = [one for one in answer(question) if one.plan.recompute == "full"][-3:]
     slowest = min(one.step_s for one in slow)
-    for found in (descend(slow, question), anneal(slow, question, 0.3)):
+    for found in (descend(slow, question, len(slow)), anneal(slow, question, 0.3)):
         assert min(one.step_s for one in found) < slowest
         for one in found:
             assert not check(one.plan, question.facts, LASTING)

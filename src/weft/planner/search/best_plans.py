@@ -33,8 +33,8 @@ _KEPT, _KEPT_OF_CELL = 256, 4
 _COUNTED = 8
 #: A space of so many times the limit takes several steps at once; from so many devices on a part of it is asked first.
 _FAR, _MANY_DEVICES = 2 * _COUNTED, 64
-#: Plans from which the descent starts: of the best cells, and of the best ways to run one.
-_CELLS, _KINDS = 6, 4
+#: Plans from which the descent starts: of the best cells, on few devices and on many, and of the best ways to run one.
+_CELLS, _KINDS = (6, 10), 4
 #: Layouts whose pipelines are run on a clock.
 _CLOCKED = 12
 #: What a plan has to be over another with the same pipeline to be run on a clock of its own.
@@ -85,9 +85,10 @@ def _refined(ranked: list[Candidate], question: Question) -> list[Candidate]:
     cells: dict[tuple[int, int, int], Candidate] = {}
     for one in ranked:
         cells.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
-    first = [*list(cells.values())[:_CELLS], *_kinds(ranked)[:_KINDS]]
+    num_cells = _CELLS[question.cluster.num_devices > _MANY_DEVICES]
+    first = [*list(cells.values())[:num_cells], *_kinds(ranked)[:_KINDS]]
     starts = list({one.plan: one for one in [*first, *cells.values(), *layouts(ranked)]}.values())
-    found = descend(starts, question)
+    found = descend(starts, question, num_cells + _KINDS)
     found += anneal([*found, *starts], question, question.refine_s)
     merged = {one.plan: one for one in [*ranked, *found]}
     return _with_clock(sorted(merged.values(), key=lambda one: one.step_s), question)

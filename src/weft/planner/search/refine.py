@@ -21,14 +21,14 @@ from weft.planner.search.plan_rows import PLACES, Row, differing, plan_of, row_o
 from weft.planner.search.question import Question
 from weft.spec.plan import PLAN_FIELDS, Plan
 
-#: Plans from which the descent starts, and how often each may move.
-_STARTS, _ROUNDS = 10, 10
+#: How often each plan of the descent may move.
+_ROUNDS = 10
 #: Neighbours that might be faster with other recompute and offload: how many of a plan, the best of how many kinds of
 #: change besides, and of how many plans.
 _TEMPTING, _OF_KINDS, _ROOMY = 4, 8, 2
 #: Layouts whose best plan is tried with all steps of recompute and offload when the descent is at its end: of all, and
-#: of those without a pipeline, where offload gains most.
-_FINE, _WHOLE = 4, 3
+#: of those without a pipeline, where offload gains most; and plans of these by what they would take without either.
+_FINE, _WHOLE, _BARE = 4, 3, 5
 _CHAINS = 4
 _HOT, _COLD = 0.02, 0.0005
 #: A change that gains less than this is not worth words in the plan.
@@ -53,30 +53,37 @@ class Neighbour:
         return self.found.candidate(self.place, plan_of(self.row))
 
 
-def descend(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
-    """The plans that are reached from the starts by taking the best change until none helps.
+def descend(starts: Sequence[Candidate], question: Question, count: int) -> list[Candidate]:
+    """The plans that are reached from the first starts, so many, by taking the best change until none helps.
 
     A change is a single one, or one together with another recompute or offload, which give memory back for time. Of the
-    best plans of some layouts these are tried together in small steps, with the smallest microbatch too, which needs
-    the least memory; and the descent goes on from there.
+    best plans of some layouts, and of those that would be best if memory were no limit, these are tried together in
+    small steps, with the smallest microbatch too, which needs the least memory; and the descent goes on from there.
     """
-    starts = list(starts)
-    found = _descent(starts, question)
+    found = _descent(starts[:count], question)
     layouts: dict[tuple[int, int, int], Candidate] = {}
     for one in sorted((*starts, *found), key=lambda one: one.step_s):
         layouts.setdefault((one.plan.pp, one.plan.tp, one.plan.cp), one)
-    whole = [one for (stages, _, _), one in layouts.items() if stages == 1]
-    best = list({one.plan: one for one in [*list(layouts.values())[:_FINE], *whole[:_WHOLE]]}.values())
+    whole = [one for one in layouts.values() if one.plan.pp == 1]
+    best = [*list(layouts.values())[:_FINE], *whole[:_WHOLE]]
+    roots = [*((one, plan) for one in best for plan in _by_microbatch(one)), *_fastest_bare(whole, question)]
+    roots = list({plan: (one, plan) for one, plan in roots}.values())
     better: list[Candidate] = []
-    nearby = _estimated(
-        [[row for plan in _by_microbatch(one) for row in with_room(plan, question, fine=True)] for one in best],
-        question,
-    )
-    for one, finer in zip(best, nearby, strict=True):
+    nearby = _estimated([list(with_room(plan, question, fine=True)) for _, plan in roots], question)
+    for (one, _), finer in zip(roots, nearby, strict=True):
         worth = [each for each in finer if _is_better(each, one) and each.fits >= question.fits]
         if worth:
             better.append(min(worth, key=lambda each: each.step_s).candidate())
     return [*found, *better, *_descent(sorted(better, key=lambda one: one.step_s), question)] if better else found
+
+
+def _fastest_bare(layouts: Sequence[Candidate], question: Question) -> list[tuple[Candidate, Plan]]:
+    """Of some layouts, those that would be fastest if memory were no limit, each with the plan to begin from."""
+    plans = [(one, plan) for one in layouts for plan in _by_microbatch(one)]
+    rows = [_without_room(row_of(plan)) for _, plan in plans]
+    bare = _estimated([rows], question)[0]
+    order = sorted(zip(bare, plans, strict=True), key=lambda each: each[0].step_s)
+    return [each for _, each in order[:_BARE]]
 
 
 def _by_microbatch(one: Candidate) -> list[Plan]:
@@ -90,7 +97,7 @@ def _by_microbatch(one: Candidate) -> list[Plan]:
 def _descent(starts: Iterable[Candidate], question: Question) -> list[Candidate]:
     tried: set[Row] = set()
     found: dict[Plan, Candidate] = {}
-    active = [one for one, _ in zip(starts, range(_STARTS), strict=False)]
+    active = list(starts)
     for _ in range(_ROUNDS):
         if not active:
             break
