@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tests.memory.links import LateLink
 from tests.parity.cases import GPT2, LLAMA, PackedCase, cases
 from tests.parity.families import FAMILIES, FamilyCase, shape_of
-from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase, hugging_face_moe_cases, moe_cases
+from tests.parity.moe_cases import MOE, MoECase, hugging_face_moe_cases, moe_cases
 from weft.memory import activations, offload
 from weft.memory.pool import HostPool
 from weft.spec import DecoderSpec
@@ -206,9 +206,8 @@ def differing(cells: Sequence[Cell], known: dict[str, Subject], references: Refe
 
 
 class References(dict[Case, ParityResult]):
-    """What PyTorch alone computes, made when it is asked for; one process of Weft, where its step balances experts."""
+    """What PyTorch alone computes, made when it is asked for."""
 
     def __missing__(self, case: Case) -> ParityResult:
-        is_balanced = isinstance(case, (MoECase, HuggingFaceMoECase))
-        self[case] = train_case("precision=fp64", case) if is_balanced else train_plain(case)
+        self[case] = train_plain(case)
         return self[case]

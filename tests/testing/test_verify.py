@@ -105,6 +105,16 @@ def test_what_the_loss_does_not_reach_is_said(shared_ranks):
     assert "2 of 8 parameters have no gradient in the last step; the first is unused.weight" in verifier.notes
 
 
+@pytest.mark.parametrize("balance", ["aux_loss", "bias"])
+def test_wefts_own_experts_pass(balance, shared_ranks, tmp_path):
+    (tmp_path / "run.toml").write_text(f"[model]\nname = 'moe-tiny'\nbalance = '{balance}'\nbalance_rate = 0.1\n")
+    verdict = verdict_of(
+        str(tmp_path / "run.toml"), "dp_shard=2 ep=2 zero=1 recompute=selective", replace(SMALL, seq_len=16)
+    )
+    assert verdict.passed, verdict
+    assert verdict.max_rel_diff < 1e-10
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_hugging_face_models_with_experts_pass(dtype, shared_ranks, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))

@@ -13,7 +13,8 @@ from torch import nn
 from weft.comm import Ledger
 from weft.mesh import build_mesh
 from weft.models import build_decoder
-from weft.parallel import data_parallel, parallelize
+from weft.parallel import ExpertBalance, data_parallel, parallelize
+from weft.parallel.expert import balanced_routers
 from weft.parallel.zero.flat import FlatModel
 from weft.spec import DecoderSpec, shares
 from weft.spec.plan import Plan
@@ -272,19 +273,25 @@ def several_buckets(model: nn.Module) -> Iterator[None]:
 def train_plain(case: Case) -> ParityResult:
     """Train `case` on this process with nothing of Weft in it: what PyTorch alone computes of the whole batch.
 
-    A parameter that the loss does not reach has a zero gradient, as under every plan.
+    A parameter that the loss does not reach has a zero gradient, as under every plan. Routers that balance their
+    experts do that here too: it belongs to the model's step.
     """
     model = case.model()
+    balance = ExpertBalance(model, build_mesh(Plan())) if any(balanced_routers(model)) else None
     optimizer = case.optimizer_of(model)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     result = ParityResult()
     model.train()
     for index in range(case.num_steps):
         batch = case.batch(index)
+        if balance is not None:
+            balance.begin(1.0)
         loss_sum, num_tokens = case.loss(case.forward(model, batch), batch)
         # Divided after backward, as under every plan: inside some float64 models are float32 parts, and what those
         # round depends on the scale.
         loss_sum.backward()
+        if balance is not None:
+            balance.start()
         for param in params.values():
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad / num_tokens
         limit = case.max_grad_norm or float("inf")
@@ -294,6 +301,8 @@ def train_plain(case: Case) -> ParityResult:
         result.grads = {name: param.grad.clone() for name, param in params.items() if param.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
+        if balance is not None:
+            balance.finish(moved=True)
     result.weights = {name: param.detach().clone() for name, param in params.items()}
     return result
 

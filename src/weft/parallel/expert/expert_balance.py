@@ -93,7 +93,7 @@ def _gathered(x: Tensor, axis: Axis) -> list[Tensor]:
 
 
 def balanced_routers(model: nn.Module) -> Iterator[Router | ForeignRouter]:
-    """Routers that count what they choose: the project's, and those that `balance_routers` was called for."""
+    """Yield routers that count what they choose: the project's, and those that `balance_routers` was called for."""
     return (module for module in model.modules() if isinstance(module, Router | ForeignRouter))
 
 
