@@ -24,6 +24,7 @@ import weft
 from weft.models import build_decoder
 from weft.spec.model import decoder_spec
 from weft.structure import repeated_blocks
+from weft.testing.memory import saved_bytes
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.units import format_bytes
 
@@ -61,18 +62,7 @@ class Rival:
 
     def kept(self) -> int:
         """Bytes of what autograd keeps of one forward."""
-        known = {tensor.untyped_storage()._cdata for tensor in self.model.parameters()}
-        found: dict[int, torch.UntypedStorage] = {}
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                found[storage._cdata] = storage
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            model_forward(self.model, self.batch)
-        return sum(storage.nbytes() for storage in found.values())
+        return saved_bytes(lambda: model_forward(self.model, self.batch), self.model.parameters())
 
 
 def main() -> None:

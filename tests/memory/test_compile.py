@@ -14,6 +14,7 @@ from weft.parallel.parallelize import compile_blocks
 from weft.spec.plan import Plan
 from weft.structure import repeated_blocks
 from weft.testing.graphs import counted_graphs
+from weft.testing.memory import saved_bytes
 
 
 def compiled(name: str, setting: str, backend: str):
@@ -64,18 +65,7 @@ def test_a_compiled_block_keeps_less(setting, most):
         torch._dynamo.reset()
         model, call = compiled("llama", setting, "aot_eager")
         call(model).sum().backward()
-        known = {tensor.untyped_storage()._cdata for tensor in model.parameters()}
-        found = {}
-
-        def keep(tensor):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in known:
-                found[storage._cdata] = storage
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            call(model)
-        return sum(storage.nbytes() for storage in found.values())
+        return saved_bytes(lambda: call(model), model.parameters())
 
     assert kept(setting) < most * kept("none")
 

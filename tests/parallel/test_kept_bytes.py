@@ -15,6 +15,7 @@ from weft.planner.cost.memory.layer_memory import layer_bytes
 from weft.planner.space import Columns, Job, Shape
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
+from weft.testing.memory import saved_bytes
 
 SEQ = 256
 LLAMA = DecoderSpec(vocab_size=64, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=352, max_seq_len=SEQ)
@@ -40,18 +41,7 @@ def _kept(plan: str, spec: DecoderSpec) -> int:
     model = parallelize(build_decoder(spec, seed=0), build_mesh(Plan.parse(plan)))
     ids = torch.zeros(1, SEQ, dtype=torch.int64)
     model(ids)  # the first looks at the blocks
-    known = {tensor.untyped_storage()._cdata for tensor in model.parameters()}
-    found: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            found[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(ids)
-    return sum(storage.nbytes() for storage in found.values())
+    return saved_bytes(lambda: model(ids), model.parameters())
 
 
 @pytest.mark.parametrize("family", SPECS)

@@ -309,8 +309,8 @@ def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> t
     rotary = 0.0 if shape.learned_positions else np.where(stack.fused_rope | columns.compile, 4.0, 18.0)
     turned = rotary * (q + kv) + 4.0 * (0.0 if stack.flash else 1.0) * (q + 2 * kv)
     dense = shape.dense_share
-    width = dense * shape.ffn / t + (1 - dense) * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
+    width = sum(shape.ffn_widths(t))
     moved = (1 - dense) * 4 * 4.0 * shape.top_k * h / t  # permute and unpermute: each reads and writes
     forward = between_f + act_f * width + turned + moved
-    backward = between_b + act_b * width + again * dense * shape.ffn / t + turned + moved
+    backward = between_b + act_b * width + again * shape.ffn_widths(t)[0] + turned + moved
     return tokens * forward, tokens * backward

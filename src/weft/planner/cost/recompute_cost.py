@@ -180,9 +180,8 @@ class _Work(NamedTuple):
 def _work(job: Job, columns: Columns) -> _Work:
     shape, t = job.shape, columns.tp.astype(np.float64)
     q, kv = shape.cut_widths(t)
-    moe, ups, h = shape.moe_share, 2.0 if shape.gated else 1.0, float(shape.hidden)
-    dense = (1 - moe) * shape.ffn / t
-    experts = moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
+    ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
+    dense, experts = shape.ffn_widths(t)
     total = h * (2 * q + 2 * kv) + (ups + 1) * h * (dense + experts)
     return _Work(dense, experts, total, (ups + 1) * h * experts / total)
 

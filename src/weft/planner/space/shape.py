@@ -29,6 +29,13 @@ class Shape(DecoderWidths):
         """Return the widths of queries and of keys on one of `t` tensor-parallel ranks (numbers or numpy arrays)."""
         return np.ceil(self.heads / t) * self.head_dim, np.ceil(self.kv_heads / t) * self.head_dim
 
+    def ffn_widths(self, t: Any) -> tuple[Any, Any]:
+        """Return the columns of one product that goes up, of a mean layer on one of `t` tensor-parallel ranks.
+
+        Those of dense feed-forward parts, and those of the experts that a token visits with the shared ones.
+        """
+        return self.dense_share * self.ffn / t, self.moe_share * (self.top_k * self.expert_ffn + self.shared_ffn) / t
+
     @property
     def crossings(self) -> float:
         """Tensors of a token that go from a stage of a pipeline to the next."""

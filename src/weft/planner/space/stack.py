@@ -35,7 +35,7 @@ class Stack:
     norm's output, the product of a gated layer. Backward makes it again (else it is kept).
     wide_router: what chooses experts reads its input in fp32, and keeps it.
     opaque_experts: compiled blocks hold experts as one operator, which runs as it stands, and of which selective
-    recompute sees nothing; nor does it where zero=3 gathers them apart (else they are like the other layers).
+    recompute sees nothing (else they are like the other layers).
     selective_half: selective recompute makes every second product again (else none: it keeps them all).
     replay_stops: full recompute ends before a layer's last product, whose result backward does not ask for, and the sum
     after it (else it makes the whole forward again).

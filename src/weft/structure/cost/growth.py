@@ -20,7 +20,7 @@ from weft.spec import TracedModel
 from weft.spec.traced import DividedBytes, Growth, Matmul, TracedAttention, TracedLayer
 from weft.structure.cost.kernel_recorder import KernelRecorder, Row
 from weft.structure.cost.layer_runs import Layers
-from weft.structure.cost.part_bytes import Measured, PartOfRun, PartReader
+from weft.structure.cost.part_bytes import Measured, PartOfRun, PartReader, makers_of
 from weft.structure.dry_run import is_named
 from weft.structure.layers import stored_weight
 
@@ -141,9 +141,9 @@ def _run(model: nn.Module, outline: Outline, weights: set[int], call: Callable[[
             f"Its operations must not depend on values: give a folder with its config.json, or another example"
         ) from error
     _count_params(model, outline, recorder, layers.parts)
-    passed = {key for part in layers.parts.values() for key in part.inputs}
+    makers = makers_of(recorder, {key for part in layers.parts.values() for key in part.inputs})
     measured = {
-        number: PartReader(recorder, number, part, weights, passed).measure()
+        number: PartReader(recorder, number, part, weights, makers).measure()
         for number, part in layers.parts.items()
         if any(row.part == number for row in recorder.rows)
     }

@@ -35,15 +35,26 @@ class Measured:
     kernels: tuple[int, int]
 
 
+def makers_of(recorder: KernelRecorder, passed: Set[int]) -> dict[int, int]:
+    """The part that made each storage in forward, but for `passed`, which layers got as activations.
+
+    What one part makes and another keeps, such as rotary tables, is kept once, by the one that made it.
+    """
+    found: dict[int, int] = {}
+    for row in recorder.rows:
+        if not row.backward:
+            found |= dict.fromkeys(row.writes.keys() - found.keys() - passed, row.part)
+    return found
+
+
 class PartReader:
     """Reads one part's rows.
 
-    ignored: storages of parameters, buffers and the model's inputs. passed: those that some layer got as activations;
-    what else one part makes and another keeps, such as rotary tables, is kept once by the one that made it.
+    ignored: storages of parameters, buffers and the model's inputs. makers: see `makers_of`.
     """
 
     def __init__(
-        self, recorder: KernelRecorder, number: int, part: PartOfRun, ignored: set[int], passed: Set[int] = frozenset()
+        self, recorder: KernelRecorder, number: int, part: PartOfRun, ignored: set[int], makers: Mapping[int, int]
     ):
         self.recorder, self.part, self.ignored = recorder, part, ignored
         self.rows = [row for row in recorder.rows if row.part == number]
@@ -54,10 +65,6 @@ class PartReader:
         for row in self.forward:
             for key in row.writes:
                 self.maker.setdefault(key, row)
-        makers: dict[int, int] = {}
-        for row in recorder.rows:
-            if not row.backward:
-                makers |= dict.fromkeys(row.writes.keys() - makers.keys() - passed, row.part)
         self.saved = {
             key: each
             for key, each in recorder.saved.items()

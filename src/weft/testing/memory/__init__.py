@@ -9,10 +9,12 @@ from weft.lazy import loads
 __all__ = [
     "LiveTensors",
     "peak_of_step",
+    "saved_bytes",
 ]
 
 if TYPE_CHECKING:
     from weft.testing.memory.live_tensors import LiveTensors
+    from weft.testing.memory.saved_tensors import saved_bytes
     from weft.testing.memory.step_bytes import peak_of_step
 
 __getattr__ = loads(
@@ -20,5 +22,6 @@ __getattr__ = loads(
     {
         "LiveTensors": ".live_tensors",
         "peak_of_step": ".step_bytes",
+        "saved_bytes": ".saved_tensors",
     },
 )

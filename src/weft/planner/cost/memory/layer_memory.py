@@ -157,7 +157,7 @@ def _normed_bytes(job: Job, columns: Columns, fp32: NDArray[np.bool_], gathered:
 def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Array, Array]:
     """Bytes per token of the feed-forward part of a mean layer: all, and one product that goes up."""
     shape, stack = job.shape, job.stack
-    dense, experts = _ffn_widths(job, t)
+    dense, experts = shape.ffn_widths(t)
     per = np.where(stack.fused_mlp | columns.compile, 6.0, 8.0) if shape.gated else np.full_like(t, 4.0)
     per = per - narrow  # what the down product reads
     lean = np.where(columns.compile & stack.lean_graphs, 4.0 if shape.gated else 2.0, per)
@@ -169,17 +169,11 @@ def _ffn_bytes(job: Job, columns: Columns, t: Array, narrow: Array) -> tuple[Arr
 def _selective_ffn_bytes(job: Job, columns: Columns, t: Array) -> Array:
     """Bytes per token of what selective recompute keeps of it: products that go up, and what each expert gives."""
     shape = job.shape
-    dense, experts = _ffn_widths(job, t)
+    dense, experts = shape.ffn_widths(t)
     ups = 2.0 if shape.gated else 1.0
     given = shape.moe_share * 2.0 * shape.hidden * (shape.top_k + 1) / t  # by each expert, and all of them together
     seen = ups * 2.0 * experts + given
     return ups * 2.0 * dense + np.where(columns.compile & job.stack.opaque_experts, 0.0, seen)
-
-
-def _ffn_widths(job: Job, t: Array) -> tuple[Array, Array]:
-    """Columns of the products that go up, of a mean layer on a rank: of dense layers, and of experts."""
-    shape, moe = job.shape, job.shape.moe_share
-    return (1 - moe) * shape.ffn / t, moe * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
 
 
 def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:

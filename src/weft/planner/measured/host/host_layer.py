@@ -222,7 +222,7 @@ def _passes(job: Job, columns: Columns, clock: CrowdedLaws, tokens: Array, q: Ar
     if not shape.learned_positions:
         total = total + clock.passes("rope", tokens, q) + clock.passes("rope", tokens, kv)
     dense = shape.dense_share
-    width = dense * shape.ffn / t + (1 - dense) * (shape.top_k * shape.expert_ffn + shape.shared_ffn) / t
+    width = sum(shape.ffn_widths(t))
     total = total + clock.passes("swiglu" if shape.gated else "gelu", tokens, width)
     if shape.moe_layers:
         total = total + (1 - dense) * 4 * clock.of("copy", tokens * shape.top_k / t, h)
