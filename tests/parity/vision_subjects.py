@@ -82,5 +82,12 @@ def vgg() -> tuple[nn.Module, Any, Any]:
     return build_image_model("vgg11_bn", CLASSES, 32), _batch_of_rows, _cross_entropy
 
 
+def vit_tiny() -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(5)
+    model = build_image_model("vit-tiny", CLASSES, 32)
+    nn.init.normal_(model.classifier.weight)
+    return model, _batch_of_rows, _cross_entropy
+
+
 def _cross_entropy(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, int]:
     return nn.functional.cross_entropy(output, batch[1], reduction="sum"), len(output)

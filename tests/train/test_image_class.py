@@ -19,7 +19,7 @@ from weft.spec import RunConfig
 from weft.train import prepare_run, run_rank
 from weft.train.tasks import find_task
 
-#: Parameters of torchvision's networks with 1000 classes.
+#: Parameters of the published networks with 1000 classes.
 PUBLISHED = {
     "resnet18": 11_689_512,
     "resnet34": 21_797_672,
@@ -28,6 +28,8 @@ PUBLISHED = {
     "vgg11_bn": 132_868_840,
     "vgg16": 138_357_544,
     "vgg16_bn": 138_365_992,
+    "vit-tiny": 5_717_416,
+    "vit-base": 86_567_656,
 }
 
 

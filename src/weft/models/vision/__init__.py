@@ -1,4 +1,4 @@
-"""Networks for images, with the parameter names of torchvision."""
+"""Networks for images, with the parameter names of torchvision, and of transformers for vision transformers."""
 
 from __future__ import annotations
 

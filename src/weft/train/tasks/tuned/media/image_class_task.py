@@ -1,4 +1,4 @@
-"""Classification of pictures: folders of classes, networks with torchvision's names, crops that follow the sample."""
+"""Classification of pictures: folders of classes, networks by name, crops that follow the sample."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ class ImageClassTask(MediaTask):
     """Trains a network to name the class of a picture.
 
     data: a folder with a folder of pictures for each class; or records: a file, a folder or a glob of .tar shards,
-    .jsonl or .parquet files, whose columns `picture` and `label` are found by the usual names. eval: the same for other
-    pictures of these classes; by default a share `holdout` of the pictures. model: resnet18, resnet34, resnet50, vgg11,
-    vgg16 ("vgg16_bn": with batch norm). side: pictures become squares of so many pixels. augment: crop and mirror at
-    random, by (seed, epoch, picture). colour: change brightness, contrast and saturation by up to this share. noise:
-    deviation of what is added to each value of 0 to 255. weights: a safetensors file with torchvision's names to start
-    from; a head for other classes starts new.
+    .jsonl or .parquet files, whose columns `picture` and `label` are found by the usual names. eval: the same for
+    other pictures of these classes; by default a share `holdout` of the pictures. model: resnet18, resnet34,
+    resnet50, vgg11, vgg16 ("vgg16_bn": with batch norm), vit-tiny, vit-base. side: pictures become squares of so many
+    pixels. augment: crop and mirror at random, by (seed, epoch, picture). colour: change brightness, contrast and
+    saturation by up to this share. noise: deviation of what is added to each value of 0 to 255. weights: a
+    safetensors file with torchvision's names, or those of transformers for vit-*, to start from; a head for other
+    classes starts new.
     """
 
     data: str
