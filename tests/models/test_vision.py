@@ -56,10 +56,10 @@ def test_a_vision_transformer_gives_what_transformers_gives():
     own = build_image_model("vit-tiny", 7, 32).double()
     torch.manual_seed(2)
     with torch.no_grad():
-        own.classifier.weight.normal_()
+        own.get_parameter("classifier.weight").normal_()
     config = transformers.ViTConfig(
-        hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768, image_size=32, patch_size=4,
-        num_labels=7, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768, image_size=32,
+        patch_size=4, num_labels=7, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     published = transformers.ViTForImageClassification(config).double()
     # Files are read as transformers reads them: names inside its model differ between its releases.
@@ -69,5 +69,7 @@ def test_a_vision_transformer_gives_what_transformers_gives():
 
 
 def test_a_picture_that_squares_do_not_divide_is_refused():
-    with pytest.raises(ModelError, match=r"^side=100: vit-base cuts a picture into squares of 16 pixels\. Use a multip"):
+    with pytest.raises(
+        ModelError, match=r"^side=100: vit-base cuts a picture into squares of 16 pixels\. Use a multip"
+    ):
         build_image_model("vit-base", 10, 100)

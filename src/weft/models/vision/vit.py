@@ -1,4 +1,4 @@
-"""Transformers over squares of a picture, of Dosovitskiy et al. 2020 (arXiv 2010.11929), with transformers' parameter names.
+"""Vision transformers, of Dosovitskiy et al. 2020 (arXiv 2010.11929), with the parameter names of transformers.
 
 So published files such as those of google/vit-base-patch16-224 fill them. Letters: B batch, S pixels to a side,
 T squares and one token for the class, D width, N heads, H head width, K classes.
@@ -102,7 +102,7 @@ class _Trunk(nn.Module):
 
     def forward(self, x_B3SS: Tensor) -> Tensor:
         x_BTD = self.embeddings(x_B3SS)
-        for block in self.encoder["layer"]:
+        for block in self.encoder["layer"].children():
             x_BTD = block(x_BTD)
         return self.layernorm(x_BTD)
 
