@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -187,3 +188,17 @@ def test_rounded_moments_take_less_memory(on_host, tmp_path):
         )
         found.append(float(memory["optimizer"][0]))
     assert found[1:] == pytest.approx([found[0] * 8 / 12, found[0] * 6 / 12])
+
+
+def test_a_scale_a_row_multiplies_slower_than_one_scale(tmp_path):
+    step = {}
+    for recipe in ("rowwise", "tensorwise"):
+        path = tmp_path / f"{recipe}.toml"
+        path.write_text(f'[model]\nname = "tiny"\n[train]\nfp8_recipe = "{recipe}"\n')
+        asked = Question.of(str(path), "8xh100")
+        plans = [Plan.parse(f"dp_shard=8 zero=1 precision={name} compile=on") for name in ("bf16", "fp8")]
+        job = replace(asked.job, shape=read_model("llama3-8b").shape)
+        found = estimate(job, asked.cluster, Columns.of(plans, job), Tables.of(asked.cluster.device))
+        step[recipe] = found.step_s
+    assert step["rowwise"][0] == step["tensorwise"][0]  # bf16 has no scales
+    assert step["tensorwise"][1] < step["rowwise"][1] < step["rowwise"][0]

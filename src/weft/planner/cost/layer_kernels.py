@@ -41,7 +41,8 @@ class OwnCut:
 def cut_of(job: Job, columns: Columns, tables: Tables) -> OwnCut:
     shape, t = job.shape, columns.tp.astype(np.float64)
     # Each narrower format reaches a smaller share of its peak.
-    gains = {"fp8": tables.fp8_gain, "fp4": tables.fp8_gain**2}
+    rows = tables.fp8_row_share if job.stack.row_scales else 1.0
+    gains = {"fp8": tables.fp8_gain * rows, "fp4": tables.fp8_gain**2}
     rates = [tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS]
     halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
     q, kv = shape.cut_widths(t)

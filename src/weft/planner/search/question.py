@@ -197,9 +197,11 @@ def _packed(job: Job, text: str | None, planned: PlannedModel, profile: Profile 
 
 
 def _stack(planned: PlannedModel) -> Stack:
-    """Weft's software, with the states that the config asks for."""
-    states = "fp32" if planned.config is None else planned.config.optimizer.states
-    weft = Stack(half_wgrad=True, half_experts=True)
+    """Weft's software, with the states and the scales of float8 that the config asks for."""
+    config = planned.config
+    states = "fp32" if config is None else config.optimizer.states
+    by_row = config is None or config.train.fp8_recipe == "rowwise"
+    weft = Stack(half_wgrad=True, half_experts=True, row_scales=by_row)
     return weft if states == "fp32" else replace(weft, main_bytes={"bf16": 8.0, "fp8": 6.0}[states])
 
 

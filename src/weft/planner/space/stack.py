@@ -45,7 +45,8 @@ class Stack:
     many of its experts are there. fp8_inputs: with fp8, products keep their inputs for backward in fp8.
     fp8_gather: with fp8, weights that are gathered travel in it too. half_wgrad: with fp8, gradients of weights are
     products of the half format, as in Weft. half_experts: with fp8, products of stacked experts, and what chooses them,
-    are of the half format, as in Weft. vocab_multiple: the vocabulary is padded to it, times tp.
+    are of the half format, as in Weft. row_scales: with fp8, each token and each output feature has a scale of its own,
+    as in Weft by default (else one scale a tensor). vocab_multiple: the vocabulary is padded to it, times tp.
     balanced_stages: layers are split over a pipeline so that embedding and head count as the layers that they cost.
     bucket_params: parameters whose gradients travel together, or bucket_params_per_rank for each rank that shares them
     where that is more. bucket_bytes: buffers beside the gradients, in which they and the parameters travel under ZeRO 1
@@ -94,6 +95,7 @@ class Stack:
     fp8_gather: bool = False
     half_wgrad: bool = False
     half_experts: bool = False
+    row_scales: bool = False
     vocab_multiple: int = 1
     balanced_stages: bool = False
     bucket_params: float = bucket_bytes("cuda") // 4

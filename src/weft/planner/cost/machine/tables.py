@@ -44,6 +44,7 @@ class Tables:
     grouped_k0: float
     tile_power: float
     fp8_gain: float
+    fp8_row_share: float
     attn_fwd: float
     attn_bwd: float
     attn_s0: float
