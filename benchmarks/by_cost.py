@@ -3,11 +3,11 @@
     python benchmarks/by_cost.py FOLDER [--samples 1500] [--rounds 2]
 
 FOLDER: Debian's tuxpaint-stamps-default, unpacked: pictures with captions and spoken captions in many languages.
-omni-tiny learns to write the caption after picture and recording, in one process of one thread, in steps of 64; the
-clock is that of the processor, so other work on the machine counts less. `fixed` cuts them into 4 microbatches of 16
-as drawn, filled up to the longest; `grouped` sorts 50 batches of 16 by length first, as the sampler of transformers
-does; `cost` is data.batching=cost. Samples are decoded before the clock runs. For four ranks nothing is run: the work
-of the slowest rank is counted, in FLOPs of filled batches.
+omni-tiny learns to write the caption after picture and recording, in steps of 64, on one thread; the clock is that of
+the processor, so other work on the machine counts less, and the kinds take turns step by step. `fixed` cuts a step
+into 4 microbatches of 16 as drawn, filled up to the longest; `grouped` sorts 50 batches of 16 by length first, as the
+sampler of transformers does; `cost` is data.batching=cost. Samples are decoded before the clock runs. Of four ranks
+each computes its own microbatches, one rank after another, and the slowest counts; what ranks exchange is left out.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Nowhere:
 
 
 def steps_of(task: Any, kind: str, costs: Any, lengths: np.ndarray, seed: int) -> list[list[list[int]]]:
-    """Microbatches of all steps of an epoch, as indices of samples."""
+    """Microbatches of all steps of an epoch on one rank, as indices of samples."""
     drawn = np.random.default_rng(seed).permutation(len(lengths))
     drawn = drawn[: len(drawn) // STEP * STEP]
     if kind == "cost":
@@ -102,61 +102,66 @@ def steps_of(task: Any, kind: str, costs: Any, lengths: np.ndarray, seed: int) -
     return [batches[first : first + STEP // ROWS].tolist() for first in range(0, len(batches), STEP // ROWS)]
 
 
-def slowest(steps: Sequence[Any], work: Any, num_ranks: int, rows: int) -> float:
-    """Work of the slowest of some ranks that take the samples of a step as drawn, `rows` in a microbatch."""
-    total = 0.0
-    for step in steps:
-        own = np.concatenate([np.asarray(batch) for batch in step]).reshape(num_ranks, -1)
-        total += max(sum(work(rank[first : first + rows]) for first in range(0, len(rank), rows)) for rank in own)
-    return total
+def ranks_of(kind: str, step: list[list[int]], costs: Any, num_ranks: int) -> list[list[list[int]]]:
+    """Microbatches of each rank: by cost as Weft divides the step, else microbatches in turn, as drawn."""
+    if kind == "cost":
+        indices = np.concatenate([np.asarray(batch) for batch in step])
+        return [[indices[list(run)].tolist() for run in rank if run] for rank in costs.divide(indices, num_ranks)]
+    return [step[rank::num_ranks] for rank in range(num_ranks)]
+
+
+class Clock:
+    """Seconds of the processor that a step takes on its slowest rank. The ranks compute one after another."""
+
+    def __init__(self, task: Any, decoded: Sequence[Any]):
+        plan = Plan.parse(f"accumulation={STEP // ROWS}")
+        self.task, self.decoded = task, decoded
+        model = parallelize(task.initial_model(plan), build_mesh(plan))
+        optimizer = build_optimizer(model.named_parameters(), task.config.optimizer)
+        self.step = TrainStep(model, optimizer, task.loss, build_mesh(plan), forward=task.forward)
+
+    def slowest(self, ranks: Sequence[Sequence[Sequence[int]]]) -> float:
+        """Return seconds of a step whose ranks have these microbatches."""
+        return max(map(self._seconds, ranks))
+
+    def _seconds(self, own: Sequence[Sequence[int]]) -> float:
+        batches = [self.task.collate([self.decoded[index] for index in run]) for run in own]
+        start = time.process_time()
+        self.step(Microbatches(batches, any_number=True))
+        return time.process_time() - start
 
 
 def main() -> None:
-    """Print samples a second of each, and the counted work of four ranks."""
+    """Print samples a second of each, on one rank and on several."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="tuxpaint-stamps-default, unpacked")
     parser.add_argument("--samples", type=int, default=1500)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="epochs, each in another order")
+    parser.add_argument("--ranks", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
         task = task_of(Path(made), triples(options.folder, options.samples))
         samples = task.samples("train")
         decoded = [samples[index] for index in range(len(samples))]
-        lengths, beside = np.asarray(task.lengths()), task.costs_beside()
-        plan = Plan.parse(f"accumulation={STEP // ROWS}")
-        costs = costs_of(task, ROWS, STEP // ROWS)
-        model = parallelize(task.initial_model(plan), build_mesh(plan))
-        optimizer = build_optimizer(model.named_parameters(), task.config.optimizer)
-        step = TrainStep(model, optimizer, task.loss, build_mesh(plan), forward=task.forward)
+        lengths, costs = np.asarray(task.lengths()), costs_of(task, ROWS, STEP // ROWS)
+        clock = Clock(task, decoded)
         kinds = ("fixed", "grouped", "cost")
-        rates: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for turn in range(options.rounds):
-            for kind in kinds:  # whole epochs: steps of grouped batches differ widely
-                seconds, num = 0.0, 0
-                for own in steps_of(task, kind, costs, lengths, turn):
-                    batches = [task.collate([decoded[index] for index in run]) for run in own]
-                    start = time.process_time()
-                    step(Microbatches(batches, any_number=True))
-                    seconds, num = seconds + time.process_time() - start, num + sum(map(len, own))
-                rates[kind].append(num / seconds)
-        found = {kind: statistics.median(rates[kind]) for kind in kinds}
-        print(f"{len(samples)} samples of {lengths.min()} to {lengths.max()} tokens, steps of {STEP}, one process")
-        for kind in kinds:
-            print(f"{kind:8} {found[kind]:7.1f} samples/s, cost is {found['cost'] / found[kind]:.2f} of it")
-
-        def work(run: np.ndarray) -> float:
-            return float(costs.cost_of(lengths[run].max())) * len(run) + float(beside[run].sum())
-
-        as_drawn = {kind: steps_of(task, kind, costs, lengths, 0) for kind in ("fixed", "grouped")}
-        by_cost = 0.0
-        for one in as_drawn["fixed"]:
-            indices = np.concatenate([np.asarray(batch) for batch in one])
-            ranks = costs.divide(indices, 4)
-            by_cost += max(sum(work(indices[list(run)]) for run in rank if run) for rank in ranks)
-        for kind, some in as_drawn.items():
-            share = slowest(some, work, 4, ROWS) / by_cost
-            print(f"4 ranks, counted: the slowest of {kind} does {share:.2f} of cost's work")
+        print(f"{len(samples)} samples of {lengths.min()} to {lengths.max()} tokens, steps of {STEP}")
+        for num_ranks in (1, options.ranks):
+            rates: dict[str, list[float]] = {kind: [] for kind in kinds}
+            for turn in range(options.rounds):
+                seconds = dict.fromkeys(kinds, 0.0)
+                epochs = {kind: steps_of(task, kind, costs, lengths, turn) for kind in kinds}
+                for number in range(len(epochs["fixed"])):  # whole epochs: steps of grouped batches differ widely
+                    for kind in kinds:
+                        seconds[kind] += clock.slowest(ranks_of(kind, epochs[kind][number], costs, num_ranks))
+                for kind in kinds:
+                    rates[kind].append(len(epochs["fixed"]) * STEP / seconds[kind])
+            found = {kind: statistics.median(rates[kind]) for kind in kinds}
+            print(f"{num_ranks} rank{'s' * (num_ranks > 1)}")
+            for kind in kinds:
+                print(f"  {kind:8} {found[kind]:7.1f} samples/s, cost is {found['cost'] / found[kind]:.2f} of it")
 
 
 if __name__ == "__main__":
