@@ -101,6 +101,14 @@ class PaperDevice:
         self.races.launch(stream, name, reads, writes)
         self.clock.launch(stream, kernel_s(num_bytes, flops))
 
+    def launch_joined(
+        self, name: str, line: str, num_bytes: int, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
+    ) -> None:
+        """A kernel of a compiled graph. num_bytes: it may read less of its tensors than there is."""
+        self.counts.kernel(name, num_bytes)
+        self.races.launch(self.current, name, reads, writes)
+        self.clock.launch(self.current, kernel_s(num_bytes, 0))
+
     def copy(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
         """Between host and device, on the current stream. From and to memory that is not pinned the host waits."""
         host = target if on_device(source) else source
