@@ -10,7 +10,7 @@ operators as the operation that it is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.testing.paper.device import PaperDevice
+from weft.testing.paper.counts import line_in
 from weft.testing.paper.mode import PaperMode
 from weft.testing.paper.tensors import leaves
 
@@ -33,6 +33,13 @@ class Kernel(NamedTuple):
     writes: tuple[fx.Node, ...]
 
 
+class Operation(NamedTuple):
+    """A node of the graph that no kernel of inductor's computes."""
+
+    node: fx.Node
+    line: str
+
+
 class Program:
     """A graph's kernels in their order. An operation of the graph among them runs as it is."""
 
@@ -45,12 +52,14 @@ class Program:
         run = _Run(self._mode, self._module, self._nodes, inputs)
         inputs.clear()
         for step in self._steps:
-            if isinstance(step, Kernel):
-                reads = [x for node in step.reads for x in leaves(run.value(node))]
-                writes = [x for node in step.writes for x in leaves(run.value(node))]
-                self._mode.device.launch_joined(step.name, step.line, step.num_bytes, reads, writes)
-            else:
-                run.counted(step)
+            line_in_graph = step.line  # read by `counts.line_of`
+            if isinstance(step, Operation):
+                run.counted(step.node)
+                continue
+            reads = [x for node in step.reads for x in leaves(run.value(node))]
+            writes = [x for node in step.writes for x in leaves(run.value(node))]
+            self._mode.device.launch(step.name, reads, writes, num_bytes=step.num_bytes)
+        del line_in_graph
         return run.output()
 
 
@@ -102,13 +111,13 @@ def _before(node: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
     return list(found)
 
 
-def _steps_of(graph: Any) -> list[Kernel | fx.Node]:
+def _steps_of(graph: Any) -> list[Kernel | Operation]:
     from torch._inductor import ir
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
     place = {node: index for index, node in enumerate(graph.module.graph.nodes)}
     buffers = _Buffers(graph, place)
-    steps: list[Kernel | fx.Node] = []
+    steps: list[Kernel | Operation] = []
     for node in graph.scheduler.nodes:
         if isinstance(node, NopKernelSchedulerNode):
             continue
@@ -135,21 +144,24 @@ class _Buffers:
         found = None if buffer is None else buffer.get_origin_node()
         return found if found in self._place else None
 
-    def operation(self, buffer: Any) -> fx.Node:
-        origins = [node for node in buffer.origins if node in self._place]
-        return max(origins, key=self._place.__getitem__)
+    def operation(self, buffer: Any) -> Operation:
+        node = self._in_order(buffer.origins)[-1]
+        return Operation(node, line_in(node.stack_trace))
+
+    def _in_order(self, origins: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted((node for node in set(origins) if node in self._place), key=self._place.__getitem__)
 
     def kernel(self, node: Any) -> Kernel:
         seen = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
         read = {dep.name for dep in node.read_writes.reads} & set(seen)
         wrote = {dep.name for dep in node.read_writes.writes} & set(seen)
         wrote |= {name for out in node.get_outputs() for name in out.get_mutations()}
-        origins = sorted({o for one in node.get_nodes() for o in one.node.origins if o in self._place},
-                         key=self._place.__getitem__)
+        origins = self._in_order(o for one in node.get_nodes() for o in one.node.origins)
         names = dict.fromkeys(o.target.__name__.partition(".")[0] for o in origins if o.op == "call_function")
+        lines = [line for o in origins if (line := line_in(o.stack_trace))]
         return Kernel(
             "joined " + " ".join(names),
-            "",
+            lines[-1] if lines else "",
             sum(seen.values()),
             tuple(one for name in read if (one := self.node(name)) is not None),
             tuple(one for name in wrote if (one := self.node(name)) is not None),
