@@ -10,7 +10,7 @@ operators as the operation that it is.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,18 +19,33 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.testing.paper.counts import line_in
+from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.mode import PaperMode
 from weft.testing.paper.tensors import leaves
 
 
+class Use(NamedTuple):
+    """share: of a node's elements that a kernel reads and writes, by inductor's count."""
+
+    node: fx.Node
+    share: float
+    writes: bool
+
+
 class Kernel(NamedTuple):
-    """One launch. name: of the operations that are joined. reads, writes: the graph's nodes that other kernels see."""
+    """One launch. name: of the operations that are joined. inner_bytes: of buffers that stand for no node."""
 
     name: str
     line: str
-    num_bytes: int
-    reads: tuple[fx.Node, ...]
-    writes: tuple[fx.Node, ...]
+    uses: tuple[Use, ...]
+    inner_bytes: int
+
+    def launch(self, device: PaperDevice, value: Callable[[fx.Node], Any]) -> None:
+        """value: of a node in this call, whose sizes may be others than those that were compiled for."""
+        used = [(use, x) for use in self.uses for x in leaves(value(use.node))]
+        num_bytes = self.inner_bytes + sum(use.share * x.numel() * x.element_size() for use, x in used)
+        reads, writes = ([x for use, x in used if use.writes == is_written] for is_written in (False, True))
+        device.launch(self.name, reads, writes, num_bytes=round(num_bytes))
 
 
 class Operation(NamedTuple):
@@ -56,9 +71,7 @@ class Program:
             if isinstance(step, Operation):
                 run.counted(step.node)
                 continue
-            reads = [x for node in step.reads for x in leaves(run.value(node))]
-            writes = [x for node in step.writes for x in leaves(run.value(node))]
-            self._mode.device.launch(step.name, reads, writes, num_bytes=step.num_bytes)
+            step.launch(self._mode.device, run.value)
         del line_in_graph
         return run.output()
 
@@ -133,39 +146,47 @@ class _Buffers:
 
     def __init__(self, graph: Any, place: dict[fx.Node, int]):
         self._graph, self._place = graph, place
-        self._inputs = {node.name: node for node in place if node.op == "placeholder"}
-        self._inputs |= dict(zip(graph.graph_input_names, self._inputs.values(), strict=True))
+        given = [node for node in place if node.op == "placeholder"]
+        returned = next(reversed(place)).args[0]
+        self._ends = {name: node for name, node in zip(graph.get_output_names(), returned, strict=True) if node}
+        self._ends |= {node.name: node for node in given}
+        self._ends |= dict(zip(graph.graph_input_names, given, strict=True))
 
     def node(self, name: str) -> fx.Node | None:
         """Whose value the buffer holds; None for one that stands for no node, such as a half of a reduction."""
-        if name in self._inputs:
-            return self._inputs[name]
         buffer = self._graph.name_to_buffer.get(name)
         found = None if buffer is None else buffer.get_origin_node()
-        return found if found in self._place else None
+        return found if found in self._place else self._ends.get(name)
 
     def operation(self, buffer: Any) -> Operation:
         node = self._in_order(buffer.origins)[-1]
         return Operation(node, line_in(node.stack_trace))
 
-    def _in_order(self, origins: Iterable[fx.Node]) -> list[fx.Node]:
-        return sorted((node for node in set(origins) if node in self._place), key=self._place.__getitem__)
-
     def kernel(self, node: Any) -> Kernel:
         seen = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-        read = {dep.name for dep in node.read_writes.reads} & set(seen)
-        wrote = {dep.name for dep in node.read_writes.writes} & set(seen)
-        wrote |= {name for out in node.get_outputs() for name in out.get_mutations()}
+        wrote = {dep.name for dep in node.read_writes.writes}
+        changed = {name for out in node.get_outputs() for name in out.get_mutations()}
+        uses, inner_bytes = [], 0
+        for name in dict.fromkeys((*seen, *changed)):
+            one = self.node(name)
+            if one is None:
+                inner_bytes += seen.get(name, 0)
+            else:
+                uses.append(Use(one, seen.get(name, 0) / max(1, _bytes_of(one)), name in wrote | changed))
         origins = self._in_order(o for one in node.get_nodes() for o in one.node.origins)
         names = dict.fromkeys(o.target.__name__.partition(".")[0] for o in origins if o.op == "call_function")
         lines = [line for o in origins if (line := line_in(o.stack_trace))]
-        return Kernel(
-            "joined " + " ".join(names),
-            lines[-1] if lines else "",
-            sum(seen.values()),
-            tuple(one for name in read if (one := self.node(name)) is not None),
-            tuple(one for name in wrote if (one := self.node(name)) is not None),
-        )
+        return Kernel("joined " + " ".join(names), lines[-1] if lines else "", tuple(uses), inner_bytes)
+
+    def _in_order(self, origins: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted((node for node in set(origins) if node in self._place), key=self._place.__getitem__)
+
+
+def _bytes_of(node: fx.Node) -> int:
+    """As inductor sees them: sizes that may differ in each call are those of the call that it compiled for."""
+    value = node.meta["val"]
+    numel = value.numel() if isinstance(value, torch.Tensor) else 0
+    return int(numel.node.hint if isinstance(numel, torch.SymInt) else numel) * getattr(value, "itemsize", 1)
 
 
 class _OnHost(TorchDispatchMode):
@@ -207,6 +228,8 @@ def count_compiled(mode: PaperMode) -> None:
             return deduce(self, node)
 
     folder._deduce_value = on_host
-    torch._inductor.config.force_disable_caches = True
+    # What is kept between processes is code, and there is none.
+    torch._inductor.config.fx_graph_cache = torch._inductor.config.fx_graph_remote_cache = False
+    torch._functorch.config.enable_autograd_cache = False
     torch._inductor.scheduler.has_triton = lambda: True
     GraphLowering.compile_to_module = to_program
