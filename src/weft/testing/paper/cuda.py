@@ -54,7 +54,7 @@ def _streams(device: PaperDevice, stream_class: Any, event_class: Any) -> dict[s
     return {
         "Stream": stream_class,
         "Event": event_class,
-        "stream": StreamContext,
+        "stream": lambda which: StreamContext(which),
         "StreamContext": StreamContext,
         "set_stream": set_stream,
         "current_stream": lambda which=None: stream_class(number=device.current),
@@ -76,18 +76,14 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         cudaHostUnregister=lambda address: (unpin(address), 0)[1],
     )
     state = torch.zeros(16, dtype=torch.uint8)
-    nothing: dict[str, Callable[..., Any]] = dict.fromkeys(
-        ("_lazy_init", "init", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state",
-         "set_rng_state_all", "empty_cache", "reset_peak_memory_stats", "set_sync_debug_mode"),
-        lambda *args, **kwargs: None,
+    nothing = (
+        "_lazy_init", "init", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state",
+        "set_rng_state_all", "empty_cache", "reset_peak_memory_stats", "set_sync_debug_mode",
     )  # fmt: skip
-    zero = dict.fromkeys(
-        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "current_device"),
-        lambda *args, **kwargs: 0,
-    )
+    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "current_device")
     return {
-        **nothing,
-        **zero,
+        **{name: _answers(None) for name in nothing},
+        **{name: _answers(0) for name in zero},
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_compiled": lambda: True,
@@ -105,6 +101,11 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         "cudart": lambda: runtime,
         "nccl": SimpleNamespace(version=lambda: (2, 27, 0)),
     }
+
+
+def _answers(value: object) -> Callable[..., Any]:
+    """A function of its own for each name: dynamo has a rule for each function of torch.cuda."""
+    return lambda *args, **kwargs: value
 
 
 def _function(function: Any, arguments: list[Any]) -> Any:
