@@ -102,7 +102,12 @@ def refused_by_nccl(report):
         pytest.param(EXPERTS, ("--experts=4",), id="experts"),
         pytest.param(DOCUMENTS, ("--documents",), id="documents"),
         pytest.param(COMPILED, (), id="compiled", marks=pytest.mark.full),
-        pytest.param({"dp_shard=2 ep=2 zero=1 precision=bf16 compile=on": (2, 2)}, ("--experts=4",), id="compiled experts", marks=pytest.mark.full),
+        pytest.param(
+            {"dp_shard=2 ep=2 zero=1 precision=bf16 compile=on": (2, 2)},
+            ("--experts=4",),
+            id="compiled experts",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(known, options):
@@ -243,4 +248,8 @@ def test_planted_faults_are_found(tmp_path):
     assert any(what.startswith("item @") for what in found["host"]["syncs"])
     assert "cpu" in found["device"]["mismatch"]
     assert found["device"]["error"]
+    # In compiled blocks: torch.compile itself refuses tensors of two devices.
+    assert "Tensor device mismatch" in found["compiled device"]["error"]
+    assert any("nobody waits for it" in race for race in found["compiled"]["races"])
+    assert any(race.startswith("joined ") and "nothing orders them" in race for race in found["compiled"]["races"])
     assert any("no record_stream" in race for race in found["freed"]["races"])

@@ -1,10 +1,10 @@
 """compile=on on a paper device: inductor decides which kernels there are, and the device counts them.
 
-Everything of torch.compile up to the code of kernels is torch's own: dynamo, autograd's joint graph, Weft's partitioner,
-inductor's passes, its lowering and its scheduler, which joins operations to kernels. Where it would write Triton and
-call a compiler, the list of its kernels is kept instead. A call of the graph then launches them in their order: a joined
-kernel with the bytes that inductor says it reads and writes, and what inductor leaves to libraries and to Weft's own
-operators as the operation that it is.
+Everything of torch.compile up to the code of kernels is torch's own: dynamo, autograd's joint graph, Weft's
+partitioner, inductor's passes, its lowering and its scheduler, which joins operations to kernels. Where it would write
+Triton and call a compiler, the list of its kernels is kept instead. A call of the graph then launches them in their
+order: a joined kernel with the bytes that inductor says it reads and writes, and what inductor leaves to libraries and
+to Weft's own operators as the operation that it is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from weft.testing.paper.counts import line_in
 from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.mode import PaperMode
 from weft.testing.paper.tensors import leaves
+
+#: Of torch.cuda, what dynamo keeps names of its own for.
+_ASKED = (
+    "device", "Event", "Stream", "current_device", "set_device", "device_count", "stream", "current_stream",
+    "set_stream", "synchronize", "get_device_properties", "memory_allocated", "is_bf16_supported",
+)  # fmt: skip
 
 
 class Use(NamedTuple):
@@ -213,8 +219,7 @@ def count_compiled(mode: PaperMode) -> None:
         graph._update_scheduler()
         return SimpleNamespace(call=Program(mode, graph), runner=None)
 
-    for name in ("device", "Event", "Stream", "current_device", "set_device", "device_count", "stream", "current_stream",
-                 "set_stream", "synchronize", "get_device_properties", "memory_allocated", "is_bf16_supported"):
+    for name in _ASKED:
         value = getattr(torch.cuda, name)  # dynamo took torch's own before
         setattr(CudaInterface, name, value if isinstance(value, type) else staticmethod(value))
     learn = joint_graph.lazy_init

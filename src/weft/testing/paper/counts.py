@@ -37,8 +37,8 @@ def line_in(trace: str | None) -> str:
 def line_of() -> str:
     """The innermost line of Weft that is being carried out, as "train/step.py:120"; else of the script that runs.
 
-    On autograd's thread of a device stands no such line, unless Weft wrote the backward: "backward". Of a compiled graph
-    it is the line that its kernel comes from, which `Program` keeps in a local variable.
+    On autograd's thread of a device stands no such line, unless Weft wrote the backward: "backward". Of a compiled
+    graph it is the line that its kernel comes from, which `Program` keeps in a local variable.
     """
     frame: FrameType | None = sys._getframe(1)
     other = ""
@@ -59,12 +59,11 @@ def line_of() -> str:
 class OpCounts:
     """Counted since the device was opened, or since `OpCounts` was made anew.
 
-    kernels: by operator; kernel_lines, line_bytes, line_seconds: by line. num_bytes: read and written by kernels. flops: of
-    products and attention. syncs: waits of the
-    host for the device, by what and line; a copy that blocks is one of them. behind: waits for what was launched before
-    the counts were made, while the device has work. copies: between host and device, by way ("to device" or "to host"),
-    "blocking" or "non-blocking", and line. collectives: of tensors on the device, by kind; formats: their tensors, by
-    kind and number format.
+    kernels: by operator; kernel_lines, line_bytes, line_seconds: by line. num_bytes: read and written by kernels.
+    flops: of products and attention. syncs: waits of the host for the device, by what and line; a copy that blocks
+    is one of them. behind: waits for what was launched before the counts were made, while the device has work.
+    copies: between host and device, by way ("to device" or "to host"), "blocking" or "non-blocking", and line.
+    collectives: of tensors on the device, by kind; formats: their tensors, by kind and number format.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)

@@ -11,7 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.testing.paper.counts import OpCounts
 from weft.testing.paper.process import PaperReport
 from weft.testing.paper.races import DEFAULT, Races
-from weft.testing.paper.roofline import COLLECTIVE_LAUNCH_S, FLOPS, LINK_BYTES_PER_S, RooflineClock, collective_s, kernel_s
+from weft.testing.paper.roofline import (
+    COLLECTIVE_LAUNCH_S,
+    FLOPS,
+    LINK_BYTES_PER_S,
+    RooflineClock,
+    collective_s,
+    kernel_s,
+)
 from weft.testing.paper.tensors import CUDA, on_device
 from weft.testing.paper.values import give, value_of
 
