@@ -105,16 +105,19 @@ class _Run:
     def output(self) -> list[Any]:
         for node in self._nodes[:-1]:
             self.value(node)
-        return list(fx.map_arg(self._nodes[-1].args[0], self.value))
+        returned: Any = self._nodes[-1].args[0]
+        return [self.value(one) if isinstance(one, fx.Node) else one for one in returned]
 
     def _made(self, node: fx.Node, quiet: bool) -> Any:
         if node.op == "get_attr":
             return getattr(self._module, str(node.target))
-        args, kwargs = (fx.map_arg(given, self._values.__getitem__) for given in (node.args, node.kwargs))
+        target: Any = node.target
+        args: Any = fx.map_arg(node.args, self._values.__getitem__)
+        kwargs: Any = fx.map_arg(node.kwargs, self._values.__getitem__)
         if node.target is operator.getitem:
             return args[0][args[1]]
         with self._mode.quietly(quiet):
-            return node.target(*args, **kwargs)
+            return target(*args, **kwargs)
 
 
 def _before(node: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
@@ -153,7 +156,7 @@ class _Buffers:
     def __init__(self, graph: Any, place: dict[fx.Node, int]):
         self._graph, self._place = graph, place
         given = [node for node in place if node.op == "placeholder"]
-        returned = next(reversed(place)).args[0]
+        returned: Any = next(reversed(place)).args[0]
         self._ends = {name: node for name, node in zip(graph.get_output_names(), returned, strict=True) if node}
         self._ends |= {node.name: node for node in given}
         self._ends |= dict(zip(graph.graph_input_names, given, strict=True))
@@ -180,7 +183,8 @@ class _Buffers:
             else:
                 uses.append(Use(one, seen.get(name, 0) / max(1, _bytes_of(one)), name in wrote | changed))
         origins = self._in_order(o for one in node.get_nodes() for o in one.node.origins)
-        names = dict.fromkeys(o.target.__name__.partition(".")[0] for o in origins if o.op == "call_function")
+        called: list[Any] = [o.target for o in origins if o.op == "call_function"]
+        names = dict.fromkeys(one.__name__.partition(".")[0] for one in called)
         lines = [line for o in origins if (line := line_in(o.stack_trace))]
         return Kernel("joined " + " ".join(names), lines[-1] if lines else "", tuple(uses), inner_bytes)
 
@@ -236,5 +240,7 @@ def count_compiled(mode: PaperMode) -> None:
     # What is kept between processes is code, and there is none.
     torch._inductor.config.fx_graph_cache = torch._inductor.config.fx_graph_remote_cache = False
     torch._functorch.config.enable_autograd_cache = False
-    torch._inductor.scheduler.has_triton = lambda: True
-    GraphLowering.compile_to_module = to_program
+    scheduler: Any = torch._inductor.scheduler
+    scheduler.has_triton = lambda: True
+    lowering: Any = GraphLowering
+    lowering.compile_to_module = to_program
