@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._prims.rng_prims import graphsafe_run_with_rng_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.testing.paper.counts import line_in
@@ -117,9 +116,6 @@ class _Run:
         kwargs: Any = fx.map_arg(node.kwargs, self._values.__getitem__)
         if node.target is operator.getitem:
             return args[0][args[1]]
-        if target is graphsafe_run_with_rng_state:  # numbers that a replay draws again; there are none here
-            target, args = args[0], args[1:]
-            kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
         with self._mode.quietly(quiet):
             return target(*args, **kwargs)
 

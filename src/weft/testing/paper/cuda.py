@@ -95,7 +95,6 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         "get_device_properties": lambda which=None: properties,
         "mem_get_info": lambda which=None: (TOTAL_BYTES, TOTAL_BYTES),
         "memory_stats": lambda which=None: {},
-        "default_generators": (torch.Generator(),),  # for graphs that replay
         "get_rng_state": lambda which=None: state.clone(),
         "get_rng_state_all": lambda: [state.clone()],
         "device": type("device", (contextlib.nullcontext,), {}),  # a class, as torch's is
