@@ -66,12 +66,10 @@ EXPERTS = {
     "dp_shard=2 ep=2 zero=1 precision=bf16": (2, 2),
     "dp_shard=2 ep=2 zero=1 precision=fp32": (4, 4),
 }
-#: Compiled blocks, by torch's inductor up to its kernels: collectives, recompute and shards between them, and code that
-#: graphs hold as one operator.
+#: Compiled blocks, by torch's inductor up to its kernels: with collectives, and code that graphs hold as one operator.
 COMPILED = {
     "precision=bf16 compile=on": (0, 0),
     "tp=2 sp=on dp_shard=2 zero=1 precision=bf16 compile=on": (0, 0),
-    "recompute=full dp_shard=2 zero=3 precision=bf16 compile=on": (0, 0),
     "cp=2 cp_mode=ring precision=bf16 compile=on": (0, 0),
 }
 #: Optimizers that step in kernels of their own: plan, optimizer, its states. None waits.
@@ -102,12 +100,6 @@ def refused_by_nccl(report):
         pytest.param(EXPERTS, ("--experts=4",), id="experts"),
         pytest.param(DOCUMENTS, ("--documents",), id="documents"),
         pytest.param(COMPILED, (), id="compiled", marks=pytest.mark.full),
-        pytest.param(
-            {"dp_shard=2 ep=2 zero=1 precision=bf16 compile=on": (2, 2)},
-            ("--experts=4",),
-            id="compiled experts",
-            marks=pytest.mark.full,
-        ),
     ],
 )
 def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(known, options):
