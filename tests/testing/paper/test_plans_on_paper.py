@@ -66,6 +66,12 @@ EXPERTS = {
     "dp_shard=2 ep=2 zero=1 precision=bf16": (2, 2),
     "dp_shard=2 ep=2 zero=1 precision=fp32": (4, 4),
 }
+#: Compiled blocks, by torch's inductor up to its kernels: with collectives, and code that graphs hold as one operator.
+COMPILED = {
+    "precision=bf16 compile=on": (0, 0),
+    "tp=2 sp=on dp_shard=2 zero=1 precision=bf16 compile=on": (0, 0),
+    "cp=2 cp_mode=ring precision=bf16 compile=on": (0, 0),
+}
 #: Optimizers that step in kernels of their own: plan, optimizer, its states. None waits.
 OPTIMIZERS = (
     ("precision=bf16", "muon", "fp32"),
@@ -93,6 +99,7 @@ def refused_by_nccl(report):
         pytest.param(MORE, (), id="more", marks=pytest.mark.full),
         pytest.param(EXPERTS, ("--experts=4",), id="experts"),
         pytest.param(DOCUMENTS, ("--documents",), id="documents"),
+        pytest.param(COMPILED, (), id="compiled", marks=pytest.mark.full),
     ],
 )
 def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(known, options):
@@ -159,6 +166,7 @@ import torch
 import weft.train.script.script_run
 from weft.comm.links.backend import BackendLink
 from weft.memory.host_link import _CudaCopy
+from weft.models.transformer import SwiGLU
 from weft.parallel.zero.sharded.fsdp_hooks import ReplicaSum
 from weft.testing.paper.plans import PaperModel, plan_report
 from weft.testing.paper.streams import device_here
@@ -191,7 +199,12 @@ def labels_stay():
         yield
 
 
+def scaled_on_the_host(block, x):
+    return feed_forward(block, x) * torch.ones(x.shape[-1])
+
+
 update = TrainStep._update_unread
+feed_forward = SwiGLU.forward
 TRIED = {
     "none": ("offload=optimizer precision=bf16", contextlib.nullcontext()),
     "copy": ("offload=optimizer precision=bf16", patch.object(_CudaCopy, "wait", lambda copy: None)),
@@ -200,6 +213,8 @@ TRIED = {
     "device": ("precision=bf16", labels_stay()),
     "freed": ("dp_replicate=2 dp_shard=2 zero=3 accumulation=2 precision=bf16",
               patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None)),
+    "compiled": ("tp=2 precision=bf16 compile=on", patch.object(BackendLink, "block", finished_unawaited)),
+    "compiled device": ("precision=bf16 compile=on", patch.object(SwiGLU, "forward", scaled_on_the_host)),
 }
 found = {}
 for name, (plan, fault) in TRIED.items():
@@ -225,4 +240,8 @@ def test_planted_faults_are_found(tmp_path):
     assert any(what.startswith("item @") for what in found["host"]["syncs"])
     assert "cpu" in found["device"]["mismatch"]
     assert found["device"]["error"]
+    # In compiled blocks: torch.compile itself refuses tensors of two devices.
+    assert "Tensor device mismatch" in found["compiled device"]["error"]
+    assert any("nobody waits for it" in race for race in found["compiled"]["races"])
+    assert any(race.startswith("joined ") and "nothing orders them" in race for race in found["compiled"]["races"])
     assert any("no record_stream" in race for race in found["freed"]["races"])

@@ -155,8 +155,10 @@ class TokenChunks:
         self.first = self.axis.rank * weight_VD.shape[0]
         self.num_real = min(max(vocab - self.first, 0), weight_VD.shape[0])
         self.grad_x = torch.empty_like(self.hidden_ND) if needs[0] else None
-        # Added up over the chunks in the format of sums: halves would lose what they add.
-        self.grad_weight = torch.zeros_like(weight_VD, dtype=self.sums) if needs[1] else None
+        # Added up over the chunks in the format of sums: halves would lose what they add. The first chunk is put there.
+        self.is_first = self.labels_N.numel() > 0
+        made = torch.empty_like if self.is_first else torch.zeros_like
+        self.grad_weight = made(weight_VD, dtype=self.sums) if needs[1] else None
         self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
 
     def losses(self, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
@@ -242,9 +244,21 @@ class TokenChunks:
             grad_CD = torch.mm(grad_CV, self.weight, out=self.grad_x[part])
             grad_CD.masked_fill_(~trained_C1, 0.0)
         if self.grad_weight is not None:
-            add_product(self.grad_weight, grad_CV.t(), hidden_CD.where(trained_C1, 0.0))
+            store = put_product if self.is_first else add_product
+            store(self.grad_weight, grad_CV.t(), hidden_CD.where(trained_C1, 0.0))
+            self.is_first = False
         if self.grad_bias is not None:
             self.grad_bias += trained_C.to(self.sums) @ grad_CV.to(self.sums)
+
+
+def put_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total = left @ right, in place, with sums as in `add_product`."""
+    if total.dtype == left.dtype:
+        torch.mm(left, right, out=total)
+    elif total.device.type == "cuda":
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.copy_(left @ right)
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
     plans = kinds.add_parser("plans", help="train three steps of a small decoder under each plan")
     plans.add_argument("plans", nargs="+")
     plans.add_argument("--rank", type=int, default=0)
-    for name in ("layers", "dim", "seq-len", "vocab-size", "batch", "experts"):
+    for name in ("layers", "dim", "seq-len", "vocab-size", "batch", "experts", "heads"):
         plans.add_argument(f"--{name}", type=int)
     plans.add_argument("--optimizer", help="as optimizer.name of a config")
     plans.add_argument("--states", help="as optimizer.states of a config")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,18 +18,37 @@ _HERE = str(Path(__file__).parent) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 
 
+#: The local variable of `Program` that says which line a kernel of a compiled graph comes from.
+LINE_IN_GRAPH = "line_in_graph"
+_FRAME = re.compile(r'File "(/[^"]+)", line (\d+)')
+
+
+def line_in(trace: str | None) -> str:
+    """As `line_of`, of a stack trace that torch.compile kept; empty where nothing of it is known."""
+    other = ""
+    for name, number in reversed(_FRAME.findall(trace or "")):
+        if name.startswith(_WEFT):
+            return f"{name[len(_WEFT) :]}:{number}"
+        if not other and not name.startswith((_TORCH, sys.prefix, sys.base_prefix)):
+            other = f"{Path(name).name}:{number}"
+    return other
+
+
 def line_of() -> str:
     """The innermost line of Weft that is being carried out, as "train/step.py:120"; else of the script that runs.
 
-    On autograd's thread of a device stands no such line, unless Weft wrote the backward: "backward".
+    On autograd's thread of a device stands no such line, unless Weft wrote the backward: "backward". Of a compiled
+    graph it is the line that its kernel comes from, which `Program` keeps in a local variable.
     """
     frame: FrameType | None = sys._getframe(1)
     other = ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_WEFT):
-            if not name.startswith(_HERE):
-                return f"{name[len(_WEFT) :]}:{frame.f_lineno}"
+        if name.startswith(_HERE):
+            if found := frame.f_locals.get(LINE_IN_GRAPH):
+                return found
+        elif name.startswith(_WEFT):
+            return f"{name[len(_WEFT) :]}:{frame.f_lineno}"
         elif not other and name.startswith("/") and not name.startswith((_TORCH, sys.prefix, sys.base_prefix)):
             other = f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
@@ -39,17 +59,19 @@ def line_of() -> str:
 class OpCounts:
     """Counted since the device was opened, or since `OpCounts` was made anew.
 
-    kernels: by operator; kernel_lines, line_bytes: by line. num_bytes: read and written by kernels. syncs: waits of the
-    host for the device, by what and line; a copy that blocks is one of them. behind: waits for what was launched before
-    the counts were made, while the device has work. copies: between host and device, by way ("to device" or "to host"),
-    "blocking" or "non-blocking", and line. collectives: of tensors on the device, by kind; formats: their tensors, by
-    kind and number format.
+    kernels: by operator; kernel_lines, line_bytes, line_seconds: by line. num_bytes: read and written by kernels.
+    flops: of products and attention. syncs: waits of the host for the device, by what and line; a copy that blocks
+    is one of them. behind: waits for what was launched before the counts were made, while the device has work.
+    copies: between host and device, by way ("to device" or "to host"), "blocking" or "non-blocking", and line.
+    collectives: of tensors on the device, by kind; formats: their tensors, by kind and number format.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
     kernel_lines: Counter[str] = field(default_factory=Counter)
     line_bytes: Counter[str] = field(default_factory=Counter)
+    line_seconds: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
+    flops: float = 0.0
     syncs: Counter[str] = field(default_factory=Counter)
     behind: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
@@ -64,9 +86,11 @@ class OpCounts:
         """way: "to device" or "to host"."""
         self.copies[f"{way}, {'blocking' if blocking else 'non-blocking'} @ {line_of()}"] += 1
 
-    def kernel(self, name: str, num_bytes: int) -> None:
+    def kernel(self, name: str, num_bytes: int, flops: float, seconds: float) -> None:
         """A kernel is launched."""
         line = line_of()
+        self.flops += flops
+        self.line_seconds[line] += seconds  # pyright: ignore[reportArgumentType] - a Counter adds floats as well
         self.kernels[name] += 1
         self.kernel_lines[line] += 1
         self.line_bytes[line] += num_bytes

@@ -36,8 +36,17 @@ def install(device: PaperDevice, stub: ctypes.CDLL) -> None:
 
 
 def _streams(device: PaperDevice, stream_class: Any, event_class: Any) -> dict[str, Any]:
-    def use(stream: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if stream is None else device.use(stream.stream_id)
+    class StreamContext(contextlib.ExitStack):
+        """A class, as torch's is: torch.compile asks whether something is one."""
+
+        def __init__(self, stream: Any) -> None:
+            super().__init__()
+            self.stream = stream
+
+        def __enter__(self) -> Any:
+            if self.stream is not None:
+                self.enter_context(device.use(self.stream.stream_id))
+            return self
 
     def set_stream(stream: Any) -> None:
         device.current = stream.stream_id
@@ -45,8 +54,8 @@ def _streams(device: PaperDevice, stream_class: Any, event_class: Any) -> dict[s
     return {
         "Stream": stream_class,
         "Event": event_class,
-        "stream": use,
-        "StreamContext": use,
+        "stream": lambda which: StreamContext(which),
+        "StreamContext": StreamContext,
         "set_stream": set_stream,
         "current_stream": lambda which=None: stream_class(number=device.current),
         "default_stream": lambda which=None: stream_class(number=0),
@@ -56,8 +65,10 @@ def _streams(device: PaperDevice, stream_class: Any, event_class: Any) -> dict[s
 
 def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
     properties = SimpleNamespace(
-        name=NAME, total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=132, warp_size=32, uuid="paper"
-    )
+        name=NAME, total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=132, warp_size=32, uuid="paper",
+        regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
+        shared_memory_per_block_optin=232448, L2_cache_size=52428800, gcnArchName="",
+    )  # fmt: skip
     pin = _function(stub.weft_paper_pin, [ctypes.c_void_p, ctypes.c_size_t])
     unpin = _function(stub.weft_paper_unpin, [ctypes.c_void_p])
     runtime = SimpleNamespace(
@@ -65,18 +76,14 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         cudaHostUnregister=lambda address: (unpin(address), 0)[1],
     )
     state = torch.zeros(16, dtype=torch.uint8)
-    nothing: dict[str, Callable[..., Any]] = dict.fromkeys(
-        ("_lazy_init", "init", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state",
-         "set_rng_state_all", "empty_cache", "reset_peak_memory_stats", "set_sync_debug_mode"),
-        lambda *args, **kwargs: None,
+    nothing = (
+        "_lazy_init", "init", "set_device", "manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state",
+        "set_rng_state_all", "empty_cache", "reset_peak_memory_stats", "set_sync_debug_mode",
     )  # fmt: skip
-    zero = dict.fromkeys(
-        ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "current_device"),
-        lambda *args, **kwargs: 0,
-    )
+    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "current_device")
     return {
-        **nothing,
-        **zero,
+        **{name: _answers(None) for name in nothing},
+        **{name: _answers(0) for name in zero},
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_compiled": lambda: True,
@@ -90,10 +97,15 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         "memory_stats": lambda which=None: {},
         "get_rng_state": lambda which=None: state.clone(),
         "get_rng_state_all": lambda: [state.clone()],
-        "device": lambda which: contextlib.nullcontext(),
+        "device": type("device", (contextlib.nullcontext,), {}),  # a class, as torch's is
         "cudart": lambda: runtime,
         "nccl": SimpleNamespace(version=lambda: (2, 27, 0)),
     }
+
+
+def _answers(value: object) -> Callable[..., Any]:
+    """A function of its own for each name: dynamo has a rule for each function of torch.cuda."""
+    return lambda *args, **kwargs: value
 
 
 def _function(function: Any, arguments: list[Any]) -> Any:

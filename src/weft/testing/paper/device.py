@@ -11,7 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft.testing.paper.counts import OpCounts
 from weft.testing.paper.process import PaperReport
 from weft.testing.paper.races import DEFAULT, Races
-from weft.testing.paper.roofline import COLLECTIVE_LAUNCH_S, LINK_BYTES_PER_S, RooflineClock, collective_s, kernel_s
+from weft.testing.paper.roofline import (
+    COLLECTIVE_LAUNCH_S,
+    FLOPS,
+    LINK_BYTES_PER_S,
+    RooflineClock,
+    collective_s,
+    kernel_s,
+)
 from weft.testing.paper.tensors import CUDA, on_device
 from weft.testing.paper.values import give, value_of
 
@@ -56,6 +63,8 @@ class PaperDevice:
         return PaperReport(
             kernels=counts.kernels.total(),
             num_bytes=counts.num_bytes,
+            products_s=counts.flops / FLOPS,
+            line_s=dict(counts.line_seconds),
             syncs=dict(counts.syncs),
             behind=dict(counts.behind),
             copies=dict(counts.copies),
@@ -91,15 +100,16 @@ class PaperDevice:
         reads: Iterable[torch.Tensor],
         writes: Iterable[torch.Tensor],
         flops: float = 0.0,
-        stream: int | None = None,
+        num_bytes: int | None = None,
     ) -> None:
-        """A kernel on the current stream."""
-        stream = self.current if stream is None else stream
+        """A kernel on the current stream. num_bytes: where it is not all of what the tensors hold."""
         reads, writes = list(reads), list(writes)
-        num_bytes = sum(x.numel() * x.element_size() for x in (*reads, *writes) if on_device(x))
-        self.counts.kernel(name, num_bytes)
-        self.races.launch(stream, name, reads, writes)
-        self.clock.launch(stream, kernel_s(num_bytes, flops))
+        if num_bytes is None:
+            num_bytes = sum(x.numel() * x.element_size() for x in (*reads, *writes) if on_device(x))
+        seconds = kernel_s(num_bytes, flops)
+        self.counts.kernel(name, num_bytes, flops, seconds)
+        self.races.launch(self.current, name, reads, writes)
+        self.clock.launch(self.current, seconds)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
         """Between host and device, on the current stream. From and to memory that is not pinned the host waits."""

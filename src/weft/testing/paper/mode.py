@@ -6,8 +6,9 @@ depends on values does as if every element were true.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ _OVERWRITES = frozenset(
 _ONLY_WRITTEN, _ONLY_READ = frozenset({"weights"}), frozenset({"grads"})
 _NO_KERNEL = _EMPTY | {"aten::detach", "aten::lift_fresh", "aten::set_", "aten::_reshape_alias"}
 _Call = Callable[..., Any]
+_ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 
 
 class PaperMode(TorchDispatchMode):
@@ -47,9 +49,15 @@ class PaperMode(TorchDispatchMode):
     def is_infra_mode(cls) -> bool:
         return True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Off while torch.compile traces and lowers, on when what it made runs."""
+        return True
+
     def __init__(self, device: PaperDevice) -> None:
         super().__init__()
         self.device = device
+        self._is_quiet = False
         self._special: dict[str, Callable[[_Call, tuple[Any, ...], dict[str, Any]], Any]] = {
             "aten::_local_scalar_dense": self._item,
             "aten::equal": self._equal,
@@ -82,8 +90,21 @@ class PaperMode(TorchDispatchMode):
         name = func._schema.name
         if name.startswith("c10d::"):
             return self._collective(func, args, kwargs)
+        if name.startswith("weft_"):
+            # Code that a compiled graph holds as one operator: what it does is counted, not the operator.
+            with self:
+                return func.redispatch(_ON_CUDA, *args, **kwargs)
         special = self._special.get(name)
         return special(func, args, kwargs) if special is not None else self._run(func, args, kwargs)
+
+    @contextlib.contextmanager
+    def quietly(self, quiet: bool) -> Iterator[None]:
+        """Count no kernel of what runs inside: the shapes alone are wanted."""
+        before, self._is_quiet = self._is_quiet, quiet
+        try:
+            yield
+        finally:
+            self._is_quiet = before
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation of the device on fake tensors."""
@@ -103,7 +124,7 @@ class PaperMode(TorchDispatchMode):
         else:
             follow(func, args, kwargs, out, writes)
         quiet = name in _NO_KERNEL or getattr(func, "is_view", False) or name.startswith(("prim::", "profiler::"))
-        if not quiet:
+        if not (quiet or self._is_quiet):
             self._count(func, args, kwargs, out, writes)
         return out
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from weft import env
+from weft.testing.paper.compiled import count_compiled
 from weft.testing.paper.cuda import install
 from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.mode import PaperMode
@@ -23,7 +24,8 @@ def opened(stub: ctypes.CDLL) -> Iterator[PaperDevice]:
     """Tensors of cuda:0 can be made inside. stub: what `build.load_stub` gave. Once a process."""
     device = PaperDevice()
     install(device, stub)
-    with PaperMode(device):
+    with PaperMode(device) as mode:
+        count_compiled(mode)
         yield device
 
 

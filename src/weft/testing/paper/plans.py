@@ -36,11 +36,13 @@ from weft.train.tasks import model_forward, token_cross_entropy
 class PaperModel:
     """What is trained. batch: sequences of one microbatch on one rank. Large enough that activations may travel.
 
+    heads: of attention, one for each of keys and values for two; 0: each 64 wide, as in models of this size.
     optimizer, states: as a config's `optimizer.name` and `optimizer.states`.
     """
 
     layers: int = 4
     dim: int = 256
+    heads: int = 0
     seq_len: int = 512
     vocab_size: int = 1024
     batch: int = 4
@@ -51,8 +53,9 @@ class PaperModel:
 
     @property
     def spec(self) -> DecoderSpec:
+        heads = self.heads or max(4, self.dim // 64)
         return DecoderSpec(
-            vocab_size=self.vocab_size, dim=self.dim, num_layers=self.layers, num_heads=4, num_kv_heads=2,
+            vocab_size=self.vocab_size, dim=self.dim, num_layers=self.layers, num_heads=heads, num_kv_heads=heads // 2,
             ffn_dim=2 * self.dim, max_seq_len=self.seq_len, num_experts=self.experts,
         )  # fmt: skip
 
