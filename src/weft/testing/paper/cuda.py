@@ -56,8 +56,9 @@ def _streams(device: PaperDevice, stream_class: Any, event_class: Any) -> dict[s
 
 def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
     properties = SimpleNamespace(
-        name=NAME, total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=132, warp_size=32, uuid="paper"
-    )
+        name=NAME, total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=132, warp_size=32, uuid="paper",
+        pci_domain_id=0, pci_bus_id=1, pci_device_id=0,
+    )  # fmt: skip
     pin = _function(stub.weft_paper_pin, [ctypes.c_void_p, ctypes.c_size_t])
     unpin = _function(stub.weft_paper_unpin, [ctypes.c_void_p])
     runtime = SimpleNamespace(
