@@ -1,9 +1,9 @@
 """Documents that a script packs into rows, and tells the model by `position_ids` that begin anew within a row.
 
 transformers looks for those where it makes a mask, unless there is a cache, which is its default, or a mask of padding;
-some of its models never tell it. So a hook reads the borders off the positions before the model is called, on their
-device. A model whose layers read borders gets them, another one gets masks that keep to them, and one in which
-documents see each other all the same is refused.
+some of its models never tell it. So a hook reads the borders off the positions before the model is called: on the host,
+where Weft moved them, else on their device. A model whose layers read borders gets them, another one gets masks that
+keep to them, and one in which documents see each other all the same is refused.
 
 B sequences, T tokens, M places.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.data.batch import host_values
 from weft.errors import ModelError
 from weft.models.attention import find_starts
 from weft.parallel.layers.documents.mixed_documents import why_kind_mixes
@@ -69,15 +70,15 @@ class _Follower:
         ids_BT = None if is_told(module) else _document_ids(given)
         if ids_BT is None:
             return None
-        starts_BM = find_starts(ids_BT)  # None on a device, which is not asked
+        starts_BM, device = find_starts(ids_BT), given["position_ids"].device  # None on a device, which is not asked
         if starts_BM is not None and starts_BM.shape[1] == 1:
             return None
         self._expect_apart(given["position_ids"], ids_BT)
         if not reads_borders(module):
-            stack.enter_context(within_documents(ids_BT))
+            stack.enter_context(within_documents(_moved(ids_BT, device)))
             return None
         place = self._parameters.index("attention_mask")
-        borders = as_borders(starts_BM, ids_BT)
+        borders = _moved(as_borders(starts_BM, ids_BT), device)
         if place < len(args):
             return (*args[:place], borders, *args[place + 1 :]), kwargs
         return args, kwargs | {"attention_mask": borders}
@@ -90,7 +91,7 @@ class _Follower:
     def _expect_apart(self, positions_BT: Tensor, ids_BT: Tensor) -> None:
         """Refuse positions that begin anew in a model in which documents of a row see each other.
 
-        On a device such a model waits for the answer whether any do, in each call; no other one does.
+        Where only the device knows, such a model waits for the answer in each call; no other one does.
         """
         if self._why is None:
             self._why = why_kind_mixes(self._kind, self._config)
@@ -105,7 +106,8 @@ class _Follower:
 def _document_ids(given: dict[str, Any]) -> Tensor | None:
     """An id for each token, int64 (B, T), ascending; None where the call says nothing of documents, or all of them.
 
-    A document begins where a position does not follow the one before it, and padding lies in documents of its own.
+    On the host, where that knows positions and mask; else on their device. A document begins where a position does not
+    follow the one before it, and padding lies in documents of its own.
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -115,10 +117,20 @@ def _document_ids(given: dict[str, Any]) -> Tensor | None:
         return None  # a document that goes on; a mask over pairs, which says what sees what
     if positions.shape[1] != tokens.shape[1] or positions.shape[1] < 2:
         return None
+    on_host, mask_on_host = host_values(positions), None if mask is None else host_values(mask)
+    if on_host is not None and (mask is None or mask_on_host is not None):
+        positions, mask = on_host, mask_on_host
     begins_BT = positions.diff(dim=1) != 1
-    if positions.device.type == "cpu" and not bool(begins_BT.any()):
+    if type(positions) is Tensor and positions.device.type == "cpu" and not bool(begins_BT.any()):
         return None
     if mask is not None and mask.shape == tokens.shape[:2]:
         begins_BT = begins_BT | (mask.diff(dim=1) != 0)
     ids_BT = torch.nn.functional.pad(begins_BT, (1, 0)).cumsum(1)
     return ids_BT.expand(tokens.shape[0], -1)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on a device; the host does not wait for the copy."""
+    if tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
