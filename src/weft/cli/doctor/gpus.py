@@ -31,8 +31,12 @@ def gpus() -> Iterator[CheckLine]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         for index, handle in enumerate(handles):
             yield CheckLine("gpus", f"gpu {index}", _describe(pynvml, handle))
-        if count:
-            yield from cores([_pci_id(pynvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles])
+        try:
+            pci_ids = [_pci_id(pynvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles]
+        except pynvml.NVMLError as error:
+            yield CheckLine("gpus", "cores", f"the driver does not tell where the GPUs hang ({error})")
+        else:
+            yield from cores(pci_ids)
     finally:
         pynvml.nvmlShutdown()
     if count:
