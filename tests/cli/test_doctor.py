@@ -157,6 +157,7 @@ class FakeNvml(types.ModuleType):
             "nvmlDeviceGetName": "NVIDIA H200",
             "nvmlDeviceGetMemoryInfo": types.SimpleNamespace(free=2**37, total=2**37),
             "nvmlDeviceGetPowerManagementLimit": 700_000,
+            "nvmlDeviceGetPciInfo": types.SimpleNamespace(busId=b"00000000:3B:00.0"),
             "nvmlDeviceGetCurrPcieLinkWidth": 16,
             "nvmlDeviceGetMaxPcieLinkWidth": 16,
             "nvmlDeviceGetCurrPcieLinkGeneration": 5,
@@ -177,7 +178,10 @@ def test_a_gpu_that_torch_does_not_see_is_a_fail(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked: list[str] = []
+    monkeypatch.setattr(gpus, "cores", lambda pci_ids: asked.extend(pci_ids) or [])
     lines = list(gpus.gpus())
+    assert asked == ["0000:3b:00.0"]  # as the system's files name it
     assert lines[0].text == "570.1, up to CUDA 12.8; 1 GPUs"
     assert lines[1].text == (
         "NVIDIA H200, 128 GiB free of 128 GiB, power limit 700 W, PCIe 5.0 x16 of x16, NVLink 2 up"

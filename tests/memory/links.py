@@ -48,8 +48,8 @@ class LateLink:
     def down(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None = None) -> LateCopy:
         return self._copy("down", source, target, after)
 
-    def up(self, source: torch.Tensor, target: torch.Tensor) -> LateCopy:
-        return self._copy("up", source, target, None)
+    def up(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None = None) -> LateCopy:
+        return self._copy("up", source, target, after)
 
     def _copy(self, way: str, source: torch.Tensor, target: torch.Tensor, after: Waitable | None) -> LateCopy:
         def count() -> None:

@@ -120,6 +120,33 @@ def test_the_device_keeps_one_block_at_a_time():
     assert where.pool.used_bytes == 0
 
 
+@pytest.mark.parametrize(("num_blocks", "share", "room"), [(6, 0.5, 3), (8, 0.25, 6), (8, 0.75, 2), (4, 0.75, 2)])
+def test_what_travelled_comes_back_in_the_room_of_blocks_whose_backward_is_over(num_blocks, share, room):
+    """When a block's backward begins, blocks before it are on their way: together never more than stayed in forward."""
+    model, where = Stack(num_blocks), host()
+    x, count = torch.randn(16, 8), round(share * num_blocks)
+    expected = gradients(model, x)
+    watched(model, where, share)
+    here: dict[int, int] = {}
+
+    def look(index: int) -> None:
+        alive = [one for one in gc.get_objects() if type(one).__name__ == "_Saved"]
+        here[index] = sum(not one.is_away for one in alive) // 5
+
+    for index, block in enumerate(model.blocks):
+        # The last of a block's weights to get its gradient: others of the block may be gone already.
+        block.parts[0].weight.register_hook(lambda grad, index=index: look(index))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, x), expected, strict=True))
+    staying = num_blocks - count
+    for index in range(count, num_blocks):
+        assert here[index] == min(count, room - (index - count + 1)), here
+    for index in range(count):
+        assert here[index] <= room, here
+    assert here[count - 1] >= min(count, room) - 1
+    assert room == max(2, staying)
+    assert where.pool.used_bytes == 0
+
+
 def test_a_graph_that_is_dropped_gives_its_buffers_back():
     model, where = Stack(), host()
     watched(model, where)

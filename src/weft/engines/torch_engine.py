@@ -17,10 +17,11 @@ from weft.comm import Ledger, StoreTalk, barrier
 from weft.comm.watch import StoreBoard, Watch, hang_event
 from weft.data.batch import move_batch
 from weft.engines.held_memory import memory_by_class
+from weft.engines.near_gpu import device_of_rank
 from weft.engines.other_worlds import OtherWorlds, plan_within
 from weft.errors import ModelError
 from weft.memory import HostCopies, offload_lines, recompute_of
-from weft.mesh import build_mesh, join_ranks, leave_ranks, pick_device
+from weft.mesh import build_mesh, join_ranks, leave_ranks
 from weft.models.adapters import adapted
 from weft.monitor.figures import OwnBoard
 from weft.monitor.times import Meter, TimeBook
@@ -50,7 +51,7 @@ class TorchEngine:
     def __init__(self, job: EngineJob):
         self._job, self._config, self._task = job, job.config, job.task
         launch = job.config.launch
-        device = pick_device(launch.device, job.place.local_rank if job.place else 0)
+        device = device_of_rank(launch.device, launch.numa, job.place)
         if job.place is not None:
             join_ranks(job.place, device, parse_seconds(launch.timeout), job.store)
         self._ledger = Ledger()
@@ -98,8 +99,7 @@ class TorchEngine:
         weights = None if weights is None else packed_source(self._model, weights)
         freeze(self._model, config.optimizer)
         self._lay_out(self._model, weights, reads=self._reads_base())
-        second = task.second_model(mesh.plan)
-        if second is not None:
+        if (second := task.second_model(mesh.plan)) is not None:
             self._lay_out(second.requires_grad_(False), task.second_weights(second), reads=True)
         if self._job.world is not None:
             asked = weakref.ref(self)

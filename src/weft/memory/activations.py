@@ -3,8 +3,10 @@
 While a block's forward runs, autograd hands every tensor that it would keep to `_Pass`, which begins its copy to the
 host. The device's tensors are let go when the block ends, so the activations of about one block are on the device at a
 time. In backward, the first tensor asked for brings all of its block, and begins to bring those of the block before.
-With recompute that is what the policy keeps: of recompute=full the block's inputs. A compiled block hands over what its
-generated backward reads.
+The first blocks travel, because they wait longest for their backward. The later ones, which stay, give them time: as
+the backward of one of those ends, one that travelled is brought in its room, so copies that take longer than a block's
+backward hide behind that of several. With recompute that is what the policy keeps: of recompute=full the block's
+inputs. A compiled block hands over what its generated backward reads.
 
 Parameters and buffers, small tensors and tensors that show the same memory at several places stay where they are.
 """
@@ -25,7 +27,7 @@ from weft.memory.host_link import Copy
 from weft.memory.offload import Host
 from weft.memory.policy import without_graph
 from weft.memory.private_torch import compiled_call, set_compiled_call
-from weft.private_torch import graph_task, version_of
+from weft.private_torch import graph_task, tree_leaves, version_of
 
 #: Smaller tensors cost more in copies than they hold.
 LEAST_BYTES = 1 << 20
@@ -36,11 +38,17 @@ class Activations:
     """Moves what some blocks of a model keep for backward.
 
     sent_bytes: copied to the host so far.
+
+    Args:
+        host: the pool, and the way to the device.
+        least_bytes: smaller tensors stay on the device.
+        room: of so many blocks the activations may be on the device in backward, as many as stay there in forward.
     """
 
-    def __init__(self, host: Host, least_bytes: int = LEAST_BYTES):
+    def __init__(self, host: Host, least_bytes: int = LEAST_BYTES, room: int = 2):
         self.host = host
         self.least_bytes = least_bytes
+        self.room = max(2, room)
         self.sent_bytes = 0
         self.last: weakref.ref[_Pass] | None = None  # the pass before, in the order of forward
         self._open: list[_Pass | None] = []
@@ -56,6 +64,23 @@ class Activations:
         for part in block.modules():
             if next(part.parameters(), None) is not None or next(part.buffers(), None) is not None:
                 part.register_forward_pre_hook(_Part(self))
+
+    def follow(self, block: nn.Module, staying: int) -> None:
+        """A block stays on the device: as its backward begins, those that travelled get the room of those behind it.
+
+        staying: it and those before it that stay.
+        """
+        brings = functools.partial(self._bring, self.room - staying)
+        if (call := compiled_call(block)) is not None:
+            set_compiled_call(block, functools.partial(_called, call, brings))
+            return
+        block.register_forward_hook(_Stays(brings))
+
+    def _bring(self, count: int, grad: torch.Tensor) -> None:
+        """Begin to bring the first passes of backward, `count` of them with those that are on their way."""
+        one = self.last() if self.last is not None else None
+        if one is not None:
+            one.bring_ahead(count)
 
     def _around(self, name: str, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a compiled block."""
@@ -99,6 +124,7 @@ class _Pass:
         self._stay: set[int] = set()  # addresses of parameters and buffers
         self._known: dict[tuple[Any, ...], _Saved] = {}
         self._saved: list[weakref.ref[_Saved]] = []
+        self._is_used = False
 
     def keep(self, part: nn.Module) -> None:
         """Leave a module's parameters and buffers where they are.
@@ -129,6 +155,15 @@ class _Pass:
                 f"needs. Make that operation one that returns a new tensor, or leave activations out."
             )
 
+    def bring_ahead(self, count: int) -> None:
+        """Begin to bring this pass and those before it, `count` together."""
+        one: _Pass | None = self
+        for _ in range(count):
+            if one is None:
+                return
+            one.bring()
+            one = one._before
+
     def bring(self) -> None:
         """Begin to bring all that is still wanted, the last kept first: the order of backward."""
         for reference in reversed(self._saved):
@@ -149,10 +184,9 @@ class _Pass:
     def _unpack(self, kept: torch.Tensor | _Saved) -> torch.Tensor:
         if not isinstance(kept, _Saved):
             return kept
-        self.bring()
-        if self._before is not None:
-            self._before.bring()
-            self._before = None
+        if kept.is_away or not self._is_used:
+            self._is_used = True
+            self.bring_ahead(self.owner.room)
         return kept.value()
 
     def _moves(self, tensor: torch.Tensor) -> bool:
@@ -195,15 +229,20 @@ class _Saved:
     def is_changed(self) -> bool:
         return self._tensor is not None and version_of(self._tensor) != self._version
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the tensor is on the host alone."""
+        return self._tensor is None
+
     def let_go(self) -> None:
         self._tensor = None
 
     def bring(self) -> None:
         """Begin to bring the tensor back."""
         if self._tensor is None:
-            self._copy.wait()  # on its way down still, perhaps
             self._tensor = torch.empty_like(self._like, device=self._device)
-            self._copy = self._host.link.up(self._there(), self._tensor)
+            # It is on its way down still, perhaps: the copy waits for that, and the device goes on.
+            self._copy = self._host.link.up(self._there(), self._tensor, self._copy)
             self._is_down = False
 
     def value(self) -> torch.Tensor:
@@ -251,6 +290,35 @@ class _Part:
         return _Part, ()
 
 
+class _Stays:
+    """A hook of a block that stays on the device; a copy of the block gets one that does nothing."""
+
+    def __init__(self, brings: Callable[[torch.Tensor], None] | None = None):
+        self._brings = brings
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._brings is not None:
+            _at_backward(output, self._brings)
+
+    def __reduce__(self) -> tuple[type[_Stays], tuple[()]]:
+        return _Stays, ()
+
+
+def _called(call: Callable[..., Any], brings: Callable[[torch.Tensor], None], *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled block that stays on the device."""
+    output = call(*args, **kwargs)
+    _at_backward(output, brings)
+    return output
+
+
+def _at_backward(output: Any, brings: Callable[[torch.Tensor], None]) -> None:
+    """Call `brings` when the backward of what gave this output begins. A recomputed forward runs inside of backward."""
+    if torch.is_grad_enabled() and graph_task() == -1:
+        first = next((one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad), None)
+        if first is not None:
+            first.register_hook(brings)
+
+
 class _Leave:
     def __init__(self, owner: Activations | None = None):
         self._owner = owner
@@ -274,7 +342,11 @@ def offload_activations(
         host: the pool, and the way to the device.
         least_bytes: smaller tensors stay on the device; None: a usual size.
     """
-    activations = Activations(host, LEAST_BYTES if least_bytes is None else least_bytes)
-    for name, block in blocks[: max(1, round(share * len(blocks)))]:
+    count = max(1, round(share * len(blocks)))
+    least = LEAST_BYTES if least_bytes is None else least_bytes
+    activations = Activations(host, least, room=len(blocks) - count)
+    for name, block in blocks[:count]:
         activations.watch(name, block)
+    for staying, (_, block) in enumerate(blocks[count:], start=1):
+        activations.follow(block, staying)
     return activations

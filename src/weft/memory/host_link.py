@@ -50,8 +50,8 @@ class HostLink(Protocol):
         """
         ...
 
-    def up(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
-        """Begin to copy the host's tensor to a device's, after the device's work so far.
+    def up(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None = None) -> Copy:
+        """Begin to copy the host's tensor to a device's, after the device's work so far and after `after`.
 
         The device may read `target` after `wait`, the host write to `source` after `wait_host`.
         """
@@ -81,7 +81,9 @@ class PlainLink:
         return _Done()
 
     @torch.no_grad()
-    def up(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
+    def up(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None = None) -> Copy:
+        if after is not None:
+            after.wait()
         target.copy_(source)
         return _Done()
 
@@ -116,8 +118,8 @@ class CudaLink:
     def down(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None = None) -> Copy:
         return self._copy("down", source, target, source, after)
 
-    def up(self, source: torch.Tensor, target: torch.Tensor) -> Copy:
-        return self._copy("up", source, target, target, None)
+    def up(self, source: torch.Tensor, target: torch.Tensor, after: Waitable | None = None) -> Copy:
+        return self._copy("up", source, target, target, after)
 
     @torch.no_grad()
     def _copy(

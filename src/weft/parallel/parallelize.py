@@ -16,7 +16,7 @@ from weft.parallel.context import apply_context, check_sequences, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
 from weft.parallel.layers import attend_by_borders, choose_float8, use_float8, watch_indices
-from weft.parallel.layers.documents import attend_in_documents
+from weft.parallel.layers.documents import attend_in_documents, follow_position_ids
 from weft.parallel.layers.spread import SpreadChoice, attach_spread, choose_spread
 from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
@@ -128,6 +128,7 @@ def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recip
     if mesh.plan.compile or mesh.device.type == "cuda":
         attend_by_borders(model)
     if mesh.plan.cp == 1:
+        follow_position_ids(model)
         attend_in_documents(model)
     if mesh.plan.precision == "fp8":
         choose_float8(model, mesh.device, bf16_layers, fp8_recipe, speaks=mesh.rank == 0)

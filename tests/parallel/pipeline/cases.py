@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from tests.parity.pipeline_cases import GPT2, TIED
 from tests.whole_state import capture, restore
 from weft.checkpoint import load_checkpoint, save_checkpoint
-from weft.mesh import build_mesh
+from weft.comm.peer import lanes
+from weft.mesh import build_mesh, join_group
 from weft.models import as_shapes, build_decoder
 from weft.optim import build_optimizer
 from weft.parallel import data_parallel, parallelize
@@ -42,6 +44,25 @@ def losses(plan_text: str, spec: DecoderSpec = TIED, num_steps: int = 3) -> list
     mesh, _, _, step = start(plan_text, spec)
     case = DecoderCase(spec, global_batch=16, seq_len=8)
     return [step(local_microbatches(case.batch(index), mesh.plan, mesh.data.rank)).loss for index in range(num_steps)]
+
+
+class _NotGloo:
+    """What asks for lanes, as NCCL does."""
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def losses_over_lanes(plan_text: str) -> tuple[list[float], list[tuple[int, ...]]]:
+    """Losses where each flow between two ranks has a group of its own, and the groups that this made."""
+    made: list[tuple[int, ...]] = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(lanes, "backend_of", lambda group, device: _NotGloo())
+    patch.setattr(lanes, "join_group", lambda ranks, purpose: (made.append(ranks), join_group(ranks, purpose))[1])
+    try:
+        return losses(plan_text), made
+    finally:
+        patch.undo()
 
 
 def most_kept_for_sending(plan_text: str) -> int:

@@ -30,6 +30,18 @@ def test_formats_and_recompute(schedule, extra, ranks2):
         assert found == pytest.approx(expected, rel=bound)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "groups"), [("schedule=interleaved virtual_stages=2", 4), ("schedule=dualpipe_v virtual_stages=2", 4)]
+)
+def test_lanes_change_no_bit(schedule, groups, ranks2):
+    """NCCL's messages go over groups of two, one for each content and direction. Here gloo carries the same ones."""
+    plan = f"pp=2 microbatches=4 {schedule}"
+    expected = ranks2.run(cases.losses, plan)
+    for (found, made), alone in zip(ranks2.run(cases.losses_over_lanes, plan), expected, strict=True):
+        assert found == alone
+        assert made == [(0, 1)] * groups
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_that_overflows_is_skipped_by_all_stages(schedule, ranks2):
     expected = cases.overflows("accumulation=4 precision=fp16")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from tests.spec.schedule.cases import schedules
 from weft.spec.schedule import Action, Schedule, build_schedule, makes, needs, parts
-from weft.spec.schedule.transfers import Transfer, arrived_by, receiving_early, with_transfers
+from weft.spec.schedule.transfers import Transfer, arrived_by, flows, receiving_early, with_transfers
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 
@@ -64,6 +64,30 @@ def test_early_receives_are_one_action_earlier_and_in_the_same_order(schedule):
         rest = [step for step, one in zip(early, is_receive, strict=True) if not one]
         assert rest == [s for s in program if not (isinstance(s, Transfer) and s.way == "receive")]
         assert receives(early) == [(step, max(0, actions - 1)) for step, actions in receives(program)]
+
+
+@EXAMPLES
+@given(schedule=schedules())
+def test_each_flow_has_one_order_at_both_ends(schedule):
+    """A rank may post receives early where each flow is a queue of its own, and these never differ."""
+
+    def along(program, rank, flow):
+        transfers = [step for step in program if isinstance(step, Transfer)]
+        ends = [(rank, one.peer) if one.way == "send" else (one.peer, rank) for one in transfers]
+        return [one[1:4] for one, (a, b) in zip(transfers, ends, strict=True) if (one.content, a, b) == flow]
+
+    programs = with_transfers(schedule)
+    known = {flow for rank in range(schedule.num_ranks) for flow in flows(schedule, rank)}
+    for flow in known:
+        _, sender, receiver = flow
+        assert flow in flows(schedule, sender)
+        assert flow in flows(schedule, receiver)
+        sent = along(receiving_early(programs[sender]), sender, flow)
+        assert sent == along(receiving_early(programs[receiver]), receiver, flow)
+        assert sent
+    for rank, program in enumerate(programs):
+        for one in (step for step in program if isinstance(step, Transfer)):
+            assert (one.content, *((rank, one.peer) if one.way == "send" else (one.peer, rank))) in known
 
 
 @EXAMPLES

@@ -89,3 +89,47 @@ def test_batches_that_nobody_moves_are_found(tmp_path):
     assert done.returncode == 1
     (report,) = done.reports
     assert "cpu and cuda:0" in report.mismatch
+
+
+#: A script of its own loop that packs documents into rows. What transformers asks of positions, Weft does not.
+PACKED = """
+import sys
+import torch
+import transformers
+import weft
+from weft.data.batch import move_batch
+from weft.testing.paper.streams import device_here
+
+sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+kind, config = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig"), "opt": ("OPTForCausalLM", "OPTConfig"),
+}[sys.argv[1]]
+beside = {"ffn_dim": 64, "word_embed_proj_dim": 64} if sys.argv[1] == "opt" else {"intermediate_size": 64}
+model = getattr(transformers, kind)(getattr(transformers, config)(**sizes, **beside, max_position_embeddings=32))
+run = weft.init("precision=bf16")
+model = run.parallelize(model)
+tokens = torch.arange(64).reshape(2, 32).cuda()
+positions = (torch.arange(32) % 10).repeat(2, 1)
+if sys.argv[2] == "moved by Weft":
+    positions = move_batch(positions.pin_memory(), tokens.device)
+else:
+    positions = positions.cuda()
+for _ in range(2):
+    device_here().begin()
+    model(input_ids=tokens, position_ids=positions, use_cache=False).logits.sum().backward()
+"""
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=pytest.mark.full)])
+@pytest.mark.parametrize("whose", ["moved by Weft", pytest.param("its own", marks=pytest.mark.full)])
+def test_the_host_does_not_wait_to_hear_where_documents_begin(family, whose, tmp_path):
+    pytest.importorskip("transformers")
+    script = tmp_path / "script.py"
+    script.write_text(PACKED)
+    done = script_on_paper(script, family, whose)
+    assert done.returncode == 0, done.stderr
+    (report,) = done.reports
+    assert (report.mismatch, report.races, report.syncs) == ("", {}, {}), report.lines()
+    assert report.kernels > 100
+    # What the host knows travels: places where documents begin, or ids; the device works out the rest.
+    assert sum("position_borders" in what for what in report.copies) == (whose == "moved by Weft"), report.lines()

@@ -245,3 +245,41 @@ def test_planted_faults_are_found(tmp_path):
     assert any("nobody waits for it" in race for race in found["compiled"]["races"])
     assert any(race.startswith("joined ") and "nothing orders them" in race for race in found["compiled"]["races"])
     assert any("no record_stream" in race for race in found["freed"]["races"])
+
+
+#: Instead of lanes, one communicator for both ways; receives stay early.
+ONE_COMMUNICATOR = """
+from dataclasses import replace
+
+import weft.parallel.pipeline.runtime as runtime
+
+
+def joined(axis, device, lanes):
+    ends = {lane: tuple(sorted((lane.sender, lane.receiver))) for lane in lanes}
+    return {
+        lane: replace(axis, size=2, rank=pair.index(axis.rank), ranks=tuple(axis.ranks[end] for end in pair))
+        for lane, pair in ends.items()
+    }
+
+
+runtime.join_lanes = joined
+"""
+
+
+def test_stages_wait_for_each_other_and_messages_for_no_other_kind(tmp_path):
+    """The ranks of a pipeline by one clock, where NCCL carries out what a communicator is given one after another."""
+    plan = "pp=2 microbatches=4 precision=bf16"
+    options = ("--stages", "--layers=2", "--seq-len=64", "--batch=1")
+    done = plans_on_paper([plan], *options)
+    assert [report.name for report in done.reports] == [f"{plan}, rank {rank}" for rank in (0, 1)], done.stderr
+    for report in done.reports:
+        assert (report.error, report.mismatch, report.races, report.num_syncs) == ("", "", {}, 0), report.lines()
+        # The step ends for both with the norm over both, and each waits for the other: for a forward, for a backward.
+        assert report.step_s == pytest.approx(done.reports[0].step_s, rel=0.05)
+        assert any("peer/messages.py" in why for why in report.idle_s), report.lines()
+    first = tmp_path / "first.py"
+    first.write_text(ONE_COMMUNICATOR)
+    planted = plans_on_paper([plan], f"--first={first}", *options)
+    assert [report.error.partition(":")[0] for report in planted.reports] == [
+        "the ranks wait for each other for ever"
+    ] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +28,15 @@ def gpus() -> Iterator[CheckLine]:
         count = pynvml.nvmlDeviceGetCount()
         driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
         yield CheckLine("gpus", "driver", f"{driver}, up to CUDA {cuda // 1000}.{cuda % 1000 // 10}; {count} GPUs")
-        for index in range(count):
-            yield CheckLine("gpus", f"gpu {index}", _describe(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)))
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        for index, handle in enumerate(handles):
+            yield CheckLine("gpus", f"gpu {index}", _describe(pynvml, handle))
+        try:
+            pci_ids = [_pci_id(pynvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles]
+        except pynvml.NVMLError as error:
+            yield CheckLine("gpus", "cores", f"the driver does not tell where the GPUs hang ({error})")
+        else:
+            yield from cores(pci_ids)
     finally:
         pynvml.nvmlShutdown()
     if count:
@@ -44,6 +52,30 @@ def settings() -> CheckLine:
     from weft.mesh import library_settings
 
     return CheckLine("gpus", "settings", "; ".join(library_settings()))
+
+
+def cores(pci_ids: list[str]) -> Iterator[CheckLine]:
+    """Yield where `weft train` would run the ranks of these GPUs on the processor: one line, or one for each of them.
+
+    pci_ids: of one GPU each, such as "0000:3b:00.0".
+    """
+    from weft.mesh.cores import Topology, choose_cores
+
+    if not hasattr(os, "sched_getaffinity"):
+        return
+    allowed = frozenset(os.sched_getaffinity(0))
+    chosen = [choose_cores(Topology(), allowed, pci_ids, rank) for rank in range(len(pci_ids))]
+    for rank, choice in enumerate(chosen):
+        if choice.text not in [other.text for other in chosen[:rank]]:
+            name = f"cores of gpu {rank}" if len({other.text for other in chosen}) > 1 else "cores"
+            yield CheckLine("gpus", name, f"a rank is {choice.text}")
+
+
+def _pci_id(bus_id: str | bytes) -> str:
+    """As the system's files have it: with four digits of the domain where four are enough."""
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
+    domain, _, rest = text.lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
 
 
 def _describe(nvml: Any, gpu: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weft.comm.peer import Message, start_receive, start_send
+from weft.comm.peer import Message, PeerLane, start_receive, start_send
 from weft.data.batch import parts_of
 from weft.errors import CommError, ModelError
 from weft.mesh import Axis
@@ -28,10 +28,17 @@ _MOST_SENDS = 64
 
 
 class Boundary:
-    """Sends and receives of one rank, over the axis of stages."""
+    """Sends and receives of one rank, over the axis of stages.
 
-    def __init__(self, axis: Axis, device: torch.device):
+    Args:
+        axis: the stages.
+        device: of what travels.
+        lanes: what goes over which group, see `comm.peer.join_lanes`.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, lanes: Mapping[PeerLane, Axis]):
         self._axis = axis
+        self._lanes = lanes
         self._device = device
         self._kinds: dict[object, int] = {}
         self._forms: dict[tuple[int, int], SentForm] = {}  # by stage that is entered, and kind
@@ -56,7 +63,7 @@ class Boundary:
         form = self._forms.get((entered, kind))
         if form is None:
             form = self._forms[entered, kind] = self._be_told(transfer)
-        message = start_receive(form.empty(self._device), self._axis, transfer.peer)
+        message = start_receive(form.empty(self._device), *self._lane(transfer))
         self._arriving[transfer.content, transfer.stage, transfer.microbatch] = form, message
 
     def take(self, content: str, stage: int, microbatch: int) -> Carried:
@@ -96,6 +103,12 @@ class Boundary:
         """Whether the shapes that follow from these microbatches are known at all boundaries of this rank."""
         return self._known.issuperset(kinds)
 
+    def _lane(self, transfer: Transfer) -> tuple[Axis, int]:
+        """The two ranks of a transfer as an axis, and the other one's place on it."""
+        ends = self._axis.rank, transfer.peer
+        lane = PeerLane(transfer.content, *(ends if transfer.way == "send" else reversed(ends)))
+        return self._lanes[lane], int(ends[1] > ends[0])
+
     def _post(self, transfer: Transfer, tensor: torch.Tensor, content: str = "") -> None:
         if len(self._sent) >= _MOST_SENDS:
             self._sent.pop(next(iter(self._sent))).wait()
@@ -103,7 +116,7 @@ class Boundary:
         before = self._sent.pop(key, None)  # of an evaluation, whose batches all have one number
         if before is not None:
             before.wait()
-        self._sent[key] = start_send(tensor, self._axis, transfer.peer)
+        self._sent[key] = start_send(tensor, *self._lane(transfer))
 
     def _tell(self, transfer: Transfer, form: SentForm) -> None:
         numbers = [len(form.slots)]
@@ -119,7 +132,7 @@ class Boundary:
 
     def _be_told(self, transfer: Transfer) -> SentForm:
         numbers = torch.empty(1 + _MAX_PARTS * _OF_PART, dtype=torch.int64, device=self._device)
-        count, *told = start_receive(numbers, self._axis, transfer.peer).wait().tolist()
+        count, *told = start_receive(numbers, *self._lane(transfer)).wait().tolist()
         slots: list[int] = []
         shapes: list[torch.Size] = []
         dtypes: list[torch.dtype] = []

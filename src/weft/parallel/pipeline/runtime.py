@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from weft.comm.peer import PeerLane, join_lanes
 from weft.errors import ModelError
 from weft.mesh import Mesh
 from weft.parallel.layers import HeldGradients
@@ -26,7 +27,7 @@ from weft.parallel.pipeline.stage import ForwardFn, Stage
 from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
 from weft.parallel.placement import Placement
 from weft.spec.schedule import Action, parts, schedule_of
-from weft.spec.schedule.transfers import Key, Transfer, arrived_by, receiving_early, with_transfers
+from weft.spec.schedule.transfers import Key, Transfer, arrived_by, flows, receiving_early, with_transfers
 from weft.structure import repeated_blocks
 
 #: (output, batch, number of the microbatch) -> (sum of losses, number of tokens).
@@ -86,8 +87,8 @@ class Pipeline:
         self._arrived_by = arrived_by(programs, mesh["pp"].rank)
         self._early = receiving_early(self.program)
         self._axis = mesh["pp"]
-        self._device = mesh.device
-        self._boundary = Boundary(mesh["pp"], mesh.device)
+        lanes = join_lanes(self._axis, mesh.device, (PeerLane(*flow) for flow in flows(self.schedule, self._axis.rank)))
+        self._boundary = Boundary(self._axis, mesh.device, lanes)
         self._held = HeldGradients()
         self._plan = mesh.plan
         self._flights: dict[tuple[int, int], _Flight] = {}
@@ -128,9 +129,8 @@ class Pipeline:
         self._begin(work.microbatches, self._arrived_by)
         began = self._computed = time.perf_counter()
         self.events = []
-        # Messages of gloo wait for nobody. A receive whose shape is not known yet waits, so it keeps the common order.
-        can_be_early = self._device.type == "cpu" and self._boundary.knows(self._kinds)
-        for step in self._early if can_be_early else self.program:
+        # A receive whose shape is not known yet holds the host up, so it keeps the order that all ranks have in common.
+        for step in self._early if self._boundary.knows(self._kinds) else self.program:
             if isinstance(step, Transfer):
                 with phases.phase("wait"):
                     self._move(step)

@@ -319,6 +319,9 @@ class LaunchSection(Section):
     CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: the GPUs if there are any, else the CPU."""
+    numa: bool = True
+    """On GPUs: keep each rank on its share of the cores of the NUMA node that its GPU hangs on, with its threads and
+    the processes it starts. Cores that taskset, SLURM or others have chosen for it stay. `weft doctor` tells."""
     timeout: Duration = "30m"
     """How long a rank waits for another before the run ends with an error, such as 90s, 30m or 2h."""
     warn_after: Literal["auto"] | Duration = "auto"
@@ -353,8 +356,7 @@ class LaunchSection(Section):
     replica: Count | None = Field(default=None, examples=[1])
     """Start only this replica here, counted from 0, with the others on other machines. Absent: all of them here."""
     meet_at: HostPort | None = Field(default=None, examples=["10.0.0.1:29600"])
-    """HOST:PORT where replicas on several machines leave word: of the machine that starts replica 0, which listens
-    there."""
+    """HOST:PORT where replicas on several machines leave word: on the machine of replica 0, which listens there."""
     meeting_key: SecretRef | None = Field(default=None, examples=["env:WEFT_MEETING_KEY"])
     """Where the secret is that replicas on several machines prove to each other, of 16 characters or more, the same for
     all: env:NAME or file:PATH. Needed where meet_at is not an address of this machine alone (127.0.0.1)."""

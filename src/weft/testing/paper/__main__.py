@@ -35,6 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
     plans = kinds.add_parser("plans", help="train three steps of a small decoder under each plan")
     plans.add_argument("plans", nargs="+")
     plans.add_argument("--rank", type=int, default=0)
+    plans.add_argument("--stages", action="store_true", help="one rank of each stage, by one clock, each plan")
     for name in ("layers", "dim", "seq-len", "vocab-size", "batch", "experts", "heads"):
         plans.add_argument(f"--{name}", type=int)
     plans.add_argument("--optimizer", help="as optimizer.name of a config")
@@ -65,14 +66,22 @@ def _script(stub: ctypes.CDLL, told: argparse.Namespace) -> int:
 
 def _plans(stub: ctypes.CDLL, told: argparse.Namespace) -> int:
     from weft.testing.paper.opened import opened
-    from weft.testing.paper.plans import PaperModel, plan_report
+    from weft.testing.paper.plans import PaperModel, plan_report, stages_reports
 
     given = {f.name: getattr(told, f.name) for f in fields(PaperModel)}
     subject = PaperModel(**{name: value for name, value in given.items() if value is not None})
     with opened(stub) as device:
         if told.first:
             runpy.run_path(told.first)
-        reports = [plan_report(text, device, subject, told.rank) for text in told.plans]
+        reports = [
+            report
+            for text in told.plans
+            for report in (
+                stages_reports(text, device, subject)
+                if told.stages
+                else [plan_report(text, device, subject, told.rank)]
+            )
+        ]
     _say(reports, told.report)
     return int(any(one.error for one in reports))
 

@@ -68,6 +68,7 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         name=NAME, total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=132, warp_size=32, uuid="paper",
         regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
         shared_memory_per_block_optin=232448, L2_cache_size=52428800, gcnArchName="",
+        pci_domain_id=0, pci_bus_id=1, pci_device_id=0,
     )  # fmt: skip
     pin = _function(stub.weft_paper_pin, [ctypes.c_void_p, ctypes.c_size_t])
     unpin = _function(stub.weft_paper_unpin, [ctypes.c_void_p])

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.testing.paper.counts import OpCounts
-from weft.testing.paper.process import PaperReport
-from weft.testing.paper.races import DEFAULT, Races
-from weft.testing.paper.roofline import (
+from weft.testing.paper.clock import (
     COLLECTIVE_LAUNCH_S,
     FLOPS,
     LINK_BYTES_PER_S,
+    Moment,
     RooflineClock,
     collective_s,
     kernel_s,
 )
+from weft.testing.paper.counts import OpCounts
+from weft.testing.paper.process import PaperReport
+from weft.testing.paper.races import DEFAULT, Races
 from weft.testing.paper.tensors import CUDA, on_device
 from weft.testing.paper.values import give, value_of
 
@@ -26,10 +28,26 @@ from weft.testing.paper.values import give, value_of
 UNKNOWN = 1
 
 
+class Met(NamedTuple):
+    """Who takes part in a collective or a message: their group's name and size; of a message, from and to."""
+
+    group: str
+    num_ranks: int
+    ends: tuple[int, int] | None = None
+    is_bound: bool = True
+
+    @property
+    def communicator(self) -> object:
+        """What carries it: messages of a group that is bound to no device go over one for each pair of ranks."""
+        pair = None if self.ends is None or self.is_bound else tuple(sorted(self.ends))
+        return self.group, pair
+
+
 class PaperDevice:
     """One simulated GPU.
 
-    Streams are numbers; 0 is the default one. num_streams: made so far, the default one included.
+    Streams are numbers; 0 is the default one. num_streams: made so far, the default one included. said: whole numbers
+    that were sent to another rank last; the next rank that is tried, and hears of some, hears these.
     """
 
     def __init__(self) -> None:
@@ -40,6 +58,7 @@ class PaperDevice:
         self.current = DEFAULT
         self.num_streams = 1
         self.mismatch = ""
+        self.said: torch.Tensor | None = None
         self._network: dict[object, int] = {}
         # By identity of the Work that the caller holds; both live until it is waited for.
         self._works: dict[int, tuple[object, Event, tuple[torch.Tensor, ...], str]] = {}
@@ -130,7 +149,7 @@ class PaperDevice:
         """The host waits for all that a stream has been given."""
         self.counts.sync(what)
         self.races.order.all_streams_wait_for_stream(stream)
-        self.clock.wait(self.clock.free[stream])
+        self.clock.wait(self.clock.moment(stream))
 
     def sync_all(self, what: str) -> None:
         """The host waits for the device."""
@@ -147,22 +166,22 @@ class PaperDevice:
         self,
         kind: str,
         work: object,
-        group: tuple[object, int],
+        met: Met,
         reads: list[torch.Tensor],
         writes: list[torch.Tensor],
     ) -> None:
-        """A collective on a stream of its group, as NCCL has it. work: what to wait for. group: name and size."""
-        name, num_ranks = group
-        stream = self._network.get(name)
+        """A collective or message on a stream of its communicator, as NCCL has it. work: what to wait for."""
+        stream = self._network.get(met.communicator)
         if stream is None:
-            stream = self._network[name] = self.new_stream()
+            stream = self._network[met.communicator] = self.new_stream()
         ready = Event(self)
         ready.record_on(self.current)
         ready.wait_on(stream)
         num_bytes = max([x.nbytes for x in (*reads, *writes)], default=0)
         self.counts.collectives[kind] += 1
         self.races.launch(stream, kind, reads, writes)
-        self.clock.launch(stream, collective_s(kind, num_bytes, num_ranks), COLLECTIVE_LAUNCH_S)
+        seconds = collective_s(kind, num_bytes, met.num_ranks)
+        self.clock.launch(stream, seconds, COLLECTIVE_LAUNCH_S, (met.group, met.ends))
         done = Event(self)
         done.record_on(stream)
         # torch keeps the tensors of a collective until it is waited for.
@@ -196,7 +215,7 @@ class Event:
 
     def __init__(self, device: PaperDevice) -> None:
         self._device = device
-        self._moment: float | None = None
+        self._moment: Moment | None = None
         self._counts = device.counts  # of the step in which it was recorded
         device.races.order.create_event(id(self))
 

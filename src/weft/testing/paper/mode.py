@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from weft.comm.links import NCCL_FORMATS
-from weft.testing.paper.device import UNKNOWN, PaperDevice
+from weft.testing.paper.device import UNKNOWN, Met, PaperDevice
 from weft.testing.paper.tensors import CUDA, is_fake, leaves, on_device
 from weft.testing.paper.values import follow, forget, give, on_host, reserve, value_of
 
@@ -34,6 +35,8 @@ _OVERWRITES = frozenset(
 #: Of operators that name what they change: what they only write, and what they only read, although torch's schema says
 #: that it may change.
 _ONLY_WRITTEN, _ONLY_READ = frozenset({"weights"}), frozenset({"grads"})
+#: Collectives of which torch's schema does not say that their first argument is written.
+_UNSAID = frozenset(f"c10d::{name}" for name in ("_reduce_scatter_base_", "_allgather_base_", "allreduce_", "recv_"))
 _NO_KERNEL = _EMPTY | {"aten::detach", "aten::lift_fresh", "aten::set_", "aten::_reshape_alias"}
 _Call = Callable[..., Any]
 _ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
@@ -248,14 +251,13 @@ class PaperMode(TorchDispatchMode):
         work = out[-1] if isinstance(out, tuple | list) else out
         boxed = [x for x in args if isinstance(x, torch.ScriptObject)]
         group = next((ProcessGroup.unbox(x) for x in boxed if "ProcessGroup" in str(x._type())), None)
-        # torch's schemas of these do not say that their first argument is written.
-        unsaid = func._schema.name in ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_", "c10d::allreduce_")
+        unsaid = func._schema.name in _UNSAID
         writes = list(leaves(args[0])) if unsaid else written(func, args, kwargs)
         changed = {id(x) for x in writes}
         reads = [x for x in leaves((args, kwargs)) if id(x) not in changed]
         self._follow_collective(func, args, kwargs, reads, writes)
-        named = ("", 2) if group is None else (group.group_name, group.size())
-        self.device.collective(func._schema.name[6:], FakeWork.unbox(work), named, reads, writes)
+        met = _met(func._schema.name, args, group)
+        self.device.collective(func._schema.name[6:], FakeWork.unbox(work), met, reads, writes)
         return out
 
     def _follow_collective(
@@ -265,6 +267,9 @@ class PaperMode(TorchDispatchMode):
 
         What they add to others is unknown: of a pipeline only the last stage has a loss and tokens.
         """
+        if func._schema.name in ("c10d::send", "c10d::recv_"):
+            self._follow_message(reads, writes)
+            return
         inputs = [value_of(x) for x in reads or writes]
         is_sum = func._schema.name == "c10d::allreduce_" and any(x.is_floating_point() for x in writes)
         if is_sum or any(x is None for x in inputs):
@@ -274,6 +279,28 @@ class PaperMode(TorchDispatchMode):
             give(out, torch.zeros(out.shape, dtype=out.dtype))
         if all(value_of(x) is not None for x in writes):
             func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+
+    def _follow_message(self, reads: list[torch.Tensor], writes: list[torch.Tensor]) -> None:
+        """What a rank is sent is unknown, but for whole numbers: it hears what was said last, as shapes of a stage."""
+        for sent in reads:
+            known = value_of(sent)
+            self.device.said = known.clone() if known is not None and sent.dtype == torch.int64 else self.device.said
+        said = self.device.said
+        for out in writes:
+            if said is not None and said.shape == out.shape and out.dtype == torch.int64:
+                give(out, said)
+            else:
+                forget([out])
+
+
+def _met(name: str, args: tuple[Any, ...], group: ProcessGroup | None) -> Met:
+    """Who takes part. Weft binds the group of all ranks to its device, and no other."""
+    if group is None:
+        return Met("", 2)
+    ends = None
+    if name in ("c10d::send", "c10d::recv_"):
+        ends = (group.rank(), args[2]) if name == "c10d::send" else (args[2], group.rank())
+    return Met(group.group_name, group.size(), ends, group is dist.group.WORLD)
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from weft.comm import Ledger
 from weft.errors import WeftError
-from weft.mesh import build_mesh
+from weft.mesh import build_mesh, members_of
 from weft.models import build_decoder
 from weft.monitor.times import Meter
 from weft.optim import build_optimizer
@@ -24,6 +24,7 @@ from weft.spec import DecoderSpec
 from weft.spec.config import OptimizerSection
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
+from weft.testing.paper.clock import Notes, timed_together
 from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.opened import join_silent_ranks
 from weft.testing.paper.process import PaperReport
@@ -74,8 +75,31 @@ class PaperModel:
         return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
 
-def plan_report(text: str, device: PaperDevice, subject: PaperModel, rank: int = 0) -> PaperReport:
-    """What one step of a rank did; an error ends as the report's `error`."""
+def stages_reports(text: str, device: PaperDevice, subject: PaperModel) -> list[PaperReport]:
+    """What one step of each stage's first rank did, with the times that they have when they wait for each other."""
+    plan = Plan.parse(text)
+    mesh_ranks = members_of(plan, 0, ("pp",))
+    noted: list[Notes] = []
+    reports = [plan_report(text, device, subject, rank, noted) for rank in mesh_ranks]
+    if len(noted) < len(reports):
+        return reports
+    return [
+        replace(
+            report,
+            name=f"{text}, rank {rank}",
+            step_s=timed.step_s,
+            idle_s={f"waits @ {why}": seconds for why, seconds in timed.idle_s.items()},
+            over_s={},
+            error=report.error or (f"the ranks wait for each other for ever: {timed.stuck[0]}" if timed.stuck else ""),
+        )
+        for rank, report, timed in zip(mesh_ranks, reports, timed_together(noted), strict=True)
+    ]
+
+
+def plan_report(
+    text: str, device: PaperDevice, subject: PaperModel, rank: int = 0, noted: list[Notes] | None = None
+) -> PaperReport:
+    """What one step of a rank did; an error ends as the report's `error`. noted: gets what happened after what."""
     plan = Plan.parse(text)
     problems = check(plan, Facts(world_size=plan.world_size, model=subject.spec, seq_len=subject.seq_len))
     if problems:
@@ -83,8 +107,9 @@ def plan_report(text: str, device: PaperDevice, subject: PaperModel, rank: int =
     if plan.world_size > 1:
         join_silent_ranks(plan.world_size, rank)
     device.forget()
+    device.clock.notes = None if noted is None else Notes()
     try:
-        report = _three_steps(plan, device, subject)
+        report = _three_steps(plan, device, subject, noted)
     except (RuntimeError, WeftError, NotImplementedError, ValueError, TypeError, IndexError, AssertionError) as raised:
         traceback.print_exc()
         why = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised) else ''}"
@@ -95,7 +120,7 @@ def plan_report(text: str, device: PaperDevice, subject: PaperModel, rank: int =
     return replace(report, name=text)
 
 
-def _three_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperReport:
+def _three_steps(plan: Plan, device: PaperDevice, subject: PaperModel, noted: list[Notes] | None) -> PaperReport:
     ledger = Ledger()
     meter = Meter(CUDA, communication=ledger)
     mesh = build_mesh(plan, CUDA, ledger.record)
@@ -111,6 +136,9 @@ def _three_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperR
         step(subject.microbatches(plan.microbatches_per_step))
     # Asked before the model goes: what ends with it is no part of a step. Reading the ledger waits for the device.
     report, after = device.report(), ledger.mark()
+    if noted is not None and device.clock.notes is not None:
+        noted.append(device.clock.notes)
+        device.clock.notes = None
     step.arrive()  # weights that the next forward would wait for
     device.wait_unawaited()
     return replace(report, races=dict(device.races.found), over_s=ledger.seconds_between(before, after))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
 from weft.data.media.decoding.decode_pool import DecodePool, Key
 from weft.data.media.decoding.decode_worker import Decodable
+from weft.mesh.cores import cores_of_rank
 
 _MOST_WORKERS = 8
 
@@ -74,5 +74,4 @@ def usual_workers(num_ranks: int) -> int:
 
     num_ranks: on this machine.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(0, min(_MOST_WORKERS, cores // num_ranks - 1))
+    return max(0, min(_MOST_WORKERS, cores_of_rank(num_ranks) - 1))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.parallel.layers.documents.packed_attention import attend_in_documents, call_in_documents, reads_documents
 from weft.parallel.layers.documents.small_copy import small_copy
@@ -31,10 +31,15 @@ def why_documents_mix(model: Any) -> str:
     """
     if not hugging_face.is_hugging_face(model) or reads_documents(model):
         return ""
-    kind = model.config.model_type
+    return why_kind_mixes(type(model), model.config)
+
+
+def why_kind_mixes(model_class: type[nn.Module], config: Any) -> str:
+    """Say the same of a class of transformers whose layers do not read borders, and a config of it."""
+    kind = config.model_type
     try:
         with hugging_face.quiet():  # it would speak of the small model
-            difference = _difference(small_copy(model, window=_WINDOW))
+            difference = _difference(small_copy(model_class, config, window=_WINDOW))
     except Exception as error:  # other people's code, with sizes that it may not expect
         first = next(iter(str(error).strip().splitlines()), "")[:120].rstrip(".")
         return (

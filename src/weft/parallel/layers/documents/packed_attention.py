@@ -28,8 +28,10 @@ from weft.structure import hugging_face, token_flow
 #: transformers' name for torch's fused attention, whose place is taken, and ours.
 _OWN, _NAME = "sdpa", "weft_sdpa_by_documents"
 _READY = "_weft_reads_documents"
-#: What a model remembers of its positions.
-_FIRST = "_weft_first_position"
+#: What a model remembers of its positions, and of the call under way.
+_FIRST, _TOLD = "_weft_first_position", "_weft_is_told_documents"
+#: Of borders as masks: of places where documents begin, and of ids.
+_PLACES, _IDS = torch.int64, torch.int32
 #: What some models ask of attention that reads a mask over pairs.
 _BESIDE = ("softcap", "s_aux", "position_bias", "head_mask", "indices")
 
@@ -66,7 +68,7 @@ def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     Empty where the model does not read it: positions tell it then. In a batch without a border the mask is empty, so
     that transformers does not look for some.
     """
-    if not getattr(model, _READY, False):
+    if not reads_borders(model):
         return {}
     starts_BM, ids_BT = batch.get("document_starts"), batch.get("document_ids")
     if starts_BM is None and ids_BT is not None:
@@ -75,7 +77,25 @@ def borders_of(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
             return {}
     if starts_BM is None:
         starts_BM = torch.empty((1, 0), dtype=torch.int64, device=batch["input_ids"].device)
-    return {"attention_mask": starts_BM[:, None, None]}
+    return {"attention_mask": as_borders(starts_BM)}
+
+
+def as_borders(starts_BM: Tensor | None, ids_BT: Tensor | None = None) -> Tensor:
+    """Return the attention mask that says where documents begin: (B, 1, 1, M), or (B, 1, 1, T) of ids.
+
+    Args:
+        starts_BM: the places, of a fixed number; None: the device would have to be asked how many there are.
+        ids_BT: then an id for each token, ascending.
+    """
+    if starts_BM is not None:
+        return starts_BM[:, None, None]
+    assert ids_BT is not None
+    return ids_BT.to(_IDS)[:, None, None]
+
+
+def reads_borders(model: nn.Module) -> bool:
+    """Whether `attend_in_documents` has let this model's layers read borders."""
+    return getattr(model, _READY, False)
 
 
 def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -87,12 +107,21 @@ def call_in_documents(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         setattr(model, _FIRST, hugging_face.first_position(model))
     borders, ids_BT = borders_of(model, batch), batch.get("document_ids")
     places = {"input_ids": batch["input_ids"], "position_ids": batch["positions"] + getattr(model, _FIRST)}
-    with _within_documents(ids_BT) if ids_BT is not None and not borders else contextlib.nullcontext():
-        return model(**places, use_cache=False, **borders)
+    setattr(model, _TOLD, True)
+    try:
+        with within_documents(ids_BT) if ids_BT is not None and not borders else contextlib.nullcontext():
+            return model(**places, use_cache=False, **borders)
+    finally:
+        setattr(model, _TOLD, False)
+
+
+def is_told(model: nn.Module) -> bool:
+    """Whether the call under way is one of `call_in_documents`, which says itself where documents begin."""
+    return getattr(model, _TOLD, False)
 
 
 @contextlib.contextmanager
-def _within_documents(ids_BT: torch.Tensor) -> Generator[None]:
+def within_documents(ids_BT: torch.Tensor) -> Generator[None]:
     """Inside, every mask that transformers makes over these tokens stays among tokens of one id.
 
     Some of its models (OPT, gpt-oss) have positions, and do not tell them where they ask for a mask; others (BioGPT)
@@ -151,24 +180,29 @@ def _attend(
     own: the one in whose place it is called. Blocks are compiled with it: a name could not be looked up there.
     """
     how = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-    if attention_mask is None or attention_mask.dtype != torch.int64:
+    if attention_mask is None or attention_mask.dtype not in (_PLACES, _IDS):
         return own(module, query, key, value, attention_mask, **how)
     num_tokens, window = query.shape[2], kwargs.get("sliding_window")
     window = None if window is None or window >= num_tokens else window
-    starts_BM = attention_mask[:, 0, 0]
-    if starts_BM.shape[1] == 0 and window is None:
+    starts_BM, ids_BT = attention_mask[:, 0, 0], None
+    if attention_mask.dtype == _IDS:
+        starts_BM, ids_BT = None, starts_BM
+    elif starts_BM.shape[1] == 0 and window is None:
         return own(module, query, key, value, None, **how)
     if dropout or any(kwargs.get(name) is not None for name in _BESIDE):
-        return own(module, query, key, value, _mask(starts_BM, num_tokens, window), **how)
+        return own(module, query, key, value, _mask(starts_BM, ids_BT, num_tokens, window), **how)
     usual = query.shape[-1] ** -0.5
     if scaling is not None and scaling != usual:
         query = query * (scaling / usual)
-    return document_attention(query, key, value, starts_BM, None, window).transpose(1, 2).contiguous(), None
+    return document_attention(query, key, value, starts_BM, ids_BT, window).transpose(1, 2).contiguous(), None
 
 
-def _mask(starts_BM: Tensor, num_tokens: int, window: int | None) -> Tensor:
+def _mask(starts_BM: Tensor | None, ids_BT: Tensor | None, num_tokens: int, window: int | None) -> Tensor:
     """What each token sees, bool (B, 1, T, T)."""
-    place_T, ids_BT = torch.arange(num_tokens, device=starts_BM.device), ids_of(starts_BM, num_tokens)
+    if ids_BT is None:
+        assert starts_BM is not None
+        ids_BT = ids_of(starts_BM, num_tokens)
+    place_T = torch.arange(num_tokens, device=ids_BT.device)
     seen = (ids_BT[:, :, None] == ids_BT[:, None, :]) & (place_T[:, None] >= place_T)
     if window is not None:
         seen = seen & (place_T[:, None] - place_T < window)

@@ -23,19 +23,20 @@ _LAST_PADDING = 4
 _MOST_KINDS = 4
 
 
-def small_copy(model: Any, *, window: int) -> nn.Module:
+def small_copy(model_class: type[nn.Module], config: Any, *, window: int) -> nn.Module:
     """A model of transformers of the same class and config, made small, with random weights in fp32.
 
     It has as many layers as it takes for one of each kind. Raises what transformers does where sizes do not fit.
 
     Args:
-        model: any, on any device.
+        model_class: of the model.
+        config: of the model; it stays as it is.
         window: tokens of its windows and chunks, where it has some.
     """
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(config)
     for part in _parts(config):
         _make_small(part, window)
-    return _filled(type(model), config)
+    return _filled(model_class, config)
 
 
 def _parts(config: Any) -> list[Any]:

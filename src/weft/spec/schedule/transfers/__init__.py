@@ -10,12 +10,20 @@ __all__ = [
     "Key",
     "Transfer",
     "arrived_by",
+    "flows",
     "receiving_early",
     "with_transfers",
 ]
 
 if TYPE_CHECKING:
-    from weft.spec.schedule.transfers.transfers import Key, Transfer, arrived_by, receiving_early, with_transfers
+    from weft.spec.schedule.transfers.transfers import (
+        Key,
+        Transfer,
+        arrived_by,
+        flows,
+        receiving_early,
+        with_transfers,
+    )
 
 __getattr__ = loads(
     __name__,
@@ -23,6 +31,7 @@ __getattr__ = loads(
         "Key": ".transfers",
         "Transfer": ".transfers",
         "arrived_by": ".transfers",
+        "flows": ".transfers",
         "receiving_early": ".transfers",
         "with_transfers": ".transfers",
     },

@@ -75,8 +75,8 @@ def with_transfers(schedule: Schedule) -> list[Program]:
 def receiving_early(program: Program) -> Program:
     """Post each receive before the action beside which its message travels, and not after it.
 
-    The message is then there when that action ends. Only for transports on which neither a send nor a receive waits
-    for the other end, and none is in the way of another: two ranks may each post a receive before they send.
+    The message is then there when that action ends. Only where none of what travels is in the way of a computation,
+    nor of another message, by content, sender and receiver: two ranks may each post a receive before they send.
     """
     found: Program = []
     place = 0  # where receives that come next are posted: before the last action
@@ -89,6 +89,16 @@ def receiving_early(program: Program) -> Program:
             place = len(found)
         found.append(step)
     return found
+
+
+def flows(schedule: Schedule, rank: int) -> list[tuple[str, int, int]]:
+    """List what this rank sends and receives in a step: content, sender and receiver, each once."""
+    found: dict[tuple[str, int, int], None] = {}
+    for stage in range(1, schedule.num_stages):
+        above, below = schedule.owner(stage - 1), schedule.owner(stage)
+        if above != below and rank in (above, below):
+            found |= {("activation", above, below): None, ("gradient", below, above): None}
+    return list(found)
 
 
 #: Names a message: content, stage and microbatch of its transfer.
