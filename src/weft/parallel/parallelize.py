@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from weft.errors import ModelError, WeftWarning
+from weft.errors import ModelError, PlanError, Problem, WeftWarning
 from weft.memory import MOST_OF_HOST, Host, apply_recompute, offload_activations, offload_lines, open_host
 from weft.mesh import Mesh
 from weft.parallel.batch_statistics import group_norms, watch_local_means
@@ -66,6 +66,9 @@ def parallelize(
         warnings.warn(said, WeftWarning, stacklevel=3)
     _prepare(model, mesh, bf16_layers, fp8_recipe)
     spread = choose_spread(model, mesh, layout)
+    if mesh.plan.graphs and spread.shared:
+        rule = "ranks share the encoder that is spread, and communicate within forward"
+        raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use graphs=off, or leave spread out of layout.")])
     placed = cut(model, mesh, layout, spread) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
     use_float8(model)

@@ -1,33 +1,28 @@
-"""Dropout that is the same under every plan: what an element's number is depends on where it is, not on who has it.
+"""Where a model on one rank is in its random numbers, and what its modules drop there.
 
 A number is drawn from (seed, step, module path, place), where a place is (sample of the global batch, token of the
 sequence, feature or head). So ranks that compute the same drop the same, ranks with a part of the tokens, heads or
 features drop what one process would drop there, and no cut of a batch into ranks and microbatches shows.
-
-nn.Dropout modules get a subclass. In modules that drop by functions (F.dropout, F.scaled_dot_product_attention) a mode
-takes these calls over; attention with dropout then runs in plain arithmetic, since no fused kernel takes such numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from weft.memory import Handle, Opaque
+from weft.errors import ModelError
+from weft.memory import Handle
 from weft.mesh import Mesh
-from weft.parallel.context import AttentionDrop, Context, context_of, dropped_attention
-from weft.parallel.randomness import CutPart, SampleNumbers, cut_part_of, drops_itself, kept_at, key_of, rows_of_samples
+from weft.parallel.context import AttentionDrop, Context
+from weft.parallel.randomness import CutPart, SampleNumbers, kept_at, key_of, rows_of_samples
 from weft.private_torch import uncompiled
-from weft.structure import become, repeated_blocks
+from weft.replay import send_numbers
 
-_ATTRIBUTE = "_weft_drops"
 #: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
 _CALLS = 4
 
@@ -44,7 +39,7 @@ class Drops:
         self.is_told = True
         self._data = mesh.data
         self._num_contexts = mesh["cp"].size
-        self._device = mesh.device
+        self.device = mesh.device
         self._is_compiled = mesh.plan.compile
         self._context = context
         self._seed = seed
@@ -53,6 +48,7 @@ class Drops:
         self._key = 0
         self._samples: SampleNumbers | None = None  # None: a rank's samples follow those of the rank before
         self._told: int | None = None  # the key that compiled blocks have
+        self._fixed: FixedDraws | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
         return self  # a copy of the model runs on the same ranks
@@ -82,6 +78,30 @@ class Drops:
         finally:
             self._is_driven, self._key, self._samples = before
 
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether keys and samples are read from tensors now, because code keeps numbers: compiled, or recorded."""
+        return self._fixed is not None or torch.compiler.is_compiling()
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether they are read from memory that stays."""
+        return self._fixed is not None
+
+    @contextlib.contextmanager
+    def held(self, fixed: FixedDraws) -> Iterator[None]:
+        """While inside a microbatch and this, keys and samples are read from memory that stays."""
+        before = self.told_samples, self.is_told, [site.keys for site in self.sites]
+        self._fixed, self.told_samples, self.is_told = fixed, fixed.samples, True
+        for site, row in zip(self.sites, fixed.keys.unbind(), strict=True):
+            site.keys = row
+        try:
+            yield
+        finally:
+            self._fixed, (self.told_samples, self.is_told) = None, before[:2]
+            for site, row in zip(self.sites, before[2], strict=True):
+                site.keys = row
+
     def travelling(self) -> AbstractContextManager[None]:
         """What a later replay of what is computed now must run inside of."""
         return self.microbatch(self._key, self._samples)
@@ -102,23 +122,32 @@ class Drops:
 
     def _tell_compiled(self) -> None:
         """Where blocks are compiled, give them keys and samples as tensors: numbers would be parts of their graphs."""
-        if not self._is_compiled:
+        if not self._is_compiled or self._fixed is not None:
             return
         samples = self._samples
         self.is_told = samples is None or not (samples.is_empty or samples.rows)
         if samples is not None and self.is_told:
-            self.told_samples = samples.places(len(samples.numbers), self._device)
+            self.told_samples = samples.places(len(samples.numbers), self.device)
         else:
             self.told_samples = None
         if self._told != self._key:
-            keys = [[site.key(self._key, call) for call in range(1, _CALLS + 1)] for site in self.sites]
-            for site, row in zip(self.sites, torch.tensor(keys, device=self._device).unbind(), strict=True):
+            keys = self.keys_of(self._key, _CALLS)
+            for site, row in zip(self.sites, torch.tensor(keys, device=self.device).unbind(), strict=True):
                 site.keys = row  # another tensor, since the replay of an earlier forward reads the one before
             self._told = self._key
 
+    def keys_of(self, key: int, calls: int) -> list[list[int]]:
+        """From the step's key, those of each site's first calls."""
+        return [[site.key(key, call) for call in range(1, calls + 1)] for site in self.sites]
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that any site was seen to make in one forward, or may make where blocks are compiled."""
+        return _CALLS if self._is_compiled else max((site.most_calls for site in self.sites), default=0)
+
     def samples(self, count: int, device: torch.device) -> Tensor:
         """For each row of a tensor, a number from its sample's in the global batch."""
-        if torch.compiler.is_compiling() and self.told_samples is not None:
+        if self.reads_tensors and self.told_samples is not None:
             return rows_of_samples(self.told_samples, count)
         if self._samples is None:
             return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
@@ -140,7 +169,7 @@ class Drops:
         """Of the microbatch; 0 where it cannot be told."""
         if self.part.sequences:
             return self.part.sequences
-        if torch.compiler.is_compiling() and self.told_samples is not None:
+        if self.reads_tensors and self.told_samples is not None:
             return len(self.told_samples)
         return len(self._samples.numbers) if self._samples is not None and not self._samples.rows else 0
 
@@ -167,24 +196,12 @@ class Drops:
         return places.narrow(0, tp.rank * count, count) if is_cut else places
 
 
-class _Begin:
-    """Hook of the whole model. An object, since copies of a module copy its hooks."""
-
-    def __init__(self, drops: Drops | None):
-        self._drops = drops
-
-    def __call__(self, model: nn.Module, args: Any) -> None:
-        del args
-        if self._drops is not None:
-            self._drops.before_forward(model)
-
-
 class DropSite:
     """Where one module drops. path: its name."""
 
     def __init__(self, drops: Drops, path: str):
-        self.calls = 0
-        self.keys: Tensor | None = None  # of the first calls, for compiled blocks
+        self.calls = self.most_calls = 0
+        self.keys: Tensor | None = None  # of the first calls, for code that keeps numbers
         self.handle = Handle()  # of attention, for compiled blocks
         self._drops = drops  # None once the module went through a pickle: then it is a plain one
         self._path = path
@@ -203,6 +220,12 @@ class DropSite:
 
     def _next_key(self) -> int:
         self.calls += 1
+        self.most_calls = max(self.most_calls, self.calls)
+        if self._drops.is_fixed:
+            raise ModelError(
+                f"graphs=on: {self._path} drops more often in one forward than in those before, and a graph reads one "
+                "key for each call that it has seen. Use graphs=off."
+            )
         return self.key(self._drops.key, self.calls)
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
@@ -214,14 +237,14 @@ class DropSite:
             return x * 0.0
         if x.ndim == 1:
             return self.drop(x[:, None], rate)[:, 0]
-        if not torch.compiler.is_compiling() or not self.is_told:
+        if not self._drops.reads_tensors or not self.is_told:
             return self._drop_by_number(x, rate)
         return self._drop(x, rate, self._told_key())
 
     @property
     def is_told(self) -> bool:
-        """Whether a compiled block can make the next call itself."""
-        return self.keys is not None and self.calls < _CALLS and self._drops.is_told
+        """Whether the next call finds its key in a tensor."""
+        return self.keys is not None and self.calls < len(self.keys) and self._drops.is_told
 
     def _told_key(self) -> Tensor:
         assert self.keys is not None
@@ -252,148 +275,34 @@ class DropSite:
         """What a call of attention drops of its weights. num_heads: of this rank."""
         part = self._drops.part
         first_head = part.axis.rank * num_heads if part.is_open else 0
-        key = self._told_key() if torch.compiler.is_compiling() else self._next_key()
+        is_told = self.is_told if self._drops.is_fixed else torch.compiler.is_compiling()
+        key = self._told_key() if is_told else self._next_key()
         return AttentionDrop(rate, key, self._drops.samples(num_samples, device), first_head)
 
 
-class PositionDropout(nn.Module):
-    """nn.Dropout by position."""
+class FixedDraws:
+    """Memory that a recording reads what it drops by: keys of the sites' calls, and numbers of the samples.
 
-    _weft_site: DropSite
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape."""
-        rate: Any = self.p
-        if not self.training or rate == 0 or self._weft_site.is_plain:
-            return super().forward(x)
-        return self._weft_site.drop(x, rate)
-
-
-class FunctionalDropout(nn.Module):
-    """A module whose forward drops by functions: in training they go by position."""
-
-    _weft_site: DropSite
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What its own class computes."""
-        site = self._weft_site
-        if not self.training or site.is_plain:
-            return super().forward(*args, **kwargs)
-        if torch.compiler.is_compiling() and not (site.is_told and site.handle.is_open):
-            return self._uncompiled(*args, **kwargs)
-        with _ByPosition(site):
-            return super().forward(*args, **kwargs)
-
-    @uncompiled
-    def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
-        return FunctionalDropout.forward(self, *args, **kwargs)
-
-
-class DroppingBlock(nn.Module):
-    """A block with dropout in it: its calls are counted anew in each forward, so that a replay counts alike."""
-
-    _weft_sites: list[DropSite]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What its own class computes."""
-        for site in self._weft_sites:
-            site.calls = 0
-        return super().forward(*args, **kwargs)
-
-
-class _ByPosition(TorchFunctionMode):
-    """While active, torch's functions that drop do so by position."""
-
-    def __init__(self, site: DropSite):
-        super().__init__()
-        self._site = site
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.dropout:
-            rate, training = _read(args, kwargs, 1, "p", 0.5), _read(args, kwargs, 2, "training", True)
-            x = args[0] if args else kwargs["input"]
-            return self._site.drop(x, rate) if training and rate > 0 else x
-        if func is F.scaled_dot_product_attention and _read(args, kwargs, 4, "dropout_p", 0.0) > 0:
-            return self._attend(*args, **kwargs)
-        if func is Tensor.unflatten:  # which torch.compile does not follow from here; the two are the same
-            return torch.unflatten(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        del enable_gqa  # heads are read off the shapes
-        drop = self._site.attention(dropout_p, query.shape[0], query.shape[1], query.device)
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        if not torch.compiler.is_compiling():
-            return dropped_attention(query, key, value, attn_mask, is_causal, factor, drop)
-        assert isinstance(drop.key, Tensor)
-        inputs = [query, key, value, drop.key, drop.samples, *([] if attn_mask is None else [attn_mask])]
-        shape = (*query.shape[:3], value.shape[3])
-        return self._site.handle(
-            shape, query.dtype, inputs, [float(is_causal), factor, dropout_p, float(drop.first_head)]
-        )
-
-
-def hold_dropped_attention(model: nn.Module, recomputes: bool) -> None:
-    """Let compiled blocks hold attention that drops as one operator each. Call it before they are compiled."""
-    sites = [module._weft_site for module in model.modules() if isinstance(module, FunctionalDropout)]
-    if sites:
-        opaque = Opaque(is_attention=True, recomputes=recomputes)
-        for site in sites:
-            site.handle = opaque.handle(_attend_dropping, site)
-
-
-def _attend_dropping(site: DropSite, inputs: Sequence[Tensor], numbers: Sequence[float]) -> Tensor:
-    """What `_ByPosition._attend` computes, of what it gives an operator."""
-    del site
-    query, key, value, drop_key, samples = inputs[:5]
-    is_causal, scale, rate, first_head = numbers
-    drop = AttentionDrop(rate, drop_key, samples, int(first_head))
-    mask = inputs[5] if len(inputs) > 5 else None
-    return dropped_attention(query, key, value, mask, bool(is_causal), scale, drop)
-
-
-def _read(args: Any, kwargs: dict[str, Any], place: int, name: str, usual: Any) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, usual)
-
-
-def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | None:
-    """Let what the model drops in training follow positions, in place. None where it drops nothing.
-
-    Call it when the model has been cut, before recompute. seed: for steps and forwards that nobody gives a key.
-    Dropout of whole channels and nn.MultiheadAttention's own keep to torch's generators.
+    Args:
+        drops: of the model.
+        samples: of a microbatch, which all that are replayed have as many of.
     """
-    found = {path: module for path, module in model.named_modules() if drops_itself(module)}
-    if not found:
-        return None
-    part, context = cut_part_of(model), context_of(model)
-    drops = Drops(mesh, seed, part, context)
-    by_module: dict[nn.Module, DropSite] = {}
-    for path, module in found.items():
-        kind = PositionDropout if type(module).forward is nn.Dropout.forward else FunctionalDropout
-        site = DropSite(drops, path)
-        become(module, kind, site=site)
-        by_module[module] = site
-        drops.sites.append(site)
-    for block in (repeated_blocks(model) or {"": model}).values():
-        sites = [by_module[module] for module in block.modules() if module in by_module]
-        if sites:
-            become(block, DroppingBlock, sites=sites, travels=drops)
-    model.register_forward_pre_hook(_Begin(drops))
-    setattr(model, _ATTRIBUTE, drops)
-    return drops
 
+    def __init__(self, drops: Drops, samples: SampleNumbers):
+        device, self._calls = drops.device, max(1, drops.num_calls)
+        self._drops = drops
+        self.keys = torch.zeros((len(drops.sites), self._calls), dtype=torch.int64, device=device)
+        self.samples = torch.zeros(len(samples.numbers), dtype=torch.int64, device=device)
+        self._sent: int | None = None  # the key that is there
 
-def drops_of(model: nn.Module) -> Drops | None:
-    """Return what `follow_positions` made for this model."""
-    return getattr(model, _ATTRIBUTE, None)
+    def fill(self, key: int, samples: SampleNumbers) -> None:
+        """Let the next replay drop as a microbatch does.
+
+        Args:
+            key: of the step.
+            samples: of the microbatch.
+        """
+        if key != self._sent:
+            send_numbers(self._drops.keys_of(key, self._calls), self.keys)
+            self._sent = key
+        send_numbers(list(samples.numbers), self.samples)
