@@ -51,6 +51,18 @@ GRAPH_RULES: tuple[Rule, ...] = (
         remedy=lambda plan, facts: "Use graphs=off",
         fix=_off,
     ),
+    Rule(
+        name="graphs-compiled-recompute",
+        field="graphs",
+        reason="Code that torch generates for recomputed blocks asks for the generator's state, which a graph forbids.",
+        predicate=lambda plan, facts: plan.graphs and plan.compile and plan.recompute_policy != "none",
+        finding=lambda plan, facts: (
+            f"with compile=on and recompute={plan.recompute}, generated code asks for the state of torch's generator, "
+            "which nothing may do while a graph is recorded"
+        ),
+        remedy=lambda plan, facts: "Use recompute=none, compile=off, or graphs=off",
+        fix=_off,
+    ),
 )
 
 

@@ -7,11 +7,19 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from weft.testing.paper.counts import OpCounts
+from weft.testing.paper.counts import OpCounts, line_of
 from weft.testing.paper.process import PaperReport
-from weft.testing.paper.races import DEFAULT, Races
-from weft.testing.paper.roofline import COLLECTIVE_LAUNCH_S, LINK_BYTES_PER_S, RooflineClock, collective_s, kernel_s
+from weft.testing.paper.races import DEFAULT, Races, Touched, range_of
+from weft.testing.paper.roofline import (
+    COLLECTIVE_LAUNCH_S,
+    GRAPH_LAUNCH_S,
+    LINK_BYTES_PER_S,
+    RooflineClock,
+    collective_s,
+    kernel_s,
+)
 from weft.testing.paper.tensors import CUDA, on_device
 from weft.testing.paper.values import give, value_of
 
@@ -34,6 +42,9 @@ class PaperDevice:
         self.num_streams = 1
         self.mismatch = ""
         self._network: dict[object, int] = {}
+        #: The graph that is being captured, and all that were.
+        self.capture: Capture | None = None
+        self.graphs: list[Capture] = []
         # By identity of the Work that the caller holds; both live until it is waited for.
         self._works: dict[int, tuple[object, Event, tuple[torch.Tensor, ...], str]] = {}
 
@@ -48,6 +59,7 @@ class PaperDevice:
         for number in range(1, self.num_streams):
             self.races.order.create_stream(number)
         self._works.clear()
+        self.capture, self.graphs = None, []
         self.mismatch = ""
 
     def report(self) -> PaperReport:
@@ -55,6 +67,7 @@ class PaperDevice:
         counts, clock = self.counts, self.clock
         return PaperReport(
             kernels=counts.kernels.total(),
+            recorded=counts.recorded,
             num_bytes=counts.num_bytes,
             syncs=dict(counts.syncs),
             behind=dict(counts.behind),
@@ -97,6 +110,9 @@ class PaperDevice:
         stream = self.current if stream is None else stream
         reads, writes = list(reads), list(writes)
         num_bytes = sum(x.numel() * x.element_size() for x in (*reads, *writes) if on_device(x))
+        if self.capture is not None:
+            self.capture.add(num_bytes, kernel_s(num_bytes, flops), reads, writes)
+            return
         self.counts.kernel(name, num_bytes)
         self.races.launch(stream, name, reads, writes)
         self.clock.launch(stream, kernel_s(num_bytes, flops))
@@ -106,6 +122,7 @@ class PaperDevice:
         host = target if on_device(source) else source
         down = host is target
         blocking = not non_blocking or not host.is_pinned()
+        self.forbid("a copy from or to the host")
         self.counts.copy("to host" if down else "to device", blocking)
         self.races.launch(self.current, "copy", [source] if down else [], [] if down else [target])
         self.clock.launch(self.current, max(kernel_s(0, 0), source.nbytes / LINK_BYTES_PER_S))
@@ -118,12 +135,14 @@ class PaperDevice:
 
     def sync(self, what: str, stream: int) -> None:
         """The host waits for all that a stream has been given."""
+        self.forbid(what)
         self.counts.sync(what)
         self.races.order.all_streams_wait_for_stream(stream)
         self.clock.wait(self.clock.free[stream])
 
     def sync_all(self, what: str) -> None:
         """The host waits for the device."""
+        self.forbid(what)
         self.counts.sync(what)
         self.races.order.sync_all_streams()
         self.clock.wait(max(self.clock.free.values(), default=0.0))
@@ -142,6 +161,7 @@ class PaperDevice:
         writes: list[torch.Tensor],
     ) -> None:
         """A collective on a stream of its group, as NCCL has it. work: what to wait for. group: name and size."""
+        self.forbid(kind)
         name, num_ranks = group
         stream = self._network.get(name)
         if stream is None:
@@ -171,6 +191,19 @@ class PaperDevice:
             self.races.found[f"{kind} of {shapes}: nobody waits for it"] += 1
         self._works.clear()
 
+    def forbid(self, what: str) -> None:
+        """Refuse what a capture does not allow, or Weft does not record."""
+        if self.capture is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what} @ {line_of()}")
+
+    def replay(self, graph: Capture) -> None:
+        """The kernels of a graph on the current stream: one launch of the host."""
+        self.forbid("the replay of a graph")
+        self.counts.kernel("cuda graph", sum(num_bytes for num_bytes, _ in graph.kernels))
+        self.counts.recorded += len(graph.kernels)
+        self.races.launch_on(self.current, "cuda graph", graph.touched.values())
+        self.clock.launch(self.current, sum(seconds for _, seconds in graph.kernels), GRAPH_LAUNCH_S)
+
     @contextlib.contextmanager
     def use(self, stream: int) -> Iterator[None]:
         """Work goes to a stream inside."""
@@ -179,6 +212,36 @@ class PaperDevice:
             yield
         finally:
             self.current = before
+
+
+class Capture:
+    """What a graph holds. kernels: bytes and seconds of each. touched: ranges of memory outside and inside, by storage.
+
+    made: storages that were made meanwhile, each with the line that did.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[int, float]] = []
+        self.touched: dict[int, Touched] = {}
+        self.made: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    def add(
+        self, num_bytes: int, seconds: float, reads: Iterable[torch.Tensor], writes: Iterable[torch.Tensor]
+    ) -> None:
+        """Put a kernel into it."""
+        self.kernels.append((num_bytes, seconds))
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                if on_device(tensor) and tensor.numel():
+                    key = tensor.untyped_storage()._cdata
+                    if key not in self.touched:
+                        self.touched[key] = Touched(StorageWeakRef(tensor.untyped_storage()), set())
+                    self.touched[key].ranges.add((*range_of(tensor), is_write))
+
+    def make(self, tensor: torch.Tensor, line: str) -> None:
+        """Remember what is made."""
+        storage = tensor.untyped_storage()
+        self.made.setdefault(storage._cdata, (StorageWeakRef(storage), line))
 
 
 class Event:
@@ -205,6 +268,7 @@ class Event:
 
     def wait_host(self) -> None:
         """Hold up the host; it is counted where the moment has not come yet."""
+        self._device.forbid("event.synchronize")
         if self._moment is not None:
             if self._moment > self._device.clock.host:
                 self._device.counts.sync("event.synchronize", is_behind=self._counts is not self._device.counts)

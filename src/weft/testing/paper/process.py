@@ -22,7 +22,8 @@ from weft.testing.paper.stub_library import built_stub
 class PaperReport:
     """What a process on paper says when it ends, as JSON. Seconds are simulated: see `roofline.py` for the guesses.
 
-    num_bytes: read and written by kernels. syncs: waits of the host, by what and line; a copy that blocks is one.
+    kernels: that the host launched, a graph as one. recorded: those that graphs launched. outlived: of a plan with
+    graphs, memory that captures made and something still holds, by line. num_bytes: read and written by kernels. syncs: waits of the host, by what and line; a copy that blocks is one.
     behind: waits for what the step before launched; the device has this step's work to do meanwhile. copies,
     collectives, races: how often, by what. formats: tensors of collectives, by kind and number format. mismatch: the
     error of a tensor on the wrong device, or "". busy_s: of the default stream. idle_s: its waiting, by reason. over_s:
@@ -31,6 +32,7 @@ class PaperReport:
     """
 
     kernels: int = 0
+    recorded: int = 0
     num_bytes: int = 0
     syncs: dict[str, int] = field(default_factory=dict)
     behind: dict[str, int] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class PaperReport:
     busy_s: float = 0.0
     idle_s: dict[str, float] = field(default_factory=dict)
     over_s: dict[str, float] = field(default_factory=dict)
+    outlived: dict[str, int] = field(default_factory=dict)
     mismatch: str = ""
     name: str = ""
     error: str = ""
@@ -62,8 +65,9 @@ class PaperReport:
 
     def lines(self) -> list[str]:
         """Return what people read of it."""
+        graphs = f" and {self.recorded} in graphs" if self.recorded else ""
         told = [
-            f"{self.name}: {self.kernels} kernels, {self.num_bytes / 1e9:.3f} GB; host waits {self.num_syncs} times; "
+            f"{self.name}: {self.kernels} kernels{graphs}, {self.num_bytes / 1e9:.3f} GB; host waits {self.num_syncs} times; "
             f"{sum(self.copies.values())} copies, {self.num_blocking} of them blocking; "
             f"simulated {self.step_s * 1e3:.2f} ms, device busy {self.busy_s * 1e3:.2f} ms"
         ]
@@ -73,6 +77,7 @@ class PaperReport:
             ("copy", self.copies),
             ("collective", self.collectives),
             ("race", self.races),
+            ("outlived", self.outlived),
         ):
             told += [f"  {title:10} {number:5} x {name}" for name, number in sorted(found.items(), key=lambda x: -x[1])]
         told += [f"  idle {seconds * 1e3:8.2f} ms  {why}" for why, seconds in sorted(self.idle_s.items())]

@@ -93,7 +93,7 @@ class RecordedSteps:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _RecordedStep] = {}
-        self._last: tuple[Hashable, _RecordedStep] | None = None  # that was taken once, and is not recorded yet
+        self._once: dict[Hashable, _RecordedStep] = {}  # those that were taken once, and are not recorded yet
         self._has_said = False
 
     def take(
@@ -109,13 +109,12 @@ class RecordedSteps:
             decision: about this step.
             recorder: of recordings.
         """
-        step = self._known.get(found)
-        if step is None and self._last is not None and self._last[0] == found:
-            step = self._last[1]
+        step = self._known.get(found) or self._once.pop(found, None)
         is_new = step is None
         if step is None:
-            step = _RecordedStep(decision, rules)
-            self._last = found, step
+            step = self._once[found] = _RecordedStep(decision, rules)
+            if len(self._once) > MOST_STEPS:
+                del self._once[next(iter(self._once))]
         step.fill(rules, decision)
         if step.recording is not None:
             step.recording.replay()
@@ -124,7 +123,7 @@ class RecordedSteps:
             self._say(is_new)
         else:
             step.recording = recorder.record(lambda: step.launch(rules, lanes()), "the optimizer's step", apart=True)
-            self._known[found], self._last = step, None
+            self._known[found] = step
 
     def _say(self, is_new: bool) -> None:
         if not is_new and not self._has_said:

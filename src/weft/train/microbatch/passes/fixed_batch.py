@@ -19,7 +19,8 @@ def shape_of(batch: Any) -> Hashable | None:
     Shapes, strides and formats of tensors, their places in containers, and all that is neither tensor nor container.
     """
     if isinstance(batch, Tensor):
-        if type(batch) is not Tensor or batch.layout != torch.strided or batch.requires_grad:
+        holds_others = hasattr(type(batch), "__tensor_flatten__")
+        if holds_others or batch.is_nested or batch.layout != torch.strided or batch.requires_grad:
             return None
         return tuple(batch.shape), batch.stride(), batch.dtype
     if isinstance(batch, _PLAIN):
