@@ -18,7 +18,7 @@ from weft.spec.plan import Plan
 from weft.testing import OpRecorder
 from weft.train import TrainStep
 
-STEPS, VOCAB, TOKENS = 8, 23, 12
+STEPS, VOCAB, TOKENS = 7, 23, 8
 
 
 @dataclass(slots=True)
@@ -83,21 +83,21 @@ def train(
     plan: str, *, graphs: bool, steps: int = STEPS, optimizer: Callable[[nn.Module], Any] = adamw,
     loss: Callable[..., Any] = loss_of, tokens_at: Callable[[int], int] = lambda step: TOKENS,
     spoil: Callable[[int], float] = lambda step: 1.0, build: Callable[[], nn.Module] = lambda: PlainModel(VOCAB, 16, 2, 0.25),
-    watch: Callable[[TrainStep, int], None] = lambda step, index: None,
+    watch: Callable[[TrainStep, int], None] = lambda step, index: None, device: torch.device | None = None,
 ) -> Trained:  # fmt: skip
-    """Train for some steps, in which rate, batch, number of tokens and dropout change.
+    """Train for some steps, in which rate, batch, number of tokens and dropout change; a GPU records graphs of its own.
 
     spoil: what each step's loss is multiplied by, such as infinity. watch: called before each.
     """
     parsed = Plan.parse(f"{plan} graphs=on" if graphs else plan)
-    mesh, recorder = build_mesh(parsed), OpRecorder()
+    mesh, recorder = build_mesh(parsed, device), OpRecorder()
     torch.manual_seed(0)
     model = build().to(torch.float64 if parsed.precision == "fp64" else torch.float32)
     parallelize(model, mesh, seed=1)
     made = optimizer(model)
     step = TrainStep(
         model, made, loss, mesh, forward=forward, max_grad_norm=0.3, reads_late=True,
-        recorder=recorder if graphs else None,
+        recorder=recorder if graphs and mesh.device.type == "cpu" else None,
     )  # fmt: skip
     found, schedule = Trained(), ScheduleSection(warmup_steps=3, kind="cosine")
     rows = 2 * parsed.microbatches_per_step
