@@ -37,9 +37,7 @@ class Trained:
         """To the bit."""
         if self.said != other.said:
             return False
-        mine, theirs = (
-            [*one.weights.items(), *one.gradients.items(), *one.states.items()] for one in (self, other)
-        )
+        mine, theirs = ([*one.weights.items(), *one.gradients.items(), *one.states.items()] for one in (self, other))
         return len(mine) == len(theirs) and all(
             name == known and torch.equal(a, b) for (name, a), (known, b) in zip(mine, theirs, strict=True)
         )
@@ -65,6 +63,10 @@ def loss_of(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch
     return total * batch["factor"][0].to(total), (batch["labels"] != -100).sum()
 
 
+def dropping() -> nn.Module:
+    return PlainModel(VOCAB, 16, 2, 0.25)
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """Matrices decay, vectors do not, as Weft's own."""
     groups: dict[float, list[nn.Parameter]] = {0.1: [], 0.0: []}
@@ -82,7 +84,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def train(
     plan: str, *, graphs: bool, steps: int = STEPS, optimizer: Callable[[nn.Module], Any] = adamw,
     loss: Callable[..., Any] = loss_of, tokens_at: Callable[[int], int] = lambda step: TOKENS,
-    spoil: Callable[[int], float] = lambda step: 1.0, build: Callable[[], nn.Module] = lambda: PlainModel(VOCAB, 16, 2, 0.25),
+    spoil: Callable[[int], float] = lambda step: 1.0, build: Callable[[], nn.Module] = dropping,
     watch: Callable[[TrainStep, int], None] = lambda step, index: None, device: torch.device | None = None,
 ) -> Trained:  # fmt: skip
     """Train for some steps, in which rate, batch, number of tokens and dropout change; a GPU records graphs of its own.

@@ -1,4 +1,4 @@
-"""graphs=on changes no bit: passes and steps that are replayed, without a line of the model's code, beside eager ones."""
+"""graphs=on changes no bit: passes and steps that are replayed, without the model's code, beside eager ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from tests.parity.dropout_cases import PlainModel
 from tests.parity.graph_cases import STEPS, TOKENS, VOCAB, batch_of, forward, loss_of, pair, sgd, train
 from weft.errors import ModelError, PlanError, WeftWarning
+from weft.memory.replay import send_numbers
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
 from weft.parallel.dropout import FixedDraws
 from weft.parallel.zero.flat import RecordedPasses, recorded
-from weft.replay import send_numbers
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.testing import OpRecorder
@@ -72,7 +72,9 @@ def over_ranks(plan: str) -> tuple[bool, int]:
     return same, found.recordings
 
 
-@pytest.mark.parametrize("plan", [OVER_RANKS[0], *(pytest.param(one, marks=pytest.mark.full) for one in OVER_RANKS[1:])])
+@pytest.mark.parametrize(
+    "plan", [OVER_RANKS[0], *(pytest.param(one, marks=pytest.mark.full) for one in OVER_RANKS[1:])]
+)
 def test_ranks_reduce_what_a_replay_left(plan, ranks2):
     assert ranks2.run(over_ranks, plan) == [(True, 1 + min(3, Plan.parse(plan).accumulation))] * 2
 
@@ -86,47 +88,52 @@ def test_a_step_that_is_not_taken_leaves_all_as_it_is(plan):
         assert found.said[-1][2] == found.said[0][2] / 4  # the loss scale
 
 
-def only_once(name):
-    """A fault: what `name` brings into memory that recordings read is brought there the first time alone."""
+def steps_once(name):
+    plain = recorded._RecordedStep.fill
 
-    def plant(monkeypatch):
-        if name in ("rate and number", "factor"):
-            plain = recorded._RecordedStep.fill
+    def fill(self, rules, decision):
+        kept = self._dials.clone(), self._factor.clone()
+        plain(self, rules, decision)
+        if bool(kept[0].any()):
+            self._dials.copy_(kept[0]) if name == "rate and number" else self._factor.copy_(kept[1])
 
-            def fill(self, rules, decision):
-                kept = self._dials.clone(), self._factor.clone()
-                plain(self, rules, decision)
-                if bool(kept[0].any()):
-                    self._dials.copy_(kept[0]) if name == "rate and number" else self._factor.copy_(kept[1])
+    return recorded._RecordedStep, "fill", fill
 
-            monkeypatch.setattr(recorded._RecordedStep, "fill", fill)
-        elif name in ("key", "samples"):
 
-            def fill(self, key, samples):
-                if name == "samples" or self._sent is None:
-                    send_numbers(self._drops.keys_of(key, self._calls), self.keys)
-                if name == "key" or self._sent is None:
-                    send_numbers(list(samples.numbers), self.samples)
-                self._sent = key
+def draws_once(name):
+    def fill(self, key, samples):
+        if name == "samples" or self._sent is None:
+            send_numbers(self._drops.keys_of(key, self._calls), self.keys)
+        if name == "key" or self._sent is None:
+            send_numbers(list(samples.numbers), self.samples)
+        self._sent = key
 
-            monkeypatch.setattr(FixedDraws, "fill", fill)
-        elif name == "gradients":
-            monkeypatch.setattr(RecordedPasses, "leave", lambda self, end: None)
-        else:
-            plain = _PassMemory.fill
+    return FixedDraws, "fill", fill
 
-            def fill(self, given):
-                kept = self.scale.clone(), {key: one.clone() for key, one in self.batch.batch.items()}
-                is_first = self._sent is None and not bool(self.scale)
-                plain(self, given)
-                if not is_first and name == "scale":
-                    self.scale.copy_(kept[0])
-                elif not is_first:
-                    self.batch.batch["ids"].copy_(kept[1]["ids"])
 
-            monkeypatch.setattr(_PassMemory, "fill", fill)
+def inputs_once(name):
+    plain = _PassMemory.fill
 
-    return plant
+    def fill(self, given):
+        scale, ids = self.scale.clone(), self.batch.batch["ids"].clone()
+        is_first = not bool(self.scale)
+        plain(self, given)
+        if not is_first:
+            self.scale.copy_(scale) if name == "scale" else self.batch.batch["ids"].copy_(ids)
+
+    return _PassMemory, "fill", fill
+
+
+#: Faults: what is named is brought into memory that recordings read the first time alone, or not put back.
+FAULTS = {
+    "rate and number": steps_once,
+    "factor": steps_once,
+    "key": draws_once,
+    "samples": draws_once,
+    "batch": inputs_once,
+    "scale": inputs_once,
+    "gradients": lambda name: (RecordedPasses, "leave", lambda self, end: None),
+}
 
 
 @pytest.mark.parametrize(
@@ -144,7 +151,7 @@ def only_once(name):
 def test_what_is_frozen_by_mistake_is_found(fault, plan, monkeypatch):
     options = {"spoil": lambda index: math.inf if index == 4 else 1.0} if fault == "scale" else {}
     plain = train(plan, graphs=False, **options)
-    only_once(fault)(monkeypatch)
+    monkeypatch.setattr(*FAULTS[fault](fault))
     assert not train(plan, graphs=True, **options).same_as(plain)
 
 
@@ -159,7 +166,9 @@ def test_a_few_shapes_have_recordings_of_their_own():
 
 
 def test_shapes_that_change_all_the_time_run_eagerly_and_one_sentence_says_so():
-    with pytest.warns(WeftWarning, match=r"^graphs=on: batches have more than 8 shapes\. Those after the first") as said:
+    with pytest.warns(
+        WeftWarning, match=r"^graphs=on: batches have more than 8 shapes\. Those after the first"
+    ) as said:
         same, found = pair("precision=fp64", tokens_at=lambda index: 3 + index, steps=MOST_SHAPES + 4)
     assert same
     assert (found.recordings, found.passes) == (0, 0)
@@ -287,7 +296,9 @@ def test_experts_are_refused_as_the_rule_would():
 
 def test_a_loop_of_your_own_is_told():
     model = parallelize(PlainModel(VOCAB, 16, 2, 0.0), build_mesh(Plan.parse("graphs=on")))
-    with pytest.raises(PlanError, match=r"^graphs=on: a loop of your own launches kernels one by one\. Use run\.train_"):
+    with pytest.raises(
+        PlanError, match=r"^graphs=on: a loop of your own launches kernels one by one\. Use run\.train_"
+    ):
         model(batch_of(0, 2)["ids"]).sum().backward()
 
 
@@ -308,7 +319,8 @@ def test_documents_have_a_recording_for_each_number_of_borders():
             places = torch.cat([torch.arange(cut), torch.arange(8 - cut)]).expand(2, 8)
             starts = torch.tensor([[0, cut]] * 2)
             batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "positions": places,
-                     "document_ids": (torch.arange(8) >= cut).long().expand(2, 8), "document_starts": starts}  # fmt: skip
+                     "document_ids": (torch.arange(8) >= cut).long().expand(2, 8), "document_starts": starts,
+                     }  # fmt: skip
             losses.append(step(batch).loss)
         return losses, len(recorder.num_ops)
 

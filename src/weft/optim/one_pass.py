@@ -76,6 +76,7 @@ class SgdRule:
 
 Rule = AdamRule | SgdRule
 
+
 @dataclass(frozen=True, slots=True)
 class Lane:
     """Tensors of one step, all of one size and dense, element by element.
@@ -130,9 +131,7 @@ def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor, dials: torch
             one.weights.copy_(one.master)
 
 
-def _torch_step(
-    lane: Lane, rule: Rule, skips: torch.Tensor | None = None, dials: torch.Tensor | None = None
-) -> None:
+def _torch_step(lane: Lane, rule: Rule, skips: torch.Tensor | None = None, dials: torch.Tensor | None = None) -> None:
     """skips: 0-d float32, 1 in a step that is not taken."""
     lr = rule.lr if dials is None else dials[0]
     if isinstance(rule, SgdRule):

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from weft.memory.replay import Recording, cannot_record
 from weft.private_torch import TorchDispatchMode, tree_leaves, tree_map_only
-from weft.replay import Recording, cannot_record
+from weft.testing.private_torch import changes_arguments, name_of
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ _WAITS = {
 
 
 class OpRecorder:
-    """Records operators; see `weft.replay.Recorder`.
+    """Records operators; see `weft.memory.replay.Recorder`.
 
     num_ops: operators in each recording, in their order. num_replays: of all, without the first run of each.
     """
@@ -44,7 +45,13 @@ class OpRecorder:
         self.num_replays = 0
 
     def record(self, act: Callable[[], T], what: str, *, apart: bool = False) -> Recording[T]:
-        """Run a function and record its operators."""
+        """Run a function and record its operators.
+
+        Args:
+            act: gives them.
+            what: it is, for errors.
+            apart: whether others' replays must leave its results alone; they always do.
+        """
         del apart  # all memory is kept
         mode, before = _Ops(), torch.get_rng_state()
         try:
@@ -81,7 +88,7 @@ class _Ops(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name
+        name = name_of(func)
         if name in _WAITS or _indexes_by_mask(name, args):
             raise _HostWaits(f"{name}: {_WAITS.get(name, 'a size follows from values')}")
         given = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs))
@@ -89,7 +96,7 @@ class _Ops(TorchDispatchMode):
         known = {one.untyped_storage().data_ptr() for one in tree_leaves(given) if isinstance(one, Tensor)}
         new = [one.detach() for one in tree_leaves(out) if isinstance(one, Tensor)]
         new = [one for one in new if one.untyped_storage().data_ptr() not in known or not one.numel()]
-        if new or func._schema.is_mutable:
+        if new or changes_arguments(func):
             self.calls.append((func, *given, new))
         return out
 

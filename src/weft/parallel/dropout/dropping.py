@@ -56,7 +56,7 @@ class FunctionalDropout(nn.Module):
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What its own class computes."""
+        """Return what its own class computes."""
         site = self._weft_site
         if not self.training or site.is_plain:
             return super().forward(*args, **kwargs)
@@ -151,8 +151,13 @@ def _read(args: Any, kwargs: dict[str, Any], place: int, name: str, usual: Any) 
 def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | None:
     """Let what the model drops in training follow positions, in place. None where it drops nothing.
 
-    Call it when the model has been cut, before recompute. seed: for steps and forwards that nobody gives a key.
-    Dropout of whole channels and nn.MultiheadAttention's own keep to torch's generators.
+    Call it when the model has been cut, before recompute. Dropout of whole channels and nn.MultiheadAttention's own
+    keep to torch's generators.
+
+    Args:
+        model: with modules that drop, or without.
+        mesh: of the ranks.
+        seed: for steps and forwards that nobody gives a key.
     """
     found = {path: module for path, module in model.named_modules() if drops_itself(module)}
     if not found:

@@ -13,22 +13,29 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.errors import ModelError
 from weft.memory import Handle
+from weft.memory.replay import send_numbers
 from weft.mesh import Mesh
 from weft.parallel.context import AttentionDrop, Context
 from weft.parallel.randomness import CutPart, SampleNumbers, kept_at, key_of, rows_of_samples
 from weft.private_torch import uncompiled
-from weft.replay import send_numbers
 
 #: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
 _CALLS = 4
 
 
 class Drops:
-    """Where one model on one rank is in its random numbers: key of the step, samples of the microbatch."""
+    """Where one model on one rank is in its random numbers: key of the step, samples of the microbatch.
+
+    Args:
+        mesh: of the ranks.
+        seed: of keys that nobody gives.
+        part: where the rank is in what tp cut; None: nothing was.
+        context: how cp cuts sequences; None: it does not.
+    """
 
     def __init__(self, mesh: Mesh, seed: int, part: CutPart | None, context: Context | None):
         self.part = part or CutPart(mesh["tp"])
@@ -62,13 +69,18 @@ class Drops:
         return self._key
 
     def next_key(self) -> int:
-        """A key from the seed and how many were asked for: for steps and forwards that nobody numbers."""
+        """Return a key from the seed and how many were asked for: for steps and forwards that nobody numbers."""
         self.num_keys += 1
         return key_of(self._seed, self.num_keys)
 
     @contextlib.contextmanager
     def microbatch(self, key: int, samples: SampleNumbers | None) -> Iterator[None]:
-        """While inside, the model is given these samples of the global batch."""
+        """Let the model be given these samples of the global batch inside.
+
+        Args:
+            key: of the step.
+            samples: None: a rank's follow those of the rank before.
+        """
         before = self._is_driven, self._key, self._samples
         self._is_driven, self._key, self._samples = True, key, samples
         self._tell_compiled()
@@ -90,7 +102,7 @@ class Drops:
 
     @contextlib.contextmanager
     def held(self, fixed: FixedDraws) -> Iterator[None]:
-        """While inside a microbatch and this, keys and samples are read from memory that stays."""
+        """Let keys and samples be read from memory that stays, inside. fixed: that memory."""
         before = self.told_samples, self.is_told, [site.keys for site in self.sites]
         self._fixed, self.told_samples, self.is_told = fixed, fixed.samples, True
         for site, row in zip(self.sites, fixed.keys.unbind(), strict=True):
@@ -103,17 +115,17 @@ class Drops:
                 site.keys = row
 
     def travelling(self) -> AbstractContextManager[None]:
-        """What a later replay of what is computed now must run inside of."""
+        """Return what a later replay of what is computed now must run inside of."""
         return self.microbatch(self._key, self._samples)
 
     def restart(self) -> None:
-        """A forward begins: no call of it has been made, and no rank is inside a cut part."""
+        """Begin a forward: no call of it has been made, and no rank is inside a cut part."""
         self.part.is_open = False
         for site in self.sites:
             site.calls = 0
 
     def before_forward(self, model: nn.Module) -> None:
-        """Before the whole model's: in a loop that is not ours each training forward has a key of its own."""
+        """Give a training forward of the whole model a key of its own, in a loop that is not ours."""
         if self._is_driven or not model.training:
             return
         self._key, self._samples = self.next_key(), None
@@ -137,7 +149,7 @@ class Drops:
             self._told = self._key
 
     def keys_of(self, key: int, calls: int) -> list[list[int]]:
-        """From the step's key, those of each site's first calls."""
+        """Return the keys of each site's first calls, from the step's."""
         return [[site.key(key, call) for call in range(1, calls + 1)] for site in self.sites]
 
     @property
@@ -146,7 +158,7 @@ class Drops:
         return _CALLS if self._is_compiled else max((site.most_calls for site in self.sites), default=0)
 
     def samples(self, count: int, device: torch.device) -> Tensor:
-        """For each row of a tensor, a number from its sample's in the global batch."""
+        """Return a number for each row of a tensor, from its sample's in the global batch."""
         if self.reads_tensors and self.told_samples is not None:
             return rows_of_samples(self.told_samples, count)
         if self._samples is None:
@@ -155,7 +167,14 @@ class Drops:
         return self._samples.places(count, device)
 
     def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
-        """The same of rows that are samples, or all sequences' tokens, of which a rank may have a part."""
+        """Return the same of rows that are samples, or all sequences' tokens, of which a rank may have a part.
+
+        Args:
+            count: of the rows.
+            is_cut: over tp.
+            is_whole: over cp.
+            device: of the numbers.
+        """
         context = self._context
         in_context = context is not None and context.in_use and not is_whole
         sequences = self._num_sequences() if is_cut or in_context else 0
@@ -174,11 +193,11 @@ class Drops:
         return len(self._samples.numbers) if self._samples is not None and not self._samples.rows else 0
 
     def sees_whole(self, path: str) -> bool:
-        """Whether cp leaves a module all tokens."""
+        """Return whether cp leaves a module all tokens."""
         return self._context is not None and self._context.sees_whole(path)
 
     def tokens(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
-        """Places in the sequence of this rank's tokens.
+        """Return the places in the sequence of this rank's tokens.
 
         Args:
             count: of the tokens that are here.

@@ -210,8 +210,8 @@ class Plan:
         tried=(False,),  # few plans that compile, of deep models: tests/parity/test_compile.py
     )
     graphs: bool = described(
-        Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs, each launched at once: "
-        "for models so small that the host takes longer than the GPU.", divides_work=False,
+        Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so small "
+        "that the host takes longer to launch kernels than the GPU to run them.", divides_work=False,
         tried=(False,),  # it needs a GPU, or a recorder: tests/parity/test_graphs.py
     )
     # fmt: on

@@ -39,8 +39,9 @@ def line_of() -> str:
 class OpCounts:
     """Counted since the device was opened, or since `OpCounts` was made anew.
 
-    kernels: by operator, a graph as one; recorded: those that graphs launched; kernel_lines, line_bytes: by line. num_bytes: read and written by kernels. syncs: waits of the
-    host for the device, by what and line; a copy that blocks is one of them. behind: waits for what was launched before
+    kernels: by operator, a graph as one; recorded: those that graphs launched; kernel_lines, line_bytes: by line.
+    num_bytes: read and written by kernels. syncs: waits of the host for the device, by what and line; a copy that
+    blocks is one of them. behind: waits for what was launched before
     the counts were made, while the device has work. copies: between host and device, by way ("to device" or "to host"),
     "blocking" or "non-blocking", and line. collectives: of tensors on the device, by kind; formats: their tensors, by
     kind and number format.

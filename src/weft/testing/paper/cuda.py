@@ -16,8 +16,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.testing.paper.device import PaperDevice
-from weft.testing.paper.paper_graph import capturing, graph_class
-from weft.testing.paper.streams import classes_of
+from weft.testing.paper.streams import capturing, classes_of, graph_class
 from weft.testing.paper.tensors import on_device
 
 #: What the device says it is: an H100 with 80 GB.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -43,8 +44,8 @@ class PaperDevice:
         self.mismatch = ""
         self._network: dict[object, int] = {}
         #: The graph that is being captured, and all that were.
-        self.capture: Capture | None = None
-        self.graphs: list[Capture] = []
+        self.capture: GraphCapture | None = None
+        self.graphs: list[GraphCapture] = []
         # By identity of the Work that the caller holds; both live until it is waited for.
         self._works: dict[int, tuple[object, Event, tuple[torch.Tensor, ...], str]] = {}
 
@@ -196,13 +197,18 @@ class PaperDevice:
         if self.capture is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what} @ {line_of()}")
 
-    def replay(self, graph: Capture) -> None:
+    def replay(self, graph: GraphCapture) -> None:
         """The kernels of a graph on the current stream: one launch of the host."""
         self.forbid("the replay of a graph")
         self.counts.kernel("cuda graph", sum(num_bytes for num_bytes, _ in graph.kernels))
         self.counts.recorded += len(graph.kernels)
-        self.races.launch_on(self.current, "cuda graph", graph.touched.values())
+        self.races.launch_on(self.current, "cuda graph", graph.touched)
         self.clock.launch(self.current, sum(seconds for _, seconds in graph.kernels), GRAPH_LAUNCH_S)
+
+    def outlived(self) -> dict[str, int]:
+        """Memory that was made inside of captures and is still held: how much, by the line that made it."""
+        made = [one for graph in self.graphs for one in graph.made.values()]
+        return dict(Counter(line for storage, line in made if not storage.expired()))
 
     @contextlib.contextmanager
     def use(self, stream: int) -> Iterator[None]:
@@ -214,7 +220,7 @@ class PaperDevice:
             self.current = before
 
 
-class Capture:
+class GraphCapture:
     """What a graph holds. kernels: bytes and seconds of each. touched: ranges of memory outside and inside, by storage.
 
     made: storages that were made meanwhile, each with the line that did.
@@ -238,10 +244,11 @@ class Capture:
                         self.touched[key] = Touched(StorageWeakRef(tensor.untyped_storage()), set())
                     self.touched[key].ranges.add((*range_of(tensor), is_write))
 
-    def make(self, tensor: torch.Tensor, line: str) -> None:
-        """Remember what is made."""
-        storage = tensor.untyped_storage()
-        self.made.setdefault(storage._cdata, (StorageWeakRef(storage), line))
+    def make(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember what is made, as long as it lives."""
+        for tensor in filter(on_device, tensors):
+            storage = tensor.untyped_storage()
+            self.made.setdefault(storage._cdata, (StorageWeakRef(storage), line_of()))
 
 
 class Event:

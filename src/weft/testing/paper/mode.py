@@ -18,7 +18,6 @@ from torch.utils.flop_counter import flop_registry
 
 from weft.comm.links import NCCL_FORMATS
 from weft.testing.paper.device import UNKNOWN, PaperDevice
-from weft.testing.paper.paper_graph import note_made
 from weft.testing.paper.tensors import CUDA, is_fake, leaves, on_device
 from weft.testing.paper.values import follow, forget, give, on_host, reserve, value_of
 
@@ -100,7 +99,7 @@ class PaperMode(TorchDispatchMode):
         writes = written(func, args, kwargs)
         if self.device.capture is not None and not getattr(func, "is_view", False):
             changed = {id(x) for x in writes}
-            note_made(self.device, [x for x in leaves(out) if on_device(x) and id(x) not in changed])
+            self.device.capture.make(x for x in leaves(out) if id(x) not in changed)
         if name in _EMPTY:
             self.device.races.made(out, self.device.current)
             reserve(out)

@@ -27,7 +27,6 @@ from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
 from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.opened import join_silent_ranks
-from weft.testing.paper.paper_graph import outlived
 from weft.testing.paper.process import PaperReport
 from weft.testing.paper.tensors import CUDA
 from weft.train import TrainStep
@@ -113,4 +112,4 @@ def _some_steps(plan: Plan, device: PaperDevice, subject: PaperModel) -> PaperRe
     step.arrive()  # weights that the next forward would wait for
     device.wait_unawaited()
     over_s = ledger.seconds_between(before, after)
-    return replace(report, races=dict(device.races.found), over_s=over_s, outlived=outlived(device))
+    return replace(report, races=dict(device.races.found), over_s=over_s, outlived=device.outlived())

@@ -23,11 +23,12 @@ class PaperReport:
     """What a process on paper says when it ends, as JSON. Seconds are simulated: see `roofline.py` for the guesses.
 
     kernels: that the host launched, a graph as one. recorded: those that graphs launched. outlived: of a plan with
-    graphs, memory that captures made and something still holds, by line. num_bytes: read and written by kernels. syncs: waits of the host, by what and line; a copy that blocks is one.
-    behind: waits for what the step before launched; the device has this step's work to do meanwhile. copies,
-    collectives, races: how often, by what. formats: tensors of collectives, by kind and number format. mismatch: the
-    error of a tensor on the wrong device, or "". busy_s: of the default stream. idle_s: its waiting, by reason. over_s:
-    of a plan, what of that is for other ranks, by axis, as a run's ledger has it. name: of the script or the plan.
+    graphs, memory that captures made and something still holds, by line. num_bytes: read and written by kernels. syncs:
+    waits of the host, by what and line; a copy that blocks is one. behind: waits for what the step before launched; the
+    device has this step's work to do meanwhile. copies, collectives, races: how often, by what. formats: tensors of
+    collectives, by kind and number format. mismatch: the error of a tensor on the wrong device, or "". busy_s: of the
+    default stream. idle_s: its waiting, by reason. over_s: of a plan, what of that is for other ranks, by axis, as a
+    run's ledger has it. name: of the script or the plan.
     error: what ended a plan early, or "".
     """
 
@@ -67,7 +68,8 @@ class PaperReport:
         """Return what people read of it."""
         graphs = f" and {self.recorded} in graphs" if self.recorded else ""
         told = [
-            f"{self.name}: {self.kernels} kernels{graphs}, {self.num_bytes / 1e9:.3f} GB; host waits {self.num_syncs} times; "
+            f"{self.name}: {self.kernels} kernels{graphs}, {self.num_bytes / 1e9:.3f} GB; "
+            f"host waits {self.num_syncs} times; "
             f"{sum(self.copies.values())} copies, {self.num_blocking} of them blocking; "
             f"simulated {self.step_s * 1e3:.2f} ms, device busy {self.busy_s * 1e3:.2f} ms"
         ]

@@ -7,7 +7,7 @@ here memory is compared by range, since views of flat buffers begin in one and e
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,16 +79,15 @@ class Races:
             for first, last, writing in ranges:
                 self._access(memory, Access(first, last, stream, self._number, kernel, line, writing))
 
-    def launch_on(self, stream: int, kernel: str, memories: Iterable[Touched]) -> None:
+    def launch_on(self, stream: int, kernel: str, memories: Mapping[int, Touched]) -> None:
         """The same for a graph, whose tensors may be gone: memory that was inside of it alone is no others'."""
         self._look_for_freed(stream)
         self._number += 1
         self.order.update_seq_num(stream, self._number)
         line = line_of()
-        for memory in memories:
+        for key, memory in memories.items():
             if memory.storage.expired():
                 continue
-            key = memory.storage.cdata
             if key not in self._memory:
                 self._memory[key] = _Memory(memory.storage, stream)
             if stream != self._memory[key].home:

@@ -18,6 +18,7 @@ from torch import nn
 
 from weft.comm import all_reduce
 from weft.data.batch import move_batch
+from weft.memory.replay import Recorder
 from weft.mesh import Mesh
 from weft.monitor.times import Meter
 from weft.optim import LossScale, StepDecision, clip_factor
@@ -27,7 +28,6 @@ from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
 from weft.parallel.randomness import SampleNumbers
 from weft.parallel.tensor import expect_labels
 from weft.parallel.zero import rare_sync
-from weft.replay import Recorder
 from weft.train.microbatch import Microbatches, call_model, microbatches_of, samples_of, values_in
 from weft.train.microbatch.passes import MicrobatchInputs, compute_of, graphed_passes, insides_of
 from weft.train.step.grouped_loss import GroupLoss

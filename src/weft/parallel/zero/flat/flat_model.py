@@ -76,10 +76,9 @@ class FlatModel:
         self.axes = AxisMap(mesh, placements or {}, sharded=mesh.plan.zero > 0)
         self.axes.check_names(model)
         self.precision = Precision.of(mesh.plan)
-        self.in_step = False  # between begin_step and publish: TrainStep drives
+        self.in_step = self._shows_late = False  # the first: between begin_step and publish, as TrainStep drives
         self.adoptions: list[SlotAdoption] = []
         self._steps: dict[SlotAdoption, FlatStep] = {}
-        self._shows_late = False
         self._bucket_bytes = bucket_bytes or self.usual_bucket_bytes(mesh.device.type)
         materialise = Materialise(model, self.axes, seed, mesh.device, filled_later)
         check_same_model(model, self.axes, mesh.device)

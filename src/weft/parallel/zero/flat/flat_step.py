@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.memory.replay import Recorder
 from weft.optim import AdamRule, Lane, SgdRule, StepDecision, step_lane
 from weft.parallel.private_torch import num_step_hooks
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.recorded import RecordedSteps
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.private_torch import version_of
-from weft.replay import Recorder
 
 Rule = AdamRule | SgdRule
 #: Hooks around a step that Weft itself registers: before and after.
@@ -93,10 +93,10 @@ class FlatStep:
         """
         self._bind()
         by_bucket = {held.bucket: held for held in self._held}
-        is_recorded = recorder is not None and isinstance(factor, StepDecision)
-        if is_recorded:
-            lanes = lambda: (found for held in self._held for found in self._lanes(held))  # noqa: E731
-            self._recorded.take(*self._found(), lanes, factor, recorder)
+        is_recorded = False
+        if recorder is not None and isinstance(factor, StepDecision):
+            self._recorded.take(*self._found(), self._all_lanes, factor, recorder)
+            is_recorded = True
 
         @torch.no_grad()
         def take(bucket: Bucket) -> None:
@@ -119,7 +119,8 @@ class FlatStep:
         for held in self._held:
             bucket = held.bucket
             grads = [bucket.shard] if bucket.loose is None else [grad for _, grad in bucket.loose]
-            places += [one.data_ptr() for one in (bucket.master, bucket.weights, *held.flat.values(), *grads)]
+            every = bucket.master, bucket.weights, *held.flat.values(), *grads
+            places += [one.data_ptr() for one in every if one is not None]
             for _, entry in held.entries:
                 kind = entry.group, entry.count
                 if kind not in numbers:
@@ -204,6 +205,10 @@ class FlatStep:
     def _grouped(self) -> Iterator[tuple[int, nn.Parameter]]:
         for index, group in enumerate(self._optimizer.param_groups):
             yield from ((index, param) for param in group["params"])
+
+    def _all_lanes(self) -> Iterator[tuple[Lane, Rule]]:
+        for held in self._held:
+            yield from self._lanes(held)
 
     def _lanes(self, held: _Held) -> Iterator[tuple[Lane, Rule]]:
         """What is stepped together, with its rule."""

@@ -1,8 +1,8 @@
 """Forward with backward, and the optimizer's step, as recordings.
 
-A pass finds and leaves gradients in places. While it is recorded, hooks run as ever: gradients are copied into buckets, added to what is there, or stay where
-autograd put them, and the kernels of all that are recorded. A replay runs the kernels alone, so what the hooks left
-behind is put back after it. Nothing travels before a recorded pass is over.
+While a pass is recorded, autograd's hooks run as ever: gradients are copied into buckets, added to what is there, or
+stay where autograd put them, and the kernels of all that are recorded. A replay runs the kernels alone, so what the
+hooks left behind is put back after it. Nothing travels before a recorded pass is over.
 
 A step reads what changes from step to step from memory: rates, numbers of steps, and what gradients are multiplied by.
 """
@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from weft.errors import WeftWarning
+from weft.memory.replay import Recorder, Recording, send_numbers
 from weft.optim import AdamRule, Lane, SgdRule, StepDecision, step_lane
 from weft.parallel.zero.flat.buckets import Bucket, Slot
 from weft.parallel.zero.flat.reducer import Reducer
-from weft.replay import Recorder, Recording, send_numbers
 
 Rule = AdamRule | SgdRule
 #: Recordings of the steps of one optimizer: gradients lie in other places for each shape of batches that is recorded.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ModelError, PlanError, Problem, WeftWarning
+from weft.memory.replay import CudaRecorder, Recorder, Recording, send_numbers
 from weft.mesh import Mesh
 from weft.parallel import DataParallel, data_parallel, drops_of, norm_groups_of
 from weft.parallel.dropout import Drops, FixedDraws
@@ -26,7 +27,6 @@ from weft.parallel.pipeline import CountedLoss, Inside
 from weft.parallel.randomness import SampleNumbers
 from weft.parallel.zero import recorded_passes
 from weft.parallel.zero.flat import PassEnd, RecordedPasses
-from weft.replay import CudaRecorder, Recorder, Recording, send_numbers
 from weft.train.microbatch.passes.fixed_batch import FixedBatch, shape_of
 
 #: Eager passes before a recording.

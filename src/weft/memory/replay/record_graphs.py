@@ -61,7 +61,16 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, act: Callable[[], T], what: str, *, apart: bool = False) -> Recording[T]:
-        """Record a CUDA graph; see `Recorder.record`. The host waits for the device once."""
+        """Record a CUDA graph, for which the host waits for the device once.
+
+        Args:
+            act: gives the device what is recorded.
+            what: it is, for errors.
+            apart: its results get memory of their own.
+
+        Raises:
+            ModelError: where it does what cannot be recorded.
+        """
         if self._stream is None:
             self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -85,7 +94,7 @@ class CudaRecorder:
 
 
 def cannot_record(what: str, error: Exception) -> ModelError:
-    """The error for what cannot be recorded."""
+    """Return the error for what cannot be recorded."""
     why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ModelError(f"graphs=on: {what} cannot be recorded as a CUDA graph ({why}). Use graphs=off.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.replay.recorder import CudaRecorder, Recorder, Recording, cannot_record
-from weft.replay.send_numbers import send_numbers
+from weft.memory.replay.record_graphs import CudaRecorder, Recorder, Recording, cannot_record
+from weft.memory.replay.send_numbers import send_numbers
 
 __all__ = ["CudaRecorder", "Recorder", "Recording", "cannot_record", "send_numbers"]
