@@ -92,7 +92,7 @@ def train(
     spoil: what each step's loss is multiplied by, such as infinity. watch: called before each.
     """
     parsed = Plan.parse(f"{plan} graphs=on" if graphs else plan)
-    mesh, recorder = build_mesh(parsed, device), OpRecorder()
+    mesh, recorder = build_mesh(parsed, device or torch.device("cpu")), OpRecorder()
     torch.manual_seed(0)
     model = build().to(torch.float64 if parsed.precision == "fp64" else torch.float32)
     parallelize(model, mesh, seed=1)

@@ -154,7 +154,9 @@ class GraphedPasses:
                 return None
             self._shapes.add(shape)
         modes = tuple(module.training for module in self._model.modules())
-        return shape, len(given.samples.numbers), last, modes, self._way.found(last)
+        frozen = (one for one in self._model.parameters() if not one.requires_grad)
+        beside = tuple(one.data_ptr() for one in (*frozen, *self._model.buffers()))
+        return shape, len(given.samples.numbers), last, modes, beside, self._way.found(last)
 
     def _is_ready(self, found: Hashable) -> bool:
         """Whether a pass ran eagerly often enough; else it does once more."""
