@@ -21,13 +21,13 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu import correct, kinds, ranks, speed
+from tests.gpu import correct, kinds, ranks, recorded, speed
 from tests.gpu.cases import Case, Outcome, Setting, judge
 
 STAGES = {
-    "correct": correct.CASES + kinds.CORRECT,
+    "correct": correct.CASES + kinds.CORRECT + recorded.CORRECT,
     "ranks": ranks.CASES + kinds.RANKS,
-    "speed": speed.CASES,
+    "speed": speed.CASES + recorded.SPEED,
 }
 
 

@@ -223,7 +223,7 @@ VERBS = frozenset(
     combine commit compare compute continue control copy count create cut deal decide delete describe divide do
     draw drop encode end exchange fill find fit flush forget gather give go hear hide hold ignore join judge
     keep lay leave let line list load look make map measure meet mix move multiply note number offer open order
-    parse pick post predict print publish put raise read refuse remove rename repeat replace reset restore
+    parse pick post predict print publish put raise read record refuse remove rename repeat replace reset restore
     resume return run save say scale send serve set show sort start stop sum surround take tell tokenise trace
     train transform treat trust try turn update use verify visit wait warn watch write yield
     """.split()  # noqa: SIM905 (a list of strings is harder to read and to add to)

@@ -54,6 +54,7 @@ NAMES: dict[str, tuple[str, ...] | None] = {
     "torch._C._TorchDispatchModeKey.FAKE": None,
     "torch.distributed.distributed_c10d._get_default_group": (),
     "torch._C._len_torch_dispatch_stack": None,
+    "torch.ops.aten.add.Tensor._schema.is_mutable": None,
     "torch._dynamo.config": None,
     "torch._functorch.config.ban_recompute_materialized_backward": None,
     "torch._functorch.partitioners.min_cut_rematerialization_partition": ("joint_module",),

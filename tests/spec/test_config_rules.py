@@ -106,6 +106,8 @@ CASES = [
       "plan=dp_replicate=2 dp_shard=* zero=1 sync=diloco:5"],
      "launch.replica=1: the plan 'dp_replicate=2 dp_shard=* zero=1 sync=diloco:5' leaves an axis open, and this "
      "machine sees one replica alone. Write the number of ranks in the place of '*'."),
+    ("graphs-need-cuda", ["launch.device=cpu", "plan=graphs=on"],
+     "launch.device=cpu: the plan says graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU."),
 ]  # fmt: skip
 OTHERS = [
     (["train.global_batch=10", "plan=dp_replicate=4"],

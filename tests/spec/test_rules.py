@@ -167,6 +167,28 @@ CASES = [
      "ep=8: the model has 12 experts, and 12 is not a multiple of 8. Use ep=1, 2 or 4.", "dp_shard=8 ep=4 zero=1"),
     ("ep-divides-experts", "ep=8", Facts(model=replace(MODEL, num_experts=12), open_axis="dp_shard"),
      "ep=8: the model has 12 experts, and 12 is not a multiple of 8. Use ep=1, 2, 3, 4, 6 or 12.", "ep=6"),
+    ("graphs-hold-one-rank", "pp=2 graphs=on", Facts(),
+     "graphs=on: a graph holds kernels of one rank alone, and the host orders the passes of a pipeline. "
+     "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "pp=2"),
+    ("graphs-hold-one-rank", "dp_shard=2 zero=3 graphs=on", Facts(),
+     "graphs=on: a graph holds kernels of one rank alone, and zero=3 gathers weights within forward and backward. "
+     "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "dp_shard=2 zero=3"),
+    ("graphs-hold-one-rank", "tp=2 graphs=on", Facts(),
+     "graphs=on: a graph holds kernels of one rank alone, and tp communicates within forward and backward. "
+     "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "tp=2"),
+    ("graphs-hold-one-rank", "offload=optimizer graphs=on", Facts(),
+     "graphs=on: a graph holds kernels of one rank alone, and offload=optimizer lets the device and the host wait for "
+     "each other. "
+     "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "offload=optimizer"),
+    ("graphs-hold-one-rank", "dp_replicate=2 sync=average:4 graphs=on", Facts(),
+     "graphs=on: a graph holds kernels of one rank alone, and sync=average:4 changes weights while a step computes. "
+     "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "dp_replicate=2 sync=average:4"),
+    ("graphs-hold-no-experts", "graphs=on", Facts(model=replace(MODEL, num_experts=8)),
+     "graphs=on: the model has experts, and the host's code adds up what their routers count. Use graphs=off.", ""),
+    ("graphs-compiled-recompute", "recompute=full compile=on graphs=on", Facts(),
+     "graphs=on: with compile=on and recompute=full, generated code asks for the state of torch's generator, which "
+     "nothing may do while a graph is recorded. Use recompute=none, compile=off, or graphs=off.",
+     "recompute=full compile=on"),
     ("cp-divides-sequence", "cp=3", FACTS,
      "cp=3: a sequence has 1024 tokens, and that is not a multiple of its 6 chunks. "
      "Use cp=1, 2, 4 or 8.", "cp=2"),
@@ -217,6 +239,8 @@ def test_what_is_built_is_not_refused():
         "dp_replicate=8",
         "dp_replicate=8 accumulation=2 precision=bf16 compile=on",
         "precision=fp64",
+        "dp_replicate=2 dp_shard=2 zero=2 accumulation=2 precision=bf16 recompute=selective graphs=on",
+        "compile=on graphs=on",
         "recompute=50%",
         *(f"dp_replicate=2 dp_shard=4 zero={stage} precision=fp16" for stage in (1, 2, 3)),
         "offload=optimizer:0.5+activations",

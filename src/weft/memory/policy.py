@@ -72,7 +72,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
         # What forward reads besides its arguments, and another microbatch may have changed when the replay comes.
         replaying = _both(state.travelling(), replaying)
     pair = keeping, replaying
-    settings = OWN_HOOKS if selective else {}
+    settings = {**(OWN_HOOKS if selective else {}), **_kept_randomness()}
     outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **settings, **kwargs)
     if selective:
         choice.keep_as_autograd_does(keeping.storage)
@@ -131,6 +131,14 @@ def spare_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
             setattr(owner, name, tensor)
 
 
+def _kept_randomness() -> dict[str, bool]:
+    """Settings of a checkpoint: while a CUDA graph is recorded, the state of torch's generator cannot be asked for.
+
+    Whoever records refuses models that draw from it.
+    """
+    return {"preserve_rng_state": not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())}
+
+
 def _no_contexts() -> tuple[Any, Any]:
     return contextlib.nullcontext(), contextlib.nullcontext()
 
@@ -147,5 +155,5 @@ class _RecomputedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_attention(func):
-            return checkpoint(func, *args, use_reentrant=False, **kwargs)
+            return checkpoint(func, *args, use_reentrant=False, **_kept_randomness(), **kwargs)
         return func(*args, **kwargs)

@@ -11,7 +11,7 @@ caches, with torch's fused kernels on each: the numbers are those of scaling fir
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.optim.adam import adam
@@ -43,6 +43,16 @@ class AdamRule:
         """What the second mean is divided by, because it began at zero."""
         return 1 - self.beta2**self.step
 
+    @property
+    def dials(self) -> list[float]:
+        """What changes from step to step: rate, number, and what the kernel makes of both."""
+        return [self.lr, float(self.step), self.lr / self.correction1, self.correction2**0.5]
+
+    @property
+    def without_dials(self) -> AdamRule:
+        """The rest of it, which a recorded step keeps."""
+        return replace(self, lr=0.0, step=1)
+
 
 @dataclass(frozen=True, slots=True)
 class SgdRule:
@@ -52,6 +62,16 @@ class SgdRule:
     momentum: float
     weight_decay: float
     nesterov: bool
+
+    @property
+    def dials(self) -> list[float]:
+        """As for Adam; only the rate changes."""
+        return [self.lr, 0.0, 0.0, 0.0]
+
+    @property
+    def without_dials(self) -> SgdRule:
+        """As for Adam."""
+        return replace(self, lr=0.0)
 
 
 Rule = AdamRule | SgdRule
@@ -80,7 +100,7 @@ class Lane:
 
 
 @torch.no_grad()
-def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor) -> None:
+def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor, dials: torch.Tensor | None = None) -> None:
     """Take one step, in place.
 
     Args:
@@ -88,12 +108,14 @@ def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor) -> None:
         rule: the optimizer's numbers at this step.
         factor: what the gradient is multiplied by; a 0-d tensor of the master's device in which NaN says that the
             step is not taken: then master and states stay as they are.
+        dials: those of the rule, (4,) float64 of the device, which a step that is recorded reads.
     """
     if lane.master.device.type == "cuda" and lane.master.dtype == torch.float32:
-        _launch(lane, rule, factor)
+        _launch(lane, rule, factor, dials)
         return
     skips = factor.isnan().float() if isinstance(factor, torch.Tensor) else None
-    if skips is None and factor == 1.0 and lane.weights is None and lane.grad.dtype == lane.master.dtype:
+    plain = skips is None and dials is None and factor == 1.0
+    if plain and lane.weights is None and lane.grad.dtype == lane.master.dtype:
         _torch_step(lane, rule)
         return
     tile = TILE if lane.master.device.type == "cpu" else max(1, lane.master.numel())
@@ -104,13 +126,14 @@ def step_lane(lane: Lane, rule: Rule, factor: float | torch.Tensor) -> None:
             torch.mul(one.grad, factor, out=grad)
         else:
             grad.copy_(one.grad).mul_(factor)
-        _torch_step(Lane(one.master, grad, one.states), rule, skips)
+        _torch_step(Lane(one.master, grad, one.states), rule, skips, dials)
         if one.weights is not None:
             one.weights.copy_(one.master)
 
 
-def _torch_step(lane: Lane, rule: Rule, skips: torch.Tensor | None = None) -> None:
+def _torch_step(lane: Lane, rule: Rule, skips: torch.Tensor | None = None, dials: torch.Tensor | None = None) -> None:
     """skips: 0-d float32, 1 in a step that is not taken."""
+    lr = rule.lr if dials is None else dials[0]
     if isinstance(rule, SgdRule):
         sgd(
             [lane.master],
@@ -119,26 +142,27 @@ def _torch_step(lane: Lane, rule: Rule, skips: torch.Tensor | None = None) -> No
             fused=True,
             weight_decay=rule.weight_decay,
             momentum=rule.momentum,
-            lr=rule.lr,
+            lr=lr,  # pyright: ignore[reportArgumentType] - a tensor is taken too
             dampening=0.0,
             nesterov=rule.nesterov,
             maximize=False,
             found_inf=skips,
         )
         return
+    before = torch.full((), rule.step - 1.0, device=lane.master.device) if dials is None else (dials[1] - 1.0).float()
     adam(
         [lane.master],
         [lane.grad],
         [lane.states[0]],
         [lane.states[1]],
         [],
-        [torch.full((), rule.step - 1.0, device=lane.master.device)],
+        [before],
         fused=True,
         decoupled_weight_decay=rule.decoupled,
         amsgrad=False,
         beta1=rule.beta1,
         beta2=rule.beta2,
-        lr=rule.lr,
+        lr=lr,
         weight_decay=rule.weight_decay,
         eps=rule.eps,
         maximize=False,
@@ -146,14 +170,14 @@ def _torch_step(lane: Lane, rule: Rule, skips: torch.Tensor | None = None) -> No
     )
 
 
-def _launch(lane: Lane, rule: Rule, factor: float | torch.Tensor) -> None:
+def _launch(lane: Lane, rule: Rule, factor: float | torch.Tensor, dials: torch.Tensor | None) -> None:
     master, grad, weights = lane.master, lane.grad, lane.weights
     if not isinstance(factor, torch.Tensor):
         factor = torch.full((), factor, device=master.device)
     if isinstance(rule, SgdRule):
         momentum = lane.states[0] if lane.states else None
         scalars = (rule.lr, rule.momentum, rule.weight_decay, rule.nesterov)
-        sgd_kernel(master, grad, momentum, weights, factor, *scalars)
+        sgd_kernel(master, grad, momentum, weights, factor, *scalars, dials)
         return
     adam_kernel(
         master,
@@ -170,6 +194,7 @@ def _launch(lane: Lane, rule: Rule, factor: float | torch.Tensor) -> None:
         rule.correction1,
         rule.correction2,
         rule.decoupled,
+        dials,
     )
 
 
@@ -189,12 +214,13 @@ def adam_kernel(
     correction1: float,
     correction2: float,
     decoupled: bool,
+    dials: torch.Tensor | None = None,
 ) -> None:
-    """One kernel on a GPU; nothing changes where the factor is NaN."""
+    """One kernel on a GPU; nothing changes where the factor is NaN. dials: where they are, lr and corrections."""
     from weft.optim.triton_steps import launch_adam
 
     tensors = (master, grad, exp_avg, exp_avg_sq, weights)
-    launch_adam(tensors, factor, (lr, beta1, beta2, eps, weight_decay, correction1, correction2), decoupled)
+    launch_adam(tensors, factor, dials, (lr, beta1, beta2, eps, weight_decay, correction1, correction2), decoupled)
 
 
 @torch.library.custom_op("weft::sgd", mutates_args=("master", "momentum_buffer", "weights"))
@@ -208,11 +234,12 @@ def sgd_kernel(
     momentum: float,
     weight_decay: float,
     nesterov: bool,
+    dials: torch.Tensor | None = None,
 ) -> None:
-    """One kernel on a GPU; nothing changes where the factor is NaN."""
+    """One kernel on a GPU; nothing changes where the factor is NaN. dials: where they are, lr."""
     from weft.optim.triton_steps import launch_sgd
 
-    launch_sgd((master, grad, momentum_buffer, weights), factor, (lr, momentum, weight_decay), nesterov)
+    launch_sgd((master, grad, momentum_buffer, weights), factor, dials, (lr, momentum, weight_decay), nesterov)
 
 
 @adam_kernel.register_kernel("cpu")
@@ -231,10 +258,13 @@ def _adam_on_host(
     correction1: float,
     correction2: float,
     decoupled: bool,
+    dials: torch.Tensor | None = None,
 ) -> None:
     """The kernel's arithmetic, for the simulated GPU, which knows the values of small tensors."""
     if factor.isnan():
         return
+    step_size, root = (lr / correction1, correction2**0.5) if dials is None else (float(dials[2]), float(dials[3]))
+    lr = lr if dials is None else float(dials[0])
     grad = grad.to(master.dtype) * factor
     if decoupled:
         master.mul_(1 - lr * weight_decay)
@@ -242,7 +272,7 @@ def _adam_on_host(
         grad = grad + master * weight_decay
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    master.addcdiv_(exp_avg, (exp_avg_sq.sqrt() / correction2**0.5).add_(eps), value=-lr / correction1)
+    master.addcdiv_(exp_avg, (exp_avg_sq.sqrt() / root).add_(eps), value=-step_size)
     if weights is not None:
         weights.copy_(master)
 
@@ -258,10 +288,12 @@ def _sgd_on_host(
     momentum: float,
     weight_decay: float,
     nesterov: bool,
+    dials: torch.Tensor | None = None,
 ) -> None:
     """The kernel's arithmetic, as for Adam."""
     if factor.isnan():
         return
+    lr = lr if dials is None else float(dials[0])
     grad = grad.to(master.dtype) * factor + master * weight_decay
     if momentum_buffer is not None:
         momentum_buffer.mul_(momentum).add_(grad)

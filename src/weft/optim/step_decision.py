@@ -6,9 +6,12 @@ The arithmetic is that of the decision on the host, in float64, so both come to 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from weft.comm import LateCopy
+from weft.optim.loss_scale import LossScale
 
 
 class StepDecision:
@@ -45,6 +48,13 @@ class StepDecision:
     def was_taken(self) -> bool:
         """The same as `is_taken`, on the host; waits as `numbers` do."""
         return self._told.values[-1] != 0
+
+    def next_scale(self, scale: LossScale) -> torch.Tensor:
+        """Return the loss scale of the next step, of the two that may follow; `scale` stays as it is."""
+        good, bad = replace(scale), replace(scale)
+        good.update(True)
+        bad.update(False)
+        return torch.where(self.is_finite, good.scale, bad.scale)
 
     def factor_for(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the factor in the format that gradients of masters of `dtype` are multiplied in."""

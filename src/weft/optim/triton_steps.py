@@ -26,6 +26,7 @@ def _adam(
     weights,
     numel,
     factor,
+    dials,
     lr,
     rest1,
     beta2,
@@ -35,9 +36,14 @@ def _adam(
     step_size,
     root_correction2,
     decoupled: tl.constexpr,
+    reads: tl.constexpr,
     rounds: tl.constexpr,
     block: tl.constexpr,
 ):
+    if reads:
+        lr = tl.load(dials).to(tl.float32)
+        step_size = tl.load(dials + 2).to(tl.float32)
+        root_correction2 = tl.load(dials + 3).to(tl.float32)
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     times = tl.load(factor).to(tl.float32)
     inside = (at < numel) & (times == times)  # NaN: the step is not taken
@@ -67,14 +73,18 @@ def _sgd(
     weights,
     numel,
     factor,
+    dials,
     lr,
     momentum,
     decay,
     remembers: tl.constexpr,
     nesterov: tl.constexpr,
+    reads: tl.constexpr,
     rounds: tl.constexpr,
     block: tl.constexpr,
 ):
+    if reads:
+        lr = tl.load(dials).to(tl.float32)
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     times = tl.load(factor).to(tl.float32)
     inside = (at < numel) & (times == times)
@@ -93,8 +103,8 @@ def _sgd(
         tl.store(weights + at, p.to(weights.dtype.element_ty), mask=inside)
 
 
-def launch_adam(tensors: Any, factor: Any, scalars: tuple[float, ...], decoupled: bool) -> None:
-    """tensors: master, grad, exp_avg, exp_avg_sq, weights or None. factor, scalars: as `one_pass.adam_kernel` says."""
+def launch_adam(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...], decoupled: bool) -> None:
+    """tensors: master, grad, exp_avg, exp_avg_sq, weights or None. The others: as `one_pass.adam_kernel` says."""
     master, grad, exp_avg, exp_avg_sq, weights = tensors
     lr, beta1, beta2, eps, decay, correction1, correction2 = scalars
     _adam[(triton.cdiv(master.numel(), BLOCK),)](
@@ -105,6 +115,7 @@ def launch_adam(tensors: Any, factor: Any, scalars: tuple[float, ...], decoupled
         master if weights is None else weights,
         master.numel(),
         factor,
+        factor if dials is None else dials,
         lr,
         1 - beta1,
         beta2,
@@ -114,12 +125,13 @@ def launch_adam(tensors: Any, factor: Any, scalars: tuple[float, ...], decoupled
         lr / correction1,
         correction2**0.5,
         decoupled=decoupled,
+        reads=dials is not None,
         rounds=weights is not None,
         block=BLOCK,
     )
 
 
-def launch_sgd(tensors: Any, factor: Any, scalars: tuple[float, ...], nesterov: bool) -> None:
+def launch_sgd(tensors: Any, factor: Any, dials: Any, scalars: tuple[float, ...], nesterov: bool) -> None:
     """tensors: master, grad, momentum or None, weights or None. scalars: lr, momentum, weight decay."""
     master, grad, buffer, weights = tensors
     _sgd[(triton.cdiv(master.numel(), BLOCK),)](
@@ -129,9 +141,11 @@ def launch_sgd(tensors: Any, factor: Any, scalars: tuple[float, ...], nesterov: 
         master if weights is None else weights,
         master.numel(),
         factor,
+        factor if dials is None else dials,
         *scalars,
         remembers=buffer is not None,
         nesterov=nesterov,
+        reads=dials is not None,
         rounds=weights is not None,
         block=BLOCK,
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from weft.errors import ModelError, WeftWarning
+from weft.errors import ModelError, PlanError, Problem, WeftWarning
 from weft.memory import MOST_OF_HOST, Host, apply_recompute, offload_activations, offload_lines, open_host
 from weft.mesh import Mesh
 from weft.parallel.batch_statistics import group_norms, watch_local_means
@@ -95,6 +95,7 @@ def cut(
 ) -> dict[str, Placement]:
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
     spread = spread or choose_spread(model, mesh, layout)
+    _refuse_graphs(mesh, spread)
     if layout is not None and spread.shared:
         layout = layout.without_spread if layout.without_spread.pairs else None
     plan, tensor_layout = mesh.plan, layout
@@ -132,6 +133,12 @@ def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recip
         attend_in_documents(model)
     if mesh.plan.precision == "fp8":
         choose_float8(model, mesh.device, bf16_layers, fp8_recipe, speaks=mesh.rank == 0)
+
+
+def _refuse_graphs(mesh: Mesh, spread: SpreadChoice) -> None:
+    if mesh.plan.graphs and spread.shared:
+        rule = "ranks share the encoder that is spread, and communicate within forward"
+        raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use graphs=off, or leave spread out of layout.")])
 
 
 def _offload(model: nn.Module, mesh: Mesh, host: Host) -> None:

@@ -12,6 +12,7 @@ from weft.lazy import loads
 __all__ = [
     "Case",
     "DecoderCase",
+    "OpRecorder",
     "ParityResult",
     "RankPool",
     "covering",
@@ -26,6 +27,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.testing.matrix import covering, layout_of, legal
     from weft.testing.parity import Case, DecoderCase, ParityResult, train_case, train_cases, train_decoder, train_plain
+    from weft.testing.recorded_ops import OpRecorder
     from weft.testing.spawn import RankPool
 
 __getattr__ = loads(
@@ -33,6 +35,7 @@ __getattr__ = loads(
     {
         "Case": ".parity",
         "DecoderCase": ".parity",
+        "OpRecorder": ".recorded_ops",
         "ParityResult": ".parity",
         "RankPool": ".spawn",
         "covering": ".matrix",

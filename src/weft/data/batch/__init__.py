@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "check_batch",
+    "hold_batches",
     "host_values",
+    "leave_check",
     "map_tensors",
     "move_batch",
     "parts_of",
@@ -18,12 +21,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.data.batch.batches import map_tensors, move_batch, parts_of, tensors_in, with_parts
-    from weft.data.batch.on_host import host_values, remember_host
+    from weft.data.batch.on_host import check_batch, hold_batches, host_values, leave_check, remember_host
 
 __getattr__ = loads(
     __name__,
     {
+        "check_batch": ".on_host",
+        "hold_batches": ".on_host",
         "host_values": ".on_host",
+        "leave_check": ".on_host",
         "map_tensors": ".batches",
         "move_batch": ".batches",
         "parts_of": ".batches",

@@ -22,7 +22,8 @@ from weft.planner.tell.pictures import Bar, draw_bars, fits
 _TYPICAL = 200
 #: The kind of each phase of a step, for what of it is not communication.
 _KINDS = {
-    "forward": "compute", "backward": "compute", "weight gradients": "compute", "wait": "stages",
+    "forward": "compute", "backward": "compute", "forward and backward": "compute", "weight gradients": "compute",
+    "wait": "stages",
     "data": "data", "reduce": "optimizer", "optimizer": "optimizer",
 }  # fmt: skip
 _WORDS = {"stages": "bubble (waiting for other stages)", "host": "host"}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.data.batch import host_values
+from weft.data.batch import host_values, leave_check
 from weft.errors import ModelError
 from weft.private_torch import without_modes
 
@@ -39,7 +39,9 @@ def check_labels(labels: Tensor, num_classes: int, ignored: int) -> None:
     Raises:
         ModelError: with the label and the remedy.
     """
-    wrong = None if torch.compiler.is_compiling() else _first_outside(labels, num_classes, ignored)
+    if torch.compiler.is_compiling() or leave_check(labels, lambda values: check_labels(values, num_classes, ignored)):
+        return
+    wrong = _first_outside(labels, num_classes, ignored)
     if wrong is not None:
         raise ModelError(
             f"label {wrong}: the model's head has {num_classes} entries. Use labels from 0 to {num_classes - 1}, and "
@@ -58,12 +60,17 @@ class _Watch:
         if torch.compiler.is_compiling() or not args or not isinstance(args[0], Tensor):
             return
         indices = args[0]
+        if leave_check(indices, self._look):
+            return
         if host_values(indices) is None:
             if self._has_asked or type(indices) is not Tensor or indices.is_meta:
                 return
             self._has_asked = True
             with without_modes():
                 indices = indices.detach().cpu()
+        self._look(indices)
+
+    def _look(self, indices: Tensor) -> None:
         wrong = _first_outside(indices, self._rows, None)
         if wrong is not None:
             raise ModelError(

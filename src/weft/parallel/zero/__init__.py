@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from weft.parallel.zero.choose_engine import build_engine
+from weft.parallel.zero.choose_engine import build_engine, recorded_passes
 from weft.parallel.zero.magnitudes import load_base, start_magnitudes
 from weft.parallel.zero.meetings import (
     ApartSync,
@@ -31,6 +31,7 @@ __all__ = [
     "meet_apart",
     "meet_rarely",
     "rare_sync",
+    "recorded_passes",
     "seen_stretches",
     "start_magnitudes",
     "take_seen",

@@ -9,7 +9,7 @@ from torch import nn
 from weft.memory import Host
 from weft.mesh import Mesh
 from weft.parallel.placement import DataParallel, Placement
-from weft.parallel.zero.flat import FlatModel
+from weft.parallel.zero.flat import FlatModel, RecordedPasses
 from weft.parallel.zero.sharded import FullyShardedModel
 
 
@@ -38,3 +38,8 @@ def build_engine(
     """
     kind = FullyShardedModel if mesh.plan.zero == 3 else FlatModel
     return kind(model, mesh, placements, host=host, seed=seed, filled_later=filled_later)
+
+
+def recorded_passes(engine: DataParallel) -> RecordedPasses | None:
+    """Return how the engine's passes are recorded; None where it communicates within them, as zero=3 does."""
+    return engine.recorded if isinstance(engine, FlatModel) else None

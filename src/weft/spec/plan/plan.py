@@ -209,6 +209,11 @@ class Plan:
         Switch(), False, "Compile blocks with torch.compile.", searched=(False, True), divides_work=False,
         tried=(False,),  # few plans that compile, of deep models: tests/parity/test_compile.py
     )
+    graphs: bool = described(
+        Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so small "
+        "that the host takes longer to launch kernels than the GPU to run them.", divides_work=False,
+        tried=(False,),  # it needs a GPU, or a recorder: tests/parity/test_graphs.py
+    )
     # fmt: on
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from weft.errors import PlanError, Problem
 from weft.spec.divisors import common_divisors, nearest
 from weft.spec.plan import Plan
 from weft.spec.rules.expert_rules import EXPERT_RULES
+from weft.spec.rules.graph_rules import GRAPH_RULES
 from weft.spec.rules.limit_rules import LIMIT_RULES
 from weft.spec.rules.order_rules import ORDER_RULES
 from weft.spec.rules.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
@@ -303,6 +304,7 @@ LASTING: tuple[Rule, ...] = (
     *WIRE_RULES,
     *PIPELINE_LASTING,
     *EXPERT_RULES,
+    *GRAPH_RULES,
     Rule(
         name="cp-divides-sequence",
         field="cp",

@@ -59,11 +59,12 @@ def line_of() -> str:
 class OpCounts:
     """Counted since the device was opened, or since `OpCounts` was made anew.
 
-    kernels: by operator; kernel_lines, line_bytes, line_seconds: by line. num_bytes: read and written by kernels.
-    flops: of products and attention. syncs: waits of the host for the device, by what and line; a copy that blocks
-    is one of them. behind: waits for what was launched before the counts were made, while the device has work.
-    copies: between host and device, by way ("to device" or "to host"), "blocking" or "non-blocking", and line.
-    collectives: of tensors on the device, by kind; formats: their tensors, by kind and number format.
+    kernels: by operator, a graph as one; recorded: those that graphs launched; kernel_lines, line_bytes,
+    line_seconds: by line. num_bytes: read and written by kernels. flops: of products and attention. syncs: waits of
+    the host for the device, by what and line; a copy that blocks is one of them. behind: waits for what was launched
+    before the counts were made, while the device has work. copies: between host and device, by way ("to device" or
+    "to host"), "blocking" or "non-blocking", and line. collectives: of tensors on the device, by kind; formats: their
+    tensors, by kind and number format.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
@@ -72,6 +73,7 @@ class OpCounts:
     line_seconds: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
     flops: float = 0.0
+    recorded: int = 0
     syncs: Counter[str] = field(default_factory=Counter)
     behind: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.testing.paper.device import PaperDevice
-from weft.testing.paper.streams import classes_of
+from weft.testing.paper.streams import capturing, classes_of, graph_class
 from weft.testing.paper.tensors import on_device
 
 #: What the device says it is: an H100 with 80 GB.
@@ -89,7 +89,11 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         "is_initialized": lambda: True,
         "_is_compiled": lambda: True,
         "is_bf16_supported": lambda *args, **kwargs: True,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: device.capture is not None,
+        "CUDAGraph": graph_class(device),
+        "graph": capturing,
+        "graph_pool_handle": lambda: (0, 0),
+        "default_generators": (SimpleNamespace(get_offset=lambda: 0),),
         "device_count": lambda: 1,
         "get_device_name": lambda which=None: NAME,
         "get_device_capability": lambda which=None: CAPABILITY,

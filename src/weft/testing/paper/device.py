@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.testing.paper.clock import (
     COLLECTIVE_LAUNCH_S,
     FLOPS,
+    GRAPH_LAUNCH_S,
     LINK_BYTES_PER_S,
     Moment,
     RooflineClock,
     collective_s,
     kernel_s,
 )
-from weft.testing.paper.counts import OpCounts
+from weft.testing.paper.counts import OpCounts, line_of
 from weft.testing.paper.process import PaperReport
-from weft.testing.paper.races import DEFAULT, Races
+from weft.testing.paper.races import DEFAULT, Races, Touched, range_of
 from weft.testing.paper.tensors import CUDA, on_device
 from weft.testing.paper.values import give, value_of
 
@@ -60,6 +63,9 @@ class PaperDevice:
         self.mismatch = ""
         self.said: torch.Tensor | None = None
         self._network: dict[object, int] = {}
+        #: The graph that is being captured, and all that were.
+        self.capture: GraphCapture | None = None
+        self.graphs: list[GraphCapture] = []
         # By identity of the Work that the caller holds; both live until it is waited for.
         self._works: dict[int, tuple[object, Event, tuple[torch.Tensor, ...], str]] = {}
 
@@ -74,6 +80,7 @@ class PaperDevice:
         for number in range(1, self.num_streams):
             self.races.order.create_stream(number)
         self._works.clear()
+        self.capture, self.graphs = None, []
         self.mismatch = ""
 
     def report(self) -> PaperReport:
@@ -81,6 +88,7 @@ class PaperDevice:
         counts, clock = self.counts, self.clock
         return PaperReport(
             kernels=counts.kernels.total(),
+            recorded=counts.recorded,
             num_bytes=counts.num_bytes,
             products_s=counts.flops / FLOPS,
             line_s=dict(counts.line_seconds),
@@ -126,6 +134,9 @@ class PaperDevice:
         if num_bytes is None:
             num_bytes = sum(x.numel() * x.element_size() for x in (*reads, *writes) if on_device(x))
         seconds = kernel_s(num_bytes, flops)
+        if self.capture is not None:
+            self.capture.add(num_bytes, flops, seconds, reads, writes)
+            return
         self.counts.kernel(name, num_bytes, flops, seconds)
         self.races.launch(self.current, name, reads, writes)
         self.clock.launch(self.current, seconds)
@@ -135,6 +146,7 @@ class PaperDevice:
         host = target if on_device(source) else source
         down = host is target
         blocking = not non_blocking or not host.is_pinned()
+        self.forbid("a copy from or to the host")
         self.counts.copy("to host" if down else "to device", blocking)
         self.races.launch(self.current, "copy", [source] if down else [], [] if down else [target])
         self.clock.launch(self.current, max(kernel_s(0, 0), source.nbytes / LINK_BYTES_PER_S))
@@ -147,12 +159,14 @@ class PaperDevice:
 
     def sync(self, what: str, stream: int) -> None:
         """The host waits for all that a stream has been given."""
+        self.forbid(what)
         self.counts.sync(what)
         self.races.order.all_streams_wait_for_stream(stream)
         self.clock.wait(self.clock.moment(stream))
 
     def sync_all(self, what: str) -> None:
         """The host waits for the device."""
+        self.forbid(what)
         self.counts.sync(what)
         self.races.order.sync_all_streams()
         self.clock.wait(max(self.clock.free.values(), default=0.0))
@@ -171,6 +185,7 @@ class PaperDevice:
         writes: list[torch.Tensor],
     ) -> None:
         """A collective or message on a stream of its communicator, as NCCL has it. work: what to wait for."""
+        self.forbid(kind)
         stream = self._network.get(met.communicator)
         if stream is None:
             stream = self._network[met.communicator] = self.new_stream()
@@ -200,6 +215,25 @@ class PaperDevice:
             self.races.found[f"{kind} of {shapes}: nobody waits for it"] += 1
         self._works.clear()
 
+    def forbid(self, what: str) -> None:
+        """Refuse what a capture does not allow, or Weft does not record."""
+        if self.capture is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what} @ {line_of()}")
+
+    def replay(self, graph: GraphCapture) -> None:
+        """The kernels of a graph on the current stream: one launch of the host."""
+        self.forbid("the replay of a graph")
+        num_bytes, flops, seconds = graph.totals()
+        self.counts.kernel("cuda graph", num_bytes, flops, seconds)
+        self.counts.recorded += len(graph.kernels)
+        self.races.launch_on(self.current, "cuda graph", graph.touched)
+        self.clock.launch(self.current, seconds, GRAPH_LAUNCH_S)
+
+    def outlived(self) -> dict[str, int]:
+        """Memory that was made inside of captures and is still held: how much, by the line that made it."""
+        made = [one for graph in self.graphs for one in graph.made.values()]
+        return dict(Counter(line for storage, line in made if not storage.expired()))
+
     @contextlib.contextmanager
     def use(self, stream: int) -> Iterator[None]:
         """Work goes to a stream inside."""
@@ -208,6 +242,46 @@ class PaperDevice:
             yield
         finally:
             self.current = before
+
+
+class GraphCapture:
+    """What a graph holds. kernels: bytes, FLOPs and seconds of each.
+
+    touched: ranges of memory outside and inside, by storage. made: storages that were made meanwhile, each with the
+    line that did.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[int, float, float]] = []
+        self.touched: dict[int, Touched] = {}
+        self.made: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    def totals(self) -> tuple[int, float, float]:
+        """Bytes, FLOPs and seconds of all kernels."""
+        num_bytes, flops, seconds = 0, 0.0, 0.0
+        for one in self.kernels:
+            num_bytes, flops, seconds = num_bytes + one[0], flops + one[1], seconds + one[2]
+        return num_bytes, flops, seconds
+
+    def add(
+        self, num_bytes: int, flops: float, seconds: float, reads: Iterable[torch.Tensor],
+        writes: Iterable[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Put a kernel into it."""
+        self.kernels.append((num_bytes, flops, seconds))
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                if on_device(tensor) and tensor.numel():
+                    key = tensor.untyped_storage()._cdata
+                    if key not in self.touched:
+                        self.touched[key] = Touched(StorageWeakRef(tensor.untyped_storage()), set())
+                    self.touched[key].ranges.add((*range_of(tensor), is_write))
+
+    def make(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember what is made, as long as it lives."""
+        for tensor in filter(on_device, tensors):
+            storage = tensor.untyped_storage()
+            self.made.setdefault(storage._cdata, (StorageWeakRef(storage), line_of()))
 
 
 class Event:
@@ -234,6 +308,7 @@ class Event:
 
     def wait_host(self) -> None:
         """Hold up the host; it is counted where the moment has not come yet."""
+        self._device.forbid("event.synchronize")
         if self._moment is not None:
             if self._moment > self._device.clock.host:
                 self._device.counts.sync("event.synchronize", is_behind=self._counts is not self._device.counts)

@@ -121,6 +121,9 @@ class PaperMode(TorchDispatchMode):
                 self.device.mismatch = f"{name}: {str(error).splitlines()[0]}"
             raise
         writes = written(func, args, kwargs)
+        if self.device.capture is not None and not getattr(func, "is_view", False):
+            changed = {id(x) for x in writes}
+            self.device.capture.make(x for x in leaves(out) if id(x) not in changed)
         if name in _EMPTY:
             self.device.races.made(out, self.device.current)
             reserve(out)

@@ -22,16 +22,19 @@ from weft.testing.paper.stub_library import built_stub
 class PaperReport:
     """What a process on paper says when it ends, as JSON. Seconds are simulated: see `roofline.py` for the guesses.
 
-    num_bytes: read and written by kernels. products_s: what matrix products and attention take by their FLOPs
-    alone, the least that the step can take. line_s: of kernels, by line of Weft. syncs: waits of the host, by what
-    and line; a copy that blocks is one. behind: waits for what the step before launched; the device has this step's
-    work to do meanwhile. copies, collectives, races: how often, by what. formats: tensors of collectives, by kind
-    and number format. mismatch: the error of a tensor on the wrong device, or "". busy_s: of the default stream.
-    idle_s: its waiting, by reason. over_s: of a plan, what of that is for other ranks, by axis, as a run's ledger
-    has it. name: of the script or the plan. error: what ended a plan early, or "".
+    kernels: that the host launched, a graph as one. recorded: those that graphs launched. outlived: of a plan with
+    graphs, memory that captures made and something still holds, by line. num_bytes: read and written by kernels.
+    products_s: what matrix products and attention take by their FLOPs alone, the least that the step can take.
+    line_s: of kernels, by line of Weft. syncs: waits of the host, by what and line; a copy that blocks is one.
+    behind: waits for what the step before launched; the device has this step's work to do meanwhile. copies,
+    collectives, races: how often, by what. formats: tensors of collectives, by kind and number format. mismatch: the
+    error of a tensor on the wrong device, or "". busy_s: of the default stream. idle_s: its waiting, by reason.
+    over_s: of a plan, what of that is for other ranks, by axis, as a run's ledger has it. name: of the script or the
+    plan. error: what ended a plan early, or "".
     """
 
     kernels: int = 0
+    recorded: int = 0
     num_bytes: int = 0
     products_s: float = 0.0
     line_s: dict[str, float] = field(default_factory=dict)
@@ -45,6 +48,7 @@ class PaperReport:
     busy_s: float = 0.0
     idle_s: dict[str, float] = field(default_factory=dict)
     over_s: dict[str, float] = field(default_factory=dict)
+    outlived: dict[str, int] = field(default_factory=dict)
     mismatch: str = ""
     name: str = ""
     error: str = ""
@@ -65,8 +69,10 @@ class PaperReport:
 
     def lines(self) -> list[str]:
         """Return what people read of it."""
+        graphs = f" and {self.recorded} in graphs" if self.recorded else ""
         told = [
-            f"{self.name}: {self.kernels} kernels, {self.num_bytes / 1e9:.3f} GB; host waits {self.num_syncs} times; "
+            f"{self.name}: {self.kernels} kernels{graphs}, {self.num_bytes / 1e9:.3f} GB; "
+            f"host waits {self.num_syncs} times; "
             f"{sum(self.copies.values())} copies, {self.num_blocking} of them blocking; "
             f"simulated {self.step_s * 1e3:.2f} ms, device busy {self.busy_s * 1e3:.2f} ms, "
             f"products {self.products_s * 1e3:.2f} ms"
@@ -77,6 +83,7 @@ class PaperReport:
             ("copy", self.copies),
             ("collective", self.collectives),
             ("race", self.races),
+            ("outlived", self.outlived),
         ):
             told += [f"  {title:10} {number:5} x {name}" for name, number in sorted(found.items(), key=lambda x: -x[1])]
         told += [f"  idle {seconds * 1e3:8.2f} ms  {why}" for why, seconds in sorted(self.idle_s.items())]

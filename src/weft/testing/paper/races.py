@@ -7,7 +7,7 @@ here memory is compared by range, since views of flat buffers begin in one and e
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,6 +31,14 @@ class Access(NamedTuple):
     kernel: str
     line: str
     writes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """What of a storage is used: first byte, the one behind the last, and whether it is written."""
+
+    storage: StorageWeakRef
+    ranges: set[tuple[int, int, bool]]
 
 
 @dataclass(slots=True)
@@ -66,10 +74,26 @@ class Races:
                 if tensor.device.type != "cuda" or not tensor.numel():
                     continue
                 memory = self._of(tensor, stream)
-                touched[memory].append((*_range_of(tensor), writing))
+                touched[memory].append((*range_of(tensor), writing))
         for memory, ranges in touched.items():
             for first, last, writing in ranges:
                 self._access(memory, Access(first, last, stream, self._number, kernel, line, writing))
+
+    def launch_on(self, stream: int, kernel: str, memories: Mapping[int, Touched]) -> None:
+        """The same for a graph, whose tensors may be gone: memory that was inside of it alone is no others'."""
+        self._look_for_freed(stream)
+        self._number += 1
+        self.order.update_seq_num(stream, self._number)
+        line = line_of()
+        for key, memory in memories.items():
+            if memory.storage.expired():
+                continue
+            if key not in self._memory:
+                self._memory[key] = _Memory(memory.storage, stream)
+            if stream != self._memory[key].home:
+                self._visited.add(key)
+            for first, last, writing in memory.ranges:
+                self._access(key, Access(first, last, stream, self._number, kernel, line, writing))
 
     def made(self, tensor: torch.Tensor, stream: int) -> None:
         """Memory was taken from the allocator, which gives it to others of `stream` when the tensor is gone."""
@@ -133,7 +157,7 @@ class Races:
                 self._visited.discard(key)
 
 
-def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and the one behind the last, in its storage."""
     width = tensor.element_size()
     first = int(tensor.storage_offset()) * width

@@ -1,12 +1,18 @@
-"""torch.cuda.Stream and torch.cuda.Event of a paper device."""
+"""torch.cuda.Stream, torch.cuda.Event and torch.cuda.CUDAGraph of a paper device.
+
+While a graph is captured, kernels are put into it and not on a stream, and what a capture forbids is an error. What
+other streams do with the same memory before and after a replay is looked at as for any kernel.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 
-from weft.testing.paper.device import Event, PaperDevice
+from weft.testing.paper.device import Event, GraphCapture, PaperDevice
 
 
 class PaperEvent:
@@ -67,6 +73,43 @@ class PaperStream:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PaperStream) and other.stream_id == self.stream_id
+
+
+class PaperGraph:
+    """As torch.cuda.CUDAGraph; `graph_class` gives the class its device."""
+
+    on: ClassVar[PaperDevice]
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._captured = GraphCapture()
+
+    def capture_begin(self, pool: Any = None, **options: Any) -> None:
+        self.on.capture = self._captured
+
+    def capture_end(self) -> None:
+        self.on.capture = None
+        self.on.graphs.append(self._captured)
+
+    def replay(self) -> None:
+        self.on.replay(self._captured)
+
+
+def graph_class(device: PaperDevice) -> Any:
+    """The class of graphs of one device."""
+    return type("CUDAGraph", (PaperGraph,), {"on": device})
+
+
+@contextlib.contextmanager
+def capturing(graph: PaperGraph, pool: Any = None, stream: Any = None, **options: Any) -> Iterator[None]:
+    """As torch.cuda.graph: the host waits for the device once, and then the stream is captured."""
+    device = graph.on
+    device.sync_all("cuda.graph")
+    with contextlib.nullcontext() if stream is None else device.use(stream.stream_id):
+        graph.capture_begin(pool, **options)
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 def classes_of(device: PaperDevice) -> tuple[Any, Any]:

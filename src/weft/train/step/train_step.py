@@ -7,11 +7,10 @@ after the reduction, together with clipping, lets the count come out of the loss
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 
 from weft.comm import all_reduce
 from weft.data.batch import move_batch
+from weft.memory.replay import Recorder
 from weft.mesh import Mesh
 from weft.monitor.times import Meter
 from weft.optim import LossScale, StepDecision, clip_factor
@@ -29,6 +29,8 @@ from weft.parallel.randomness import SampleNumbers
 from weft.parallel.tensor import expect_labels
 from weft.parallel.zero import rare_sync
 from weft.train.microbatch import Microbatches, call_model, microbatches_of, samples_of, values_in
+from weft.train.microbatch.passes import MicrobatchInputs, compute_of, graphed_passes, insides_of
+from weft.train.step.grouped_loss import GroupLoss
 from weft.train.step.loss_check import CheckedLoss, LossFn
 from weft.train.step.oom import explains_memory
 from weft.train.step.rare_metrics import JointNumbers
@@ -36,7 +38,7 @@ from weft.train.step.replica_watch import ReplicaWatch
 from weft.train.step.step_metrics import LateMetrics, StepMetrics, power_of_two, to_mean
 from weft.train.step.unsharded import fingerprint, warn_if_alike
 from weft.train.step.update_ratio import UpdateRatio
-from weft.train.step.whole_batch import BatchGradient, WholeBatchLoss, expect_whole_batches
+from weft.train.step.whole_batch import Features, WholeBatchLoss, expect_whole_batches
 from weft.train.step.whole_tensors import names_the_module
 
 #: (model, batch) -> output.
@@ -60,6 +62,7 @@ class TrainStep:
             waits for its own. Whoever reads parameters in between calls `arrive` before.
         reads_late: from the second step on the device decides whether a step is taken, and the host does not wait for
             its numbers; None: on a GPU.
+        recorder: of graphs under graphs=on; None: CUDA's.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class TrainStep:
         meter: Meter | None = None,
         weights_follow: bool = False,
         reads_late: bool | None = None,
+        recorder: Recorder | None = None,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -116,6 +120,9 @@ class TrainStep:
         self._unread: LateMetrics | None = None
         self._next_scale: torch.Tensor | None = None  # where the host does not know it yet
         self._unchecked = False  # a gradient that was not finite, and nobody has asked the ranks why
+        #: Passes that are launched as one; None: all are launched kernel by kernel.
+        compares = self._whole is not None or isinstance(self._loss.loss_fn, GroupLoss)
+        self.graphs = graphed_passes(model, mesh, recorder, compares=compares) if mesh.plan.graphs else None
         #: Of the last step's microbatches by their place, as far as this rank computes them: loss sum and number.
         self.microbatch_losses: dict[int, tuple[torch.Tensor, torch.Tensor | int]] = {}
 
@@ -151,15 +158,15 @@ class TrainStep:
             seeds: of the step.
             dropout_key: of the step.
         """
-        self._sums(batch, seeds, dropout_key, watches=False)
+        self._sums(batch, seeds, dropout_key, again=True)
         self._finish(moved=False)
         self._data_parallel.scale(1.0)  # which lets everyone find them
         self.mesh.pulse.in_step = False
 
     def _sums(
-        self, batch: Any, seeds: Sequence[int] | None, dropout_key: int | None, *, watches: bool = True
+        self, batch: Any, seeds: Sequence[int] | None, dropout_key: int | None, *, again: bool = False
     ) -> tuple[torch.Tensor, bool]:
-        """Compute the gradients of a batch.
+        """Compute the gradients of a batch. again: to look at how: replicas compare nothing, and no graph is launched.
 
         Returns what the decision about the step needs, on the device, float64, and whether replicas compare weights.
         """
@@ -171,7 +178,7 @@ class TrainStep:
         if self._nominal is None:
             self._nominal = power_of_two(self._values_in(microbatches))
         self._data_parallel.begin_step()
-        watched = self._replicas.number() if watches else None
+        watched = None if again else self._replicas.number()
         totals = self._first_totals(batch, watched)
         scale = (self._loss_scale.factor() if self._next_scale is None else self._next_scale) / self._nominal
         coders = self._data_parallel.coders
@@ -180,7 +187,9 @@ class TrainStep:
         self._experts.begin(scale)
         if self._norms is not None:
             self._norms.begin()
-        inside = self._inside(samples, dropout_key)
+        drops = drops_of(self.model)
+        key = dropout_key if dropout_key is not None else 0 if drops is None else drops.next_key()
+        inside = insides_of(self.model, self._experts, samples, key)
         if self._pipeline is not None:
             parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
             loss = self._counted_loss(samples)
@@ -189,7 +198,7 @@ class TrainStep:
             with self._data_parallel.microbatch(last=True), sequence_in_use(self.model):
                 self._pipeline.step(work, self._meter)
         else:
-            self._accumulate(microbatches, samples, scale, totals, inside, seeds)
+            self._accumulate(microbatches, samples, scale, totals, inside, seeds, None if again else key)
         self._experts.start()
         if self._norms is not None:
             self._norms.start()
@@ -247,24 +256,6 @@ class TrainStep:
         """Return the tensors that this rank's gradients lie in."""
         return self._data_parallel.held_gradients()
 
-    def _inside(self, samples: list[SampleNumbers], key: int | None) -> Inside:
-        """For the number of a microbatch, what its forward runs inside of: which samples it has, who counts."""
-        drops = drops_of(self.model)
-        chosen = key if key is not None else 0 if drops is None else drops.next_key()
-
-        @contextlib.contextmanager
-        def inside(index: int) -> Iterator[None]:
-            with contextlib.ExitStack() as stack:
-                if drops is not None:
-                    stack.enter_context(drops.microbatch(chosen, samples[index]))
-                if self._norms is not None:
-                    stack.enter_context(self._norms.microbatch(samples[index], index))
-                if samples[index].is_empty:
-                    stack.enter_context(self._experts.leaving_out())
-                yield
-
-        return inside
-
     def _counted_loss(self, samples: list[SampleNumbers]) -> CountedLoss:
         """The loss of a microbatch by its number; zero, with gradients of zero, for one that stands in for none."""
         # One for each step: who traces the last one may still read its own.
@@ -288,16 +279,25 @@ class TrainStep:
 
     def _accumulate(
         self, microbatches: list[Any], samples: list[SampleNumbers], scale: float | torch.Tensor, totals: torch.Tensor,
-        inside: Inside, seeds: Sequence[int] | None,
+        inside: Inside, seeds: Sequence[int] | None, key: int | None,
     ) -> None:  # fmt: skip
-        """Add each microbatch's gradients, loss sum and token count."""
+        """Add each microbatch's gradients, loss sum and token count. key: for graphs; None: launch none."""
         loss = self._counted_loss(samples)
         if self._whole is not None:
             loss = self._compared(self._whole, microbatches, samples, inside, seeds)
+        compute = compute_of(partial(self._with_labels, self.model), loss, inside)
         for index, whole in enumerate(microbatches):
             if seeds is not None:
                 torch.manual_seed(seeds[index])
             last = index == len(microbatches) - 1
+            if self.graphs is not None and key is not None:
+                given = MicrobatchInputs(whole, samples[index], key, scale)
+                with self._meter.phase("forward and backward"):
+                    counted = self.graphs.run(given, partial(compute, index), last=last)
+                if counted is not None:
+                    totals[:2] += counted
+                    self.microbatch_losses[index] = (counted[0], counted[1])
+                    continue
             with self._data_parallel.microbatch(last), sequence_in_use(self.model), inside(index):
                 microbatch = cut_sequence(self.model, whole)
                 with self._meter.phase("forward"):
@@ -313,14 +313,15 @@ class TrainStep:
         self, whole: WholeBatchLoss, microbatches: list[Any], samples: list[SampleNumbers], inside: Inside,
         seeds: Sequence[int] | None,
     ) -> CountedLoss:  # fmt: skip
-        """The loss of a microbatch as a part of that of the global batch, whose features a first pass may find."""
-        batch = BatchGradient(whole, self.mesh, len(microbatches))
-        for index, microbatch in enumerate(microbatches) if batch.needs_first_pass else ():
+        """The loss of a microbatch as a part of that of the global batch."""
+
+        def features(index: int) -> Features:
             if seeds is not None:
                 torch.manual_seed(seeds[index])
-            with torch.no_grad(), inside(index), self._experts.leaving_out(), self._meter.phase("forward"):
-                batch.add(self._forward(self.model, microbatch), counts=not samples[index].is_empty)
-        return lambda output, microbatch, index: batch.of(output, index, counts=not samples[index].is_empty)
+            with inside(index), self._experts.leaving_out(), self._meter.phase("forward"):
+                return self._forward(self.model, microbatches[index])
+
+        return whole.compared(self.mesh, [not one.is_empty for one in samples], features)
 
     def _with_labels(self, model: nn.Module, microbatch: Any) -> Any:
         """Forward with a head that may give the loss at once."""
@@ -365,11 +366,7 @@ class TrainStep:
         scale = self._loss_scale
         decision = StepDecision(numbers, self._nominal, scale.factor(), self.max_grad_norm)
         if scale.enabled:
-            # Both ways that the scale may go; the next forward takes the right one without the host.
-            good, bad = replace(scale), replace(scale)
-            good.update(True)
-            bad.update(False)
-            self._next_scale = torch.where(decision.is_finite, good.scale, bad.scale)
+            self._next_scale = decision.next_scale(scale)
         ratio = self._move(decision)
         self._data_parallel.publish(follow=self._weights_follow)
         self._finish(moved=decision.is_taken)
@@ -379,7 +376,7 @@ class TrainStep:
 
     def _move(self, factor: float | StepDecision) -> Callable[[], float | None] | None:
         """Update the weights. Returns what gives the ratio of the update, where it is measured."""
-        update = functools.partial(self._data_parallel.update, self.optimizer, factor)
+        update = partial(self._data_parallel.update, self.optimizer, factor)
         return self._update_ratio.around(update) if self.measures_update else update()
 
     def _finish(self, moved: bool | torch.Tensor) -> None:

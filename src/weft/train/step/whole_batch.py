@@ -17,6 +17,7 @@ import torch
 from weft.comm import all_gather, all_reduce
 from weft.errors import PlanError
 from weft.mesh import Axis, Mesh
+from weft.parallel.pipeline import CountedLoss
 from weft.spec.plan import Plan
 
 #: Tensors with a row for each sample: what a forward gives such a loss.
@@ -41,6 +42,21 @@ class WholeBatchLoss:
         """Return the sum of the losses and their number, of a batch that is all there is."""
         del batch
         return self.compare(output, output, torch.arange(len(output[0]), device=output[0].device))
+
+    def compared(self, mesh: Mesh, counts: Sequence[bool], features: Callable[[int], Features]) -> CountedLoss:
+        """Return the loss of a microbatch as a part of that of the global batch.
+
+        Args:
+            mesh: of the ranks.
+            counts: of each microbatch whether it has samples, and is no stand-in.
+            features: runs forward of one, for a first pass that finds all features.
+        """
+        batch = BatchGradient(self, mesh, len(counts))
+        for index in range(len(counts)) if batch.needs_first_pass else ():
+            with torch.no_grad():
+                found = features(index)
+            batch.add(found, counts=counts[index])
+        return lambda output, microbatch, index: batch.of(output, index, counts=counts[index])
 
 
 def expect_whole_batches(plan: Plan) -> None:

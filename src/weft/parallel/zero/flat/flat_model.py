@@ -37,6 +37,7 @@ from weft.parallel.zero.flat.flat_step import FlatStep
 from weft.parallel.zero.flat.follow_loads import FollowLoads, take_master, written
 from weft.parallel.zero.flat.gathered import gradient_tensors, whole_gradients, whole_weights
 from weft.parallel.zero.flat.own_loop import OwnLoop
+from weft.parallel.zero.flat.recorded import RecordedPasses
 from weft.parallel.zero.flat.reducer import Reducer, shard_of
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.parallel.zero.flat.slot_debts import SlotDebts
@@ -75,10 +76,9 @@ class FlatModel:
         self.axes = AxisMap(mesh, placements or {}, sharded=mesh.plan.zero > 0)
         self.axes.check_names(model)
         self.precision = Precision.of(mesh.plan)
-        self.in_step = False  # between begin_step and publish: TrainStep drives
+        self.in_step = self._shows_late = False  # the first: between begin_step and publish, as TrainStep drives
         self.adoptions: list[SlotAdoption] = []
         self._steps: dict[SlotAdoption, FlatStep] = {}
-        self._shows_late = False
         self._bucket_bytes = bucket_bytes or self.usual_bucket_bytes(mesh.device.type)
         materialise = Materialise(model, self.axes, seed, mesh.device, filled_later)
         check_same_model(model, self.axes, mesh.device)
@@ -98,7 +98,7 @@ class FlatModel:
         stage = mesh.plan.zero if any(axes.shard.size > 1 for axes in self._kinds.values()) else 0
         wires = self.precision.wire, self.precision.outer_wire, each_microbatch and stage == 2
         self.reducer = Reducer(self._slots, self.axes, stage, mesh.device, self.own_loop.note, *wires)
-        self.coders = self.reducer.coders
+        self.recorded, self.coders = RecordedPasses(self._slots, self.reducer), self.reducer.coders
         self.debts = SlotDebts(self.reducer.sums, self.axes)
         self.own_loop.even_out(self._slots, self._kinds)
         self._make_buckets(frozenset(), lambda slot: materialise.value_of(slot.param), settle=True)
@@ -117,8 +117,8 @@ class FlatModel:
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         """Surround forward and backward of one microbatch."""
-        self._arrivals.wait_for_rest()
-        self.reducer.begin_pass(last)
+        self._arrivals.wait() if self.recorded.holds else self._arrivals.wait_for_rest()
+        self.reducer.begin_pass(last, self.recorded.holds)
         broken = True
         try:
             yield
@@ -180,7 +180,7 @@ class FlatModel:
     def _take(self, adoption: SlotAdoption, factor: float | StepDecision) -> None:
         """Step bucket by bucket; weights that may follow begin to travel while the others are stepped."""
         buckets, own = self.reducer.buckets, set(adoption.slots)
-        step = self._steps[adoption].taking(factor)
+        step = self._steps[adoption].taking(factor, self.recorded.recorder)
         for bucket in reversed(buckets) if self._arrivals.is_watched else buckets:
             step(bucket)
             if self._arrivals.is_watched and own.issuperset(bucket.slots):

@@ -8,16 +8,18 @@ Other optimizers, options that torch's fused kernels lack, and steps that a user
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft.memory.replay import Recorder
 from weft.optim import AdamRule, Lane, SgdRule, StepDecision, step_lane
 from weft.parallel.private_torch import num_step_hooks
 from weft.parallel.zero.flat.buckets import Bucket, Slot
+from weft.parallel.zero.flat.recorded import RecordedSteps
 from weft.parallel.zero.flat.slot_adoption import SlotAdoption
 from weft.private_torch import version_of
 
@@ -59,6 +61,7 @@ class FlatStep:
         self._held: list[_Held] = []
         self._counters: list[tuple[torch.Tensor, list[_Entry], int]] = []  # with the version that the counts are of
         self._decision: StepDecision | None = None  # of a step that was counted, and may not have been taken
+        self._recorded = RecordedSteps()
 
     @property
     def _optimizer(self) -> torch.optim.Optimizer:
@@ -80,24 +83,50 @@ class FlatStep:
             return all(map(_is_plain_adam, optimizer.param_groups))
         return type(optimizer) is torch.optim.SGD and all(map(_is_plain_sgd, optimizer.param_groups))
 
-    def taking(self, factor: float | StepDecision) -> Callable[[Bucket], None]:
+    @torch.no_grad()
+    def taking(self, factor: float | StepDecision, recorder: Recorder | None = None) -> Callable[[Bucket], None]:
         """Begin a step. Returns what steps the pieces of one bucket; `taken` ends it.
 
-        factor: what gradients are multiplied by as they are read.
+        Args:
+            factor: what gradients are multiplied by as they are read.
+            recorder: of steps that the device decides about: these take all buckets here; None: none is recorded.
         """
         self._bind()
         by_bucket = {held.bucket: held for held in self._held}
+        is_recorded = False
+        if recorder is not None and isinstance(factor, StepDecision):
+            self._recorded.take(*self._found(), self._all_lanes, factor, recorder)
+            is_recorded = True
 
         @torch.no_grad()
         def take(bucket: Bucket) -> None:
             if (held := by_bucket.get(bucket)) is None:
                 return
-            factor_here = factor.factor_for(bucket.master.dtype) if isinstance(factor, StepDecision) else factor
-            for lane, rule in self._lanes(held):
-                step_lane(lane, rule, factor_here)
+            if not is_recorded:
+                here = factor.factor_for(bucket.master.dtype) if isinstance(factor, StepDecision) else factor
+                for lane, rule in self._lanes(held):
+                    step_lane(lane, rule, here)
             bucket.is_rounded = held.is_all and bucket.host is None and not bucket.differs
 
         return take
+
+    def _found(self) -> tuple[Hashable, dict[Rule, int]]:
+        """What a recording of the step depends on, and the rules of its lanes, numbered."""
+        rules: dict[Rule, int] = {}
+        numbers: dict[tuple[int, int], int] = {}  # by group and count, of which an entry's rule is made
+        marks: list[int] = []
+        places: list[int] = []
+        for held in self._held:
+            bucket = held.bucket
+            grads = [bucket.shard] if bucket.loose is None else [grad for _, grad in bucket.loose]
+            every = bucket.master, bucket.weights, *held.flat.values(), *grads
+            places += [one.data_ptr() for one in every if one is not None]
+            for _, entry in held.entries:
+                kind = entry.group, entry.count
+                if kind not in numbers:
+                    numbers[kind] = rules.setdefault(self._rule(entry), len(rules))
+                marks.append(numbers[kind])
+        return (tuple(marks), tuple(places), tuple(rule.without_dials for rule in rules)), rules
 
     def taken(self, factor: float | StepDecision) -> None:
         """Count a step of all buckets."""
@@ -176,6 +205,10 @@ class FlatStep:
     def _grouped(self) -> Iterator[tuple[int, nn.Parameter]]:
         for index, group in enumerate(self._optimizer.param_groups):
             yield from ((index, param) for param in group["params"])
+
+    def _all_lanes(self) -> Iterator[tuple[Lane, Rule]]:
+        for held in self._held:
+            yield from self._lanes(held)
 
     def _lanes(self, held: _Held) -> Iterator[tuple[Lane, Rule]]:
         """What is stepped together, with its rule."""

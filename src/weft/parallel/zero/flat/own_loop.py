@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from weft.comm import all_reduce
-from weft.errors import ModelError
+from weft.errors import ModelError, PlanError, Problem
 from weft.optim import clip_factor, global_norm
 from weft.parallel.local_tensors import Precision
 from weft.parallel.placement import Axes, AxisMap
@@ -161,6 +161,9 @@ class OwnLoop:
         engine = self._held()
         engine.leave_step()
         engine.precision.refuse_debts()
+        if engine.axes.mesh.plan.graphs:
+            rule = "a loop of your own launches kernels one by one"
+            raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use run.train_step, or graphs=off.")])
         engine.precision.refuse_unscaled(
             "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
             "Use run.train_step, or precision=bf16."

@@ -102,12 +102,12 @@ class Reducer:
         self.forget()
         self.clear(self._slots)
 
-    def begin_pass(self, last: bool) -> None:
-        """A microbatch begins."""
+    def begin_pass(self, last: bool, holds: bool = False) -> None:
+        """A microbatch begins. holds: no gradient travels before it is over."""
         self._pass = "last" if last else "inner"
         self._next = 0
         # In the first backward nobody knows yet how often autograd delivers for each parameter.
-        self._launches = self._has_seen_backward and (last or self._each)
+        self._launches = self._has_seen_backward and (last or self._each) and not holds
         self._waiting = [len(bucket.slots) + bucket.over.waits for bucket in self.buckets]
         for slot in self._slots:
             slot.fired = 0
@@ -219,7 +219,7 @@ class Reducer:
             self._late.append(index)
             slot.fired += 1
             return
-        if bucket.collected or not self._stays(bucket):
+        if bucket.collected or not self.stays(bucket, self._pass):
             self._room(bucket)
             if param.grad is not slot.grad:
                 _take(slot)
@@ -239,14 +239,14 @@ class Reducer:
         """Whether autograd may deliver more for a parameter before its gradient travels."""
         return self._pass == "inner" or slot.expected > 1 or not self._has_seen_backward
 
-    def _stays(self, bucket: Bucket) -> bool:
-        """Whether gradients stay in autograd's hands until they travel.
+    def stays(self, bucket: Bucket, kind: str | None) -> bool:
+        """Whether gradients of a pass ("inner" or "last") stay in autograd's hands until they travel.
 
         Stage 2 needs room for them until then in any case; below, what they are summed into is there already, and
         later microbatches would make a second set of them.
         """
-        kept = self._stage == 2 and bucket.num_shards > 1 and self._pass == "inner" and not self._each
-        return self._pass == "last" or kept
+        kept = self._stage == 2 and bucket.num_shards > 1 and kind == "inner" and not self._each
+        return kind == "last" or kept
 
     def _launch(self, bucket: Bucket, final: bool) -> None:
         """Let a bucket's gradients travel. final: there is no later microbatch."""

@@ -6,6 +6,7 @@ from weft.testing.paper.clock.notes import Moment, Notes
 from weft.testing.paper.clock.roofline import (
     COLLECTIVE_LAUNCH_S,
     FLOPS,
+    GRAPH_LAUNCH_S,
     LINK_BYTES_PER_S,
     RooflineClock,
     collective_s,
@@ -16,6 +17,7 @@ from weft.testing.paper.clock.together import Timed, timed_together
 __all__ = [
     "COLLECTIVE_LAUNCH_S",
     "FLOPS",
+    "GRAPH_LAUNCH_S",
     "LINK_BYTES_PER_S",
     "Moment",
     "Notes",

@@ -14,6 +14,8 @@ from weft.testing.paper.races import DEFAULT
 
 #: Host seconds of one eager operation, and of one collective.
 LAUNCH_S, COLLECTIVE_LAUNCH_S = 6e-6, 40e-6
+#: Of one graph.
+GRAPH_LAUNCH_S = 10e-6
 #: The shortest kernel, in seconds.
 KERNEL_S = 2.5e-6
 #: Matrix products in bf16, memory, host link (one way), network between ranks and how long its shortest message takes.

@@ -1,0 +1,327 @@
+"""Where a model on one rank is in its random numbers, and what its modules drop there.
+
+A number is drawn from (seed, step, module path, place), where a place is (sample of the global batch, token of the
+sequence, feature or head). So ranks that compute the same drop the same, ranks with a part of the tokens, heads or
+features drop what one process would drop there, and no cut of a batch into ranks and microbatches shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ModelError
+from weft.memory import Handle
+from weft.memory.replay import send_numbers
+from weft.mesh import Mesh
+from weft.parallel.context import AttentionDrop, Context
+from weft.parallel.randomness import CutPart, SampleNumbers, kept_at, key_of, rows_of_samples
+from weft.private_torch import uncompiled
+
+#: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
+_CALLS = 4
+
+
+class Drops:
+    """Where one model on one rank is in its random numbers: key of the step, samples of the microbatch.
+
+    Args:
+        mesh: of the ranks.
+        seed: of keys that nobody gives.
+        part: where the rank is in what tp cut; None: nothing was.
+        context: how cp cuts sequences; None: it does not.
+    """
+
+    def __init__(self, mesh: Mesh, seed: int, part: CutPart | None, context: Context | None):
+        self.part = part or CutPart(mesh["tp"])
+        self.sites: list[DropSite] = []
+        #: Numbers of the samples, as a tensor that compiled blocks read; None where they follow from the rank, or where
+        #: rows are no samples: then dropout runs outside of compiled blocks.
+        self.told_samples: Tensor | None = None
+        self.is_told = True
+        self._data = mesh.data
+        self._num_contexts = mesh["cp"].size
+        self.device = mesh.device
+        self._is_compiled = mesh.plan.compile
+        self._context = context
+        self._seed = seed
+        self.num_keys = 0  #: how many were asked for here
+        self._is_driven = False
+        self._key = 0
+        self._samples: SampleNumbers | None = None  # None: a rank's samples follow those of the rank before
+        self._told: int | None = None  # the key that compiled blocks have
+        self._fixed: FixedDraws | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
+        return self  # a copy of the model runs on the same ranks
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    @property
+    def key(self) -> int:
+        """Key of this step's numbers, equal on all ranks."""
+        return self._key
+
+    def next_key(self) -> int:
+        """Return a key from the seed and how many were asked for: for steps and forwards that nobody numbers."""
+        self.num_keys += 1
+        return key_of(self._seed, self.num_keys)
+
+    @contextlib.contextmanager
+    def microbatch(self, key: int, samples: SampleNumbers | None) -> Iterator[None]:
+        """Let the model be given these samples of the global batch inside.
+
+        Args:
+            key: of the step.
+            samples: None: a rank's follow those of the rank before.
+        """
+        before = self._is_driven, self._key, self._samples
+        self._is_driven, self._key, self._samples = True, key, samples
+        self._tell_compiled()
+        self.restart()
+        try:
+            yield
+        finally:
+            self._is_driven, self._key, self._samples = before
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether keys and samples are read from tensors now, because code keeps numbers: compiled, or recorded."""
+        return self._fixed is not None or torch.compiler.is_compiling()
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether they are read from memory that stays."""
+        return self._fixed is not None
+
+    @contextlib.contextmanager
+    def held(self, fixed: FixedDraws) -> Iterator[None]:
+        """Let keys and samples be read from memory that stays, inside. fixed: that memory."""
+        before = self.told_samples, self.is_told, [site.keys for site in self.sites]
+        self._fixed, self.told_samples, self.is_told = fixed, fixed.samples, True
+        for site, row in zip(self.sites, fixed.keys.unbind(), strict=True):
+            site.keys = row
+        try:
+            yield
+        finally:
+            self._fixed, (self.told_samples, self.is_told) = None, before[:2]
+            for site, row in zip(self.sites, before[2], strict=True):
+                site.keys = row
+
+    def travelling(self) -> AbstractContextManager[None]:
+        """Return what a later replay of what is computed now must run inside of."""
+        return self.microbatch(self._key, self._samples)
+
+    def restart(self) -> None:
+        """Begin a forward: no call of it has been made, and no rank is inside a cut part."""
+        self.part.is_open = False
+        for site in self.sites:
+            site.calls = 0
+
+    def before_forward(self, model: nn.Module) -> None:
+        """Give a training forward of the whole model a key of its own, in a loop that is not ours."""
+        if self._is_driven or not model.training:
+            return
+        self._key, self._samples = self.next_key(), None
+        self._tell_compiled()
+        self.restart()
+
+    def _tell_compiled(self) -> None:
+        """Where blocks are compiled, give them keys and samples as tensors: numbers would be parts of their graphs."""
+        if not self._is_compiled or self._fixed is not None:
+            return
+        samples = self._samples
+        self.is_told = samples is None or not (samples.is_empty or samples.rows)
+        if samples is not None and self.is_told:
+            self.told_samples = samples.places(len(samples.numbers), self.device)
+        else:
+            self.told_samples = None
+        if self._told != self._key:
+            keys = self.keys_of(self._key, _CALLS)
+            for site, row in zip(self.sites, torch.tensor(keys, device=self.device).unbind(), strict=True):
+                site.keys = row  # another tensor, since the replay of an earlier forward reads the one before
+            self._told = self._key
+
+    def keys_of(self, key: int, calls: int) -> list[list[int]]:
+        """Return the keys of each site's first calls, from the step's."""
+        return [[site.key(key, call) for call in range(1, calls + 1)] for site in self.sites]
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that any site was seen to make in one forward, or may make where blocks are compiled."""
+        return _CALLS if self._is_compiled else max((site.most_calls for site in self.sites), default=0)
+
+    def samples(self, count: int, device: torch.device) -> Tensor:
+        """Return a number for each row of a tensor, from its sample's in the global batch."""
+        if self.reads_tensors and self.told_samples is not None:
+            return rows_of_samples(self.told_samples, count)
+        if self._samples is None:
+            return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
+        # Made anew for each call: a replay must run what the forward ran.
+        return self._samples.places(count, device)
+
+    def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
+        """Return the same of rows that are samples, or all sequences' tokens, of which a rank may have a part.
+
+        Args:
+            count: of the rows.
+            is_cut: over tp.
+            is_whole: over cp.
+            device: of the numbers.
+        """
+        context = self._context
+        in_context = context is not None and context.in_use and not is_whole
+        sequences = self._num_sequences() if is_cut or in_context else 0
+        if not sequences or count % sequences or (count == sequences and not is_cut):
+            return self.samples(count, device)
+        here = self.tokens(count // sequences, is_cut, is_whole, device)
+        cuts = (self.part.axis.size if is_cut else 1) * (self._num_contexts if in_context else 1)
+        return self.samples(count * cuts, device).view(sequences, -1)[:, here].flatten()
+
+    def _num_sequences(self) -> int:
+        """Of the microbatch; 0 where it cannot be told."""
+        if self.part.sequences:
+            return self.part.sequences
+        if self.reads_tensors and self.told_samples is not None:
+            return len(self.told_samples)
+        return len(self._samples.numbers) if self._samples is not None and not self._samples.rows else 0
+
+    def sees_whole(self, path: str) -> bool:
+        """Return whether cp leaves a module all tokens."""
+        return self._context is not None and self._context.sees_whole(path)
+
+    def tokens(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
+        """Return the places in the sequence of this rank's tokens.
+
+        Args:
+            count: of the tokens that are here.
+            is_cut: over tp, as between cut layers under sp.
+            is_whole: over cp, where the module gets all tokens.
+            device: of the places.
+        """
+        tp = self.part.axis
+        whole = count * tp.size if is_cut else count
+        context = self._context
+        if context is not None and context.in_use and not is_whole:
+            places = context.places(whole, device)
+        else:
+            places = torch.arange(whole, device=device)
+        return places.narrow(0, tp.rank * count, count) if is_cut else places
+
+
+class DropSite:
+    """Where one module drops. path: its name."""
+
+    def __init__(self, drops: Drops, path: str):
+        self.calls = self.most_calls = 0
+        self.keys: Tensor | None = None  # of the first calls, for code that keeps numbers
+        self.handle = Handle()  # of attention, for compiled blocks
+        self._drops = drops  # None once the module went through a pickle: then it is a plain one
+        self._path = path
+        self._cuts_tokens = drops.part.sees_cut_tokens(path)  # each rank of tp has a part of them
+        self._sees_all = drops.part.sees_all(path)
+        self._sees_whole = drops.sees_whole(path)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the module was unpickled, away from the ranks it was laid over."""
+        return self._drops is None
+
+    def key(self, key: int, call: int) -> int:
+        """Of one call in a forward of the block around it, from the step's."""
+        return key_of(key, self._path, call)
+
+    def _next_key(self) -> int:
+        self.calls += 1
+        self.most_calls = max(self.most_calls, self.calls)
+        if self._drops.is_fixed:
+            raise ModelError(
+                f"graphs=on: {self._path} drops more often in one forward than in those before, and a graph reads one "
+                "key for each call that it has seen. Use graphs=off."
+            )
+        return self.key(self._drops.key, self.calls)
+
+    def drop(self, x: Tensor, rate: float) -> Tensor:
+        """x with elements set to zero, each with probability `rate`, and the others scaled up; same shape.
+
+        x: (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), as parts of the whole.
+        """
+        if rate >= 1:
+            return x * 0.0
+        if x.ndim == 1:
+            return self.drop(x[:, None], rate)[:, 0]
+        if not self._drops.reads_tensors or not self.is_told:
+            return self._drop_by_number(x, rate)
+        return self._drop(x, rate, self._told_key())
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the next call finds its key in a tensor."""
+        return self.keys is not None and self.calls < len(self.keys) and self._drops.is_told
+
+    def _told_key(self) -> Tensor:
+        assert self.keys is not None
+        self.calls += 1
+        return self.keys[self.calls - 1]
+
+    @uncompiled
+    def _drop_by_number(self, x: Tensor, rate: float) -> Tensor:
+        return self._drop(x, rate, torch.full((), self._next_key(), dtype=torch.int64, device=x.device))
+
+    def _drop(self, x: Tensor, rate: float, key: Tensor) -> Tensor:
+        drops = self._drops
+        places = [torch.arange(size, device=x.device) for size in x.shape]
+        is_inside = drops.part.is_open and not self._sees_all
+        is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
+        if x.ndim == 2:
+            places[0] = drops.rows(len(x), is_cut, self._sees_whole, x.device)
+        else:
+            places[0] = drops.samples(x.shape[0], x.device)
+        if is_inside:
+            own = 1 if x.ndim > 3 else x.ndim - 1
+            places[own] = places[own] + drops.part.axis.rank * x.shape[own]
+        if x.ndim == 3 or (x.ndim == 4 and x.shape[1] == 1):  # what all heads share has a dim for them
+            places[x.ndim - 2] = drops.tokens(x.shape[-2], is_cut, self._sees_whole, x.device)
+        return torch.where(kept_at(key, places, rate), x * (1.0 / (1.0 - rate)), 0.0)
+
+    def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:
+        """What a call of attention drops of its weights. num_heads: of this rank."""
+        part = self._drops.part
+        first_head = part.axis.rank * num_heads if part.is_open else 0
+        is_told = self.is_told if self._drops.is_fixed else torch.compiler.is_compiling()
+        key = self._told_key() if is_told else self._next_key()
+        return AttentionDrop(rate, key, self._drops.samples(num_samples, device), first_head)
+
+
+class FixedDraws:
+    """Memory that a recording reads what it drops by: keys of the sites' calls, and numbers of the samples.
+
+    Args:
+        drops: of the model.
+        samples: of a microbatch, which all that are replayed have as many of.
+    """
+
+    def __init__(self, drops: Drops, samples: SampleNumbers):
+        device, self._calls = drops.device, max(1, drops.num_calls)
+        self._drops = drops
+        self.keys = torch.zeros((len(drops.sites), self._calls), dtype=torch.int64, device=device)
+        self.samples = torch.zeros(len(samples.numbers), dtype=torch.int64, device=device)
+        self._sent: int | None = None  # the key that is there
+
+    def fill(self, key: int, samples: SampleNumbers) -> None:
+        """Let the next replay drop as a microbatch does.
+
+        Args:
+            key: of the step.
+            samples: of the microbatch.
+        """
+        if key != self._sent:
+            send_numbers(self._drops.keys_of(key, self._calls), self.keys)
+            self._sent = key
+        send_numbers(list(samples.numbers), self.samples)

@@ -1,0 +1,329 @@
+"""graphs=on changes no bit: passes and steps that are replayed, without the model's code, beside eager ones."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.parity.dropout_cases import PlainModel
+from tests.parity.graph_cases import STEPS, TOKENS, VOCAB, batch_of, forward, loss_of, pair, sgd, train
+from weft.errors import ModelError, PlanError, WeftWarning
+from weft.memory.replay import send_numbers
+from weft.mesh import build_mesh
+from weft.models import build_decoder
+from weft.parallel import parallelize
+from weft.parallel.dropout import FixedDraws
+from weft.parallel.zero.flat import RecordedPasses, recorded
+from weft.spec import DecoderSpec
+from weft.spec.plan import Plan
+from weft.testing import OpRecorder
+from weft.train import TrainStep
+from weft.train.microbatch.passes.graphed_passes import MOST_SHAPES, WARM_UPS, _PassMemory
+from weft.train.tasks import model_forward, token_cross_entropy
+
+#: Plans, with how many places in a step there are: the only microbatch; the first, those between, the last.
+PLANS = {
+    "precision=fp64": 1,
+    "precision=fp64 accumulation=2": 2,
+    "precision=fp64 accumulation=4 recompute=full": 3,
+    "precision=bf16 accumulation=2": 2,
+    "precision=fp32 recompute=selective": 1,
+    "precision=fp16": 1,
+    "precision=fp8 recompute=attention": 1,
+}
+OVER_RANKS = (
+    "dp_shard=2 zero=1 precision=fp64 accumulation=2",
+    "dp_shard=2 zero=2 precision=fp64 accumulation=3",
+    "dp_replicate=2 precision=bf16",
+)
+
+
+IN_THE_GATE = ("precision=fp64 accumulation=2", "precision=bf16 accumulation=2", "precision=fp16")
+
+
+@pytest.mark.parametrize(
+    "plan", [plan if plan in IN_THE_GATE else pytest.param(plan, marks=pytest.mark.full) for plan in PLANS]
+)
+def test_replayed_steps_are_eager_ones(plan):
+    """With dropout, clipping, a rate and a number of tokens that change: losses, weights, gradients and states."""
+    same, found = pair(plan)
+    assert same
+    assert found.recordings == PLANS[plan] + 1  # and the optimizer's step
+    assert found.passes > STEPS - WARM_UPS - 1
+    assert found.replays > found.passes - PLANS[plan]
+
+
+@pytest.mark.full
+def test_momentum_takes_its_rate_anew():
+    same, found = pair("precision=fp64 accumulation=2", optimizer=sgd)
+    assert same
+    assert found.recordings == 3
+
+
+def over_ranks(plan: str) -> tuple[bool, int]:
+    same, found = pair(plan)
+    return same, found.recordings
+
+
+@pytest.mark.parametrize(
+    "plan", [OVER_RANKS[0], *(pytest.param(one, marks=pytest.mark.full) for one in OVER_RANKS[1:])]
+)
+def test_ranks_reduce_what_a_replay_left(plan, ranks2):
+    assert ranks2.run(over_ranks, plan) == [(True, 1 + min(3, Plan.parse(plan).accumulation))] * 2
+
+
+@pytest.mark.parametrize("plan", ["precision=fp16", "precision=bf16 accumulation=2"])
+def test_a_step_that_is_not_taken_leaves_all_as_it_is(plan):
+    same, found = pair(plan, spoil=lambda index: math.inf if index in (4, 5) else 1.0)
+    assert same
+    assert sum(loss == math.inf for loss, _, _ in found.said) == 2
+    if "fp16" in plan:
+        assert found.said[-1][2] == found.said[0][2] / 4  # the loss scale
+
+
+def steps_once(name):
+    plain = recorded._RecordedStep.fill
+
+    def fill(self, rules, decision):
+        kept = self._dials.clone(), self._factor.clone()
+        plain(self, rules, decision)
+        if bool(kept[0].any()):
+            self._dials.copy_(kept[0]) if name == "rate and number" else self._factor.copy_(kept[1])
+
+    return recorded._RecordedStep, "fill", fill
+
+
+def draws_once(name):
+    def fill(self, key, samples):
+        if name == "samples" or self._sent is None:
+            send_numbers(self._drops.keys_of(key, self._calls), self.keys)
+        if name == "key" or self._sent is None:
+            send_numbers(list(samples.numbers), self.samples)
+        self._sent = key
+
+    return FixedDraws, "fill", fill
+
+
+def inputs_once(name):
+    plain = _PassMemory.fill
+
+    def fill(self, given):
+        scale, ids = self.scale.clone(), self.batch.batch["ids"].clone()
+        is_first = not bool(self.scale)
+        plain(self, given)
+        if not is_first:
+            self.scale.copy_(scale) if name == "scale" else self.batch.batch["ids"].copy_(ids)
+
+    return _PassMemory, "fill", fill
+
+
+#: Faults: what is named is brought into memory that recordings read the first time alone, or not put back.
+FAULTS = {
+    "rate and number": steps_once,
+    "factor": steps_once,
+    "key": draws_once,
+    "samples": draws_once,
+    "batch": inputs_once,
+    "scale": inputs_once,
+    "gradients": lambda name: (RecordedPasses, "leave", lambda self, end: None),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "plan"),
+    [
+        ("rate and number", "precision=fp64"),
+        pytest.param("factor", "precision=fp64", marks=pytest.mark.full),
+        ("key", "precision=fp64"),
+        pytest.param("samples", "precision=fp64 accumulation=4", marks=pytest.mark.full),
+        pytest.param("batch", "precision=fp64", marks=pytest.mark.full),
+        pytest.param("scale", "precision=fp16", marks=pytest.mark.full),
+        pytest.param("gradients", "precision=fp64 accumulation=2", marks=pytest.mark.full),
+    ],
+)
+def test_what_is_frozen_by_mistake_is_found(fault, plan, monkeypatch):
+    options = {"spoil": lambda index: math.inf if index == 4 else 1.0} if fault == "scale" else {}
+    plain = train(plan, graphs=False, **options)
+    monkeypatch.setattr(*FAULTS[fault](fault))
+    assert not train(plan, graphs=True, **options).same_as(plain)
+
+
+@pytest.mark.full
+def test_a_few_shapes_have_recordings_of_their_own():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WeftWarning)
+        same, found = pair("precision=fp64", tokens_at=lambda index: TOKENS - index % 2, steps=12)
+    assert same
+    assert found.recordings == 4  # of each shape the pass, and the step, whose gradients lie elsewhere
+    assert found.passes == 12 - 2 * WARM_UPS
+
+
+def test_shapes_that_change_all_the_time_run_eagerly_and_one_sentence_says_so():
+    with pytest.warns(
+        WeftWarning, match=r"^graphs=on: batches have more than 8 shapes\. Those after the first"
+    ) as said:
+        same, found = pair("precision=fp64", tokens_at=lambda index: 3 + index, steps=MOST_SHAPES + 4)
+    assert same
+    assert (found.recordings, found.passes) == (0, 0)
+    assert sum("graphs=on" in str(one.message) for one in said) == 1
+
+
+@pytest.mark.full
+def test_a_module_that_changes_its_mode_is_recorded_anew():
+    def freeze(step, index):
+        step.model.blocks[0].train(index < 5)
+        step._train_mode.enter = lambda: None
+
+    same, found = pair("precision=fp64", watch=freeze, steps=10)
+    assert same
+    assert found.recordings == 4  # for both modes the pass, and the step, whose gradients lie elsewhere
+
+
+class Channels(nn.Module):
+    """Drops whole channels, which torch's generator draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+
+    def forward(self, ids):
+        return self.head(F.dropout1d(self.embed(ids), 0.3, self.training))
+
+
+def seeded(step, index):
+    torch.manual_seed(77 + index)
+
+
+@pytest.mark.full
+def test_torchs_generator_is_seeded_from_outside_of_a_recording():
+    same, found = pair("precision=fp64", build=Channels, watch=seeded)
+    assert same
+    assert found.passes
+
+
+def test_what_recompute_would_draw_a_second_time_is_refused():
+    with pytest.raises(ModelError, match=r"^graphs=on: the model draws from torch's generator.*Use recompute=none"):
+        train("precision=fp64 recompute=full", graphs=True, build=Channels, watch=seeded)
+
+
+def reads_a_value(logits, batch):
+    loss_sum, number = loss_of(logits, batch)
+    return loss_sum, int(number)
+
+
+def test_a_model_that_waits_for_the_device_cannot_be_recorded():
+    with pytest.raises(ModelError, match=r"^graphs=on: forward and backward cannot be recorded as a CUDA graph \(.*"
+                       r"the host reads a value\)\. Use graphs=off\.$"):  # fmt: skip
+        train("precision=fp64", graphs=True, loss=reads_a_value)
+
+
+def test_ids_are_still_held_to_the_table():
+    """A replay runs no hook of the embedding: the host looks at each batch before it is copied."""
+
+    def spoil(step, index):
+        if index == 5:
+            plain = step.graphs.run
+
+            def run(given, compute, *, last):
+                given.batch["ids"][0, 0] = VOCAB + 3
+                return plain(given, compute, last=last)
+
+            step.graphs.run = run
+
+    with pytest.raises(ModelError, match=rf"^id {VOCAB + 3}: embed \(Embedding\) has {VOCAB} entries"):
+        train("precision=fp64", graphs=True, watch=spoil)
+
+
+def test_what_is_computed_again_is_not_replayed():
+    """A step that is traced runs the model's code, whose modules are looked at."""
+    calls = []
+
+    def look(step, index):
+        if index == 0:
+            step.model.norm.register_forward_hook(lambda *_: calls.append(step.graphs.num_replays))
+        if index == STEPS - 1:
+            before = len(calls)
+            step.compute_again(batch_of(3, 2) | {"factor": torch.ones(2)}, dropout_key=5)
+            assert len(calls) == before + 1
+
+    assert train("precision=fp64", graphs=True, watch=look).passes == STEPS - WARM_UPS
+
+
+@pytest.mark.full
+def test_compiled_blocks_are_recorded_with_what_is_around_them(monkeypatch):
+    """Generated code is none of the operators that a recorder sees on a CPU: the backend runs torch's own."""
+    blocks = sys.modules["weft.parallel.compile_blocks"]
+    plain = functools.partial(blocks.compile_blocks, backend="aot_eager")
+    monkeypatch.setattr(sys.modules["weft.parallel.parallelize"], "compile_blocks", plain)
+
+    def build():
+        model = PlainModel(VOCAB, 16, 2, 0.25)
+        for block in model.blocks:
+            block.attn.dropout = 0.0  # in attention it is one operator with Python in it
+        return model
+
+    same, found = pair("precision=fp64 compile=on", build=build)
+    torch._dynamo.reset()
+    assert same
+    assert found.recordings == 2
+
+
+def step_of(plan, model, recorder=None, loss=loss_of):
+    mesh = build_mesh(Plan.parse(plan))
+    parallelize(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    return TrainStep(model, optimizer, loss, mesh, forward=forward, recorder=recorder)
+
+
+def test_a_cpu_records_no_graphs():
+    with pytest.raises(PlanError, match=r"^graphs=on: this run computes on a CPU, which records no graphs\. Use "):
+        step_of("graphs=on", PlainModel(VOCAB, 16, 2, 0.0))
+
+
+def test_experts_are_refused_as_the_rule_would():
+    spec = DecoderSpec(vocab_size=VOCAB, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=16, max_seq_len=8,
+                       num_experts=2)  # fmt: skip
+    with pytest.raises(PlanError, match=r"^graphs=on: the model has experts"):
+        step_of("graphs=on", build_decoder(spec, seed=0), OpRecorder())
+
+
+def test_a_loop_of_your_own_is_told():
+    model = parallelize(PlainModel(VOCAB, 16, 2, 0.0), build_mesh(Plan.parse("graphs=on")))
+    with pytest.raises(
+        PlanError, match=r"^graphs=on: a loop of your own launches kernels one by one\. Use run\.train_"
+    ):
+        model(batch_of(0, 2)["ids"]).sum().backward()
+
+
+def test_documents_have_a_recording_for_each_number_of_borders():
+    """Starts of documents are read from memory: a replay sees those of its batch."""
+    spec = DecoderSpec(vocab_size=VOCAB, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=16, max_seq_len=16)
+
+    def trained(graphs):
+        mesh, recorder = build_mesh(Plan(graphs=graphs)), OpRecorder()
+        model = parallelize(build_decoder(spec, seed=0), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        step = TrainStep(model, optimizer, token_cross_entropy, mesh, forward=model_forward, reads_late=True,
+                         recorder=recorder if graphs else None)  # fmt: skip
+        losses = []
+        for index in range(8):
+            draw = torch.Generator().manual_seed(index)
+            ids, cut = torch.randint(VOCAB, (2, 9), generator=draw), 2 + index % 5
+            places = torch.cat([torch.arange(cut), torch.arange(8 - cut)]).expand(2, 8)
+            starts = torch.tensor([[0, cut]] * 2)
+            batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "positions": places,
+                     "document_ids": (torch.arange(8) >= cut).long().expand(2, 8), "document_starts": starts,
+                     }  # fmt: skip
+            losses.append(step(batch).loss)
+        return losses, len(recorder.num_ops)
+
+    losses, recordings = trained(True)
+    assert losses == trained(False)[0]
+    assert recordings == 2
