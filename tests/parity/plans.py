@@ -140,6 +140,8 @@ BROAD_GROUPS = {
         ("schedule",),
     ),
 }
+#: Of these the gate runs: each model with and without tp, and all pairs of axes.
+IN_GATE = (*pairs(LAYOUT_AXES), ("tp", "subject"), ("accumulation",))
 
 
 def full_matrix(num_ranks: int) -> list[Cell]:
