@@ -31,7 +31,7 @@ LIMIT_S = 40.0
 
 # Launchers are forked from a server that has imported torch once: a second saved in each test.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["weft.mesh", "tests.cli.test_launch"])
+FORKSERVER.set_forkserver_preload(["weft.mesh.mesh", "tests.cli.test_launch"])
 
 
 def launcher(
