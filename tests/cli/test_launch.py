@@ -488,9 +488,9 @@ def test_a_second_interrupt_kills(launch, by):
     launched = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)", by=by)
     pids = launched.wait_ready()
     launched.signal(signal.SIGINT)
-    time.sleep(0.2)
+    time.sleep(0.05)
     launched.signal(signal.SIGINT)  # the same key press, passed on by a wrapper
-    time.sleep(0.5)
+    time.sleep(0.65)
     assert all(map(is_running, pids))
     launched.signal(signal.SIGINT)
     code, _, err = launched.end()
