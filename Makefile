@@ -17,8 +17,10 @@ REQUIREMENTS := pyproject.toml constraints.txt
 PYTHON ?=
 ARGS ?=
 PYTEST_ARGS ?=
-# Ranks wait for each other a good part of their time. By files: what a file sets up is made once.
-PYTEST = $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Ranks wait for each other a good part of their time. By files, the longest first (tests/conftest.py): what a file sets
+# up is made once, and the workers end together.
+WORKERS = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest $(WORKERS)
 # Tests start hundreds of processes: compiling the package anew in each would cost a second of processor time.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
@@ -47,7 +49,7 @@ test-torch:
 	@[ -n "$(TORCH)" ] || { echo "error: name the release of torch: make test-torch TORCH=2.11.0" >&2; exit 2; }
 	@$(MAKE) --no-print-directory $(TORCH_VENV)/.ready-to-test
 	@echo "==> pytest, with torch $(TORCH)"
-	@$(TORCH_VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile -m "not full" $(PYTEST_ARGS)
+	@$(TORCH_VENV)/bin/python -m pytest $(WORKERS) -m "not full" $(PYTEST_ARGS)
 
 # The linters and types are those of the torch in constraints.txt, so here they do not run.
 .venv-torch-%/.ready-to-test: $(REQUIREMENTS)

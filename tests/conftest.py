@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,9 +19,55 @@ from weft.testing import RankPool
 
 torch.set_num_threads(1)
 
+#: Files that take half a minute and more. A worker that began one at the end would let the other one wait.
+LONG = (
+    "testing/paper/test_plans_on_paper",
+    "parity/test_matrix",
+    "parity/test_layouts",
+    "parity/test_pipeline",
+    "train/test_kill",
+    "test_script_docs",
+    "test_examples",
+    "cli/test_launch",
+    "parity/test_compile",
+    "parity/test_adapters",
+    "train/test_run",
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-plans", action="store_true", help="parity: every legal plan, not a choice with all pairs")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Collected tests and imported modules stay: two million objects, and 2 s for each look of the garbage collector.
+
+    A run in this process asks for one such look, and a test may run five of them.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """After each file: what its tests imported and cached stays too."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            gc.collect()
+            gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the workers `LONG` first, which takes `--no-loadscope-reorder`: xdist begins with the file of most tests."""
+    place = {f"tests/{name}.py": number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(place)))
 
 
 @pytest.fixture(scope="session")

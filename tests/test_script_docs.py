@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from weft import env
 
-PAGES = [Path(__file__).parents[1] / "docs" / "how-to" / f"{name}.md" for name in ("save_and_load", "adapters")]
+PAGES = Path(__file__).parents[1] / "docs" / "how-to"
 #: Runs script after script in one start of a process: importing torch and transformers costs more than they do.
 #: What one start of torchrun lends its ranks to meet serves one group, so each script has a port of its own.
 ALL = """
@@ -34,8 +36,11 @@ def run(*command: str, home: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_scripts_of_the_pages_run_on_one_process_and_on_two_ranks(tmp_path):
-    text = "\n".join(page.read_text() for page in PAGES)
+@pytest.mark.parametrize(
+    "pages", [("save_and_load",), pytest.param(("save_and_load", "adapters"), marks=pytest.mark.full)], ids=len
+)
+def test_scripts_of_the_pages_run_on_one_process_and_on_two_ranks(pages, tmp_path):
+    text = "\n".join((PAGES / f"{page}.md").read_text() for page in pages)
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     paths = [tmp_path / f"script_{index}.py" for index in range(len(blocks))]
     for path, block in zip(paths, blocks, strict=True):

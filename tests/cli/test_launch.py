@@ -31,7 +31,7 @@ LIMIT_S = 40.0
 
 # Launchers are forked from a server that has imported torch once: a second saved in each test.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["weft.mesh", "tests.cli.test_launch"])
+FORKSERVER.set_forkserver_preload(["weft.mesh.mesh", "tests.cli.test_launch"])
 
 
 def launcher(
@@ -100,8 +100,14 @@ def body(terminal):
 
 BOTH = ["forks", "programs"]
 
-#: How the program goes on: as a rank, or as the server that becomes one in each fork.
+#: How the program goes on: as a rank, or as the server that becomes one in each fork. Ranks that meet nowhere need no
+#: store, and what hosts one loads torch: two seconds of a core in each test.
 ENDING = """
+def host_nothing(parent, told, held):
+    os.write(told, b"1")
+    os.close(told)
+    os.read(held, 1)
+    os._exit(0)
 def main(said=""):
     global place, line
     place, line = env.rank_env(), launcher_line()
@@ -110,10 +116,17 @@ if env.rank_env() is None:
     from weft.cli.launcher import rank
     from weft.cli.launcher.starting import fork_server
     rank.main = main
+    if not MEETS:
+        fork_server._host_store = host_nothing
     fork_server.main()
 else:
     main()
 """
+
+
+def script_of(body: str, *, meets: bool = False) -> str:
+    """A rank's program. meets: whether its ranks find a store where they can meet."""
+    return f"MEETS = {meets}\n" + RANK + textwrap.indent(textwrap.dedent(body), "    ") + ENDING
 
 
 class Launched:
@@ -131,10 +144,11 @@ class Launched:
         command: list[str] | None = None,
         streams: str = "",
         settings: bytes = b"",
+        meets: bool = False,
     ):
         self.logs = folder / "logs"
         program = folder / "rank.py"
-        program.write_text(RANK + textwrap.indent(textwrap.dedent(body), "    ") + ENDING)
+        program.write_text(script_of(body, meets=meets))
         self._out, self._err = folder / "out", folder / "err"
         command = command or [sys.executable, str(program), str(self.logs)]
         streams_of = (streams or str(self._out), streams or str(self._err))
@@ -474,9 +488,9 @@ def test_a_second_interrupt_kills(launch, by):
     launched = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)", by=by)
     pids = launched.wait_ready()
     launched.signal(signal.SIGINT)
-    time.sleep(0.2)
+    time.sleep(0.05)
     launched.signal(signal.SIGINT)  # the same key press, passed on by a wrapper
-    time.sleep(0.5)
+    time.sleep(0.65)
     assert all(map(is_running, pids))
     launched.signal(signal.SIGINT)
     code, _, err = launched.end()
@@ -572,7 +586,7 @@ def test_a_server_forks_again_and_programs_take_its_place(tmp_path, kill, unfit,
     """After a fault ranks are forked anew; a server that is gone, or that has started CUDA, forks none."""
     program, logs = tmp_path / "rank.py", tmp_path / "logs"
     body = 'print("a fork:", Path(f"/proc/{os.getppid()}/comm").read_text().strip() == "weft-fork")'
-    program.write_text(RANK + textwrap.indent(body, "    ") + ENDING)
+    program.write_text(script_of(body))
     words = [sys.executable, str(program), str(logs)]
     process = FORKSERVER.Process(target=start_twice, args=(words, logs, kill, unfit, tmp_path / "told"))
     process.start()
@@ -603,7 +617,7 @@ def test_a_program_that_cannot_start_is_one_sentence(launch):
 
 
 def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(launch):
-    launched = launch("""
+    body = """
         import torch
         from weft.comm import all_reduce
         from weft.mesh.mesh import build_mesh, join_ranks, leave_ranks
@@ -613,7 +627,8 @@ def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(launch):
         ready()
         wait_for("seen")
         leave_ranks()
-    """)
+    """
+    launched = launch(body, meets=True)
     launched.wait_ready()
     root = psutil.Process(launched.process.pid)
     addresses = [

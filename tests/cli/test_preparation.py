@@ -57,6 +57,8 @@ def test_what_was_asked_comes_over_whole():
     assert not Preparation(RunConfig(), 1, 1).loads_torch
 
 
+#: What each preparation needs: else each fork would load it.
+LOADED = ["weft.cli.launcher.starting.prepared_run", "weft.train.run.preparation"]
 #: A task of the user's own: what its file does stands for what may go wrong in a preparation.
 ACTS = {
     "tells": (
@@ -71,7 +73,7 @@ ACTS = {
 
 
 def test_a_fork_prepares_and_its_end_is_told_whatever_it_is(tmp_path: Path, capfd):
-    with closing(ForkServer(tmp_path, {}, ["json"], Programs(["/no/such/program"]))) as server:
+    with closing(ForkServer(tmp_path, {}, LOADED, Programs(["/no/such/program"]))) as server:
         for name, (code, kind, text) in ACTS.items():
             task = tmp_path / f"{name.replace(' ', '_')}.py"
             task.write_text(code)

@@ -32,6 +32,9 @@ def test_there_are_twenty():
 
 @pytest.mark.parametrize("text", QUOTED)
 def test_a_quoted_message_is_one_of_the_sources(text, messages):
-    parts = [re.escape(part) for part in text.split("...")]
-    pattern = re.compile(".*?".join(parts), re.S)
-    assert any(pattern.search(message) for message in messages), f"docs/faq.md quotes what no source says: {text}"
+    parts = text.split("...")
+    pattern = re.compile(".*?".join(map(re.escape, parts)), re.S)
+    near = [
+        message for message in messages if all(part in message for part in parts)
+    ]  # the pattern alone takes seconds
+    assert any(pattern.search(message) for message in near), f"docs/faq.md quotes what no source says: {text}"

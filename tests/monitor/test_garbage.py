@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -30,7 +32,6 @@ def make_garbage():
 
 
 def test_it_runs_at_its_steps_alone(collections):
-    frozen = gc.get_freeze_count()
     seen = []
     with GarbageTurns(3) as garbage:
         for step in range(5, 14):
@@ -44,7 +45,26 @@ def test_it_runs_at_its_steps_alone(collections):
             assert not gc.isenabled()
     assert [step for step, number in seen if number] == [5, 6, 9, 12]  # the first one, and multiples of 3
     assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen
+
+
+#: In a process of its own: where something is frozen already, as in this one, it freezes nothing.
+FREEZES = """
+import gc
+
+from weft.monitor import GarbageTurns
+
+assert not gc.get_freeze_count()
+with GarbageTurns(3) as garbage:
+    garbage.after_step()
+    assert gc.get_freeze_count() > 1000
+assert not gc.get_freeze_count()
+assert gc.isenabled()
+"""
+
+
+def test_what_was_there_after_the_first_step_is_left_out_until_the_end():
+    done = subprocess.run([sys.executable, "-c", FREEZES], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_it_is_as_before_after_an_error():

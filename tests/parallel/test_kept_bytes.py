@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from tests.choice import gate_runs
 from tests.lean import compiled_by
 from weft.mesh import build_mesh
 from weft.models import build_decoder
@@ -44,7 +45,7 @@ def _kept(plan: str, spec: DecoderSpec) -> int:
     return saved_bytes(lambda: model(ids), model.parameters())
 
 
-@pytest.mark.parametrize("family", SPECS)
+@pytest.mark.parametrize("family", gate_runs(SPECS, 2))
 def test_a_layer_keeps_what_the_planner_says(family, ranks2):
     spec = SPECS[family]
     texts = [f"{plan} precision=bf16" for plan in (*PLANS, *(OF_EXPERTS if spec.num_experts else ()))]

@@ -39,6 +39,7 @@ def saved(ranks2):
     return generator().measure_saved(ranks2)
 
 
+@pytest.mark.full  # of one layer: tests/parallel/test_kept_bytes.py
 def test_what_layers_keep_for_backward_is_what_the_planner_says(saved):
     assert len(saved) == 12
     for plan, live in saved.items():

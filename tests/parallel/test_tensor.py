@@ -34,6 +34,7 @@ def test_every_family_on_two_ranks(ranks2):
     check(ranks2, cases(2))
 
 
+@pytest.mark.full
 def test_every_family_on_four_ranks(ranks4):
     check(ranks4, cases(4))
 

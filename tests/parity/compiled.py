@@ -67,7 +67,7 @@ def compiled_cells(num_ranks: int) -> list[Cell]:
 
 def compiled_in_gate(cells: list[Cell]) -> list[int]:
     """The places of those that have each axis, recompute and model once."""
-    groups = [(name,) for name in ("tp", "sp", "cp", "ep", "pp", "zero", "subject")] + [("recompute", "sp")]
+    groups = [(name,) for name in ("tp", "sp", "cp", "ep", "pp", "zero", "subject", "recompute")]
     return covering([row_of(cell.plan, subject=cell.subject) for cell in cells], groups)
 
 

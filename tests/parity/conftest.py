@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.parity.plans import ON_FOUR, Cell, References, broad_matrix, by_layout, chosen_cells, full_matrix
+from tests.parity.plans import (
+    IN_GATE,
+    ON_FOUR,
+    Cell,
+    References,
+    broad_matrix,
+    by_layout,
+    chosen_cells,
+    full_matrix,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +34,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         _one_test_a_layout(metafunc, "matrix_cells", chosen)
     if "broad_cells" in metafunc.fixturenames:
         chosen = {num_ranks: broad_matrix(num_ranks, is_whole=everything) for num_ranks in (2, 4)}
-        _one_test_a_layout(metafunc, "broad_cells", chosen)
+        in_gate = {} if everything else {ranks: chosen_cells(cells, groups=IN_GATE) for ranks, cells in chosen.items()}
+        _one_test_a_layout(metafunc, "broad_cells", chosen, in_gate)
 
 
-def _one_test_a_layout(metafunc: pytest.Metafunc, name: str, chosen: dict[int, Sequence[Cell]]) -> None:
-    groups = [
-        (num_ranks, layout, group) for num_ranks, cells in chosen.items() for layout, group in by_layout(cells).items()
-    ]
-    ids = [f"{num_ranks}-{layout}" for num_ranks, layout, _ in groups]
-    metafunc.parametrize(name, [(num_ranks, group) for num_ranks, _, group in groups], ids=ids)
+def _one_test_a_layout(
+    metafunc: pytest.Metafunc,
+    name: str,
+    chosen: dict[int, Sequence[Cell]],
+    in_gate: dict[int, Sequence[Cell]] | None = None,
+) -> None:
+    """in_gate: of the cells chosen for so many ranks those that the gate runs; others are marked `full`."""
+    found = []
+    for num_ranks, cells in chosen.items():
+        few = set((in_gate or chosen)[num_ranks])
+        for layout, group in by_layout([cell for cell in cells if cell in few]).items():
+            found.append(pytest.param((num_ranks, group), id=f"{num_ranks}-{layout}"))
+        for layout, group in by_layout([cell for cell in cells if cell not in few]).items():
+            found.append(pytest.param((num_ranks, group), id=f"{num_ranks}-{layout}-more", marks=pytest.mark.full))
+    metafunc.parametrize(name, found)

@@ -140,6 +140,8 @@ BROAD_GROUPS = {
         ("schedule",),
     ),
 }
+#: Of these the gate runs: each model with and without tp, and all pairs of axes.
+IN_GATE = (*pairs(LAYOUT_AXES), ("tp", "subject"), ("accumulation",))
 
 
 def full_matrix(num_ranks: int) -> list[Cell]:
@@ -149,7 +151,7 @@ def full_matrix(num_ranks: int) -> list[Cell]:
 
 
 def broad_matrix(num_ranks: int, *, is_whole: bool) -> list[Cell]:
-    """Every legal layout of every kind of model, or the gate's share."""
+    """Every legal layout of every kind of model, or a choice of them: `IN_GATE` and what is marked `full`."""
     only = {"recompute": ("none",), "offload": ((),), "order": ((),)}
     # Families show on two ranks what they have of their own.
     subjects = broad_subjects() if is_whole or num_ranks == 2 else {**packed(), **experts()}

@@ -49,9 +49,18 @@ def wanted():
     return references()
 
 
-def test_a_layout_equals_one_process(ranks2, wanted):
-    axes = ("zero", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule", "accumulation")
-    chosen = chosen_cells(cells(2), groups=[(axis, "subject") for axis in axes])
+AXES = ("zero", "tp", "sp", "cp", "cp_mode", "ep", "pp", "schedule", "accumulation")
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param([("tp", "subject"), *((axis,) for axis in AXES)], id="each model, each axis"),
+        pytest.param([(axis, "subject") for axis in AXES], id="each model on each axis", marks=pytest.mark.full),
+    ],
+)
+def test_a_layout_equals_one_process(groups, ranks2, wanted):
+    chosen = chosen_cells(cells(2), groups=groups)
     more = [Plan.parse(f"{text} precision=fp64") for text in MORE]
     chosen += [Cell(name, plan) for plan in more for name in ("decoder-dora", "drop-dora")]
     found = differing(chosen, subjects(), wanted, ranks2)

@@ -32,7 +32,7 @@ def train_traced(plan: str, cases: dict[str, Case], backend: str) -> dict[str, P
 @pytest.mark.parametrize(
     ("plan", "kind"),
     [
-        ("tp=2 sp=on", "decoders"),
+        pytest.param("tp=2 sp=on", "decoders", marks=pytest.mark.full),
         ("tp=2 sp=on recompute=full", "decoders"),
         ("dp_shard=2 ep=2 zero=2", "experts"),
         ("tp=2 sp=on", "dropout"),

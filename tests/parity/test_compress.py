@@ -35,14 +35,14 @@ CASE = DecoderCase(LLAMA, num_steps=3, max_grad_norm=0.5)
 EXPERTS = DecoderCase(MOE, num_steps=2)
 STAGES = ("dp_replicate=2", "dp_shard=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3")
 FOUR = (
-    "dp_replicate=2 dp_shard=2 zero=1 accumulation=2",
     "dp_replicate=2 dp_shard=2 zero=3 accumulation=2",
     "dp_replicate=2 tp=2 sp=on",
-    "dp_shard=2 tp=2 sp=on zero=2",
     "dp_shard=2 tp=2 zero=3",  # what all ranks of tp hold lies beside another part of a cut weight on each
     "dp_replicate=2 pp=2 microbatches=2",
 )
 MORE = (
+    "dp_replicate=2 dp_shard=2 zero=1 accumulation=2",
+    "dp_shard=2 tp=2 sp=on zero=2",
     "dp_replicate=4",
     "dp_shard=4 zero=2",
     "dp_replicate=2 dp_shard=2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.choice import product
 from weft.spec import DecoderSpec
 from weft.testing import DecoderCase, train_decoder
 
@@ -37,8 +38,7 @@ def references():
     return {name: train_decoder("precision=fp64", case) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("case_name", CASES)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(*product("plan, case_name", PLANS, list(CASES)))
 def test_plan_equals_one_process(plan, case_name, references, request):
     case, reference = CASES[case_name], references[case_name]
     num_ranks = int(plan.split()[0].split("=")[1])

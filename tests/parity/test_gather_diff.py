@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import weft
+from tests.choice import product
 from tests.parity.cases import LLAMA
 from tests.parity.test_wire import Layout, lie
 from weft.comm import Ledger
@@ -182,8 +183,7 @@ def load_and_go_on(plan_text: str, folder: str) -> tuple[list[float], dict, dict
     return script.train(2, 5), script.seen(), script.run.full_state_dict(script.model, everywhere=True)
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize(*product("precision, zero", ["fp64", "bf16"], [1, 2]))
 def test_a_resume_gives_the_same_bits(zero, precision, ranks2, tmp_path):
     plan = f"dp_shard=2 zero={zero} gather=diff4 precision={precision}"
     saved = ranks2.run(save_and_go_on, plan, str(tmp_path))

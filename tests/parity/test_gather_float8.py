@@ -34,7 +34,6 @@ TWO = {
         "dp_shard=2 accumulation=2 reshard=after_step",
         "dp_shard=2 recompute=full",
         "cp=2",
-        "dp_shard=2 compile=on",
     ),
     "experts": ("dp_shard=2",),
     "adapter": ("dp_shard=2",),
@@ -77,6 +76,14 @@ def test_layouts_train_as_one_process_with_rounded_weights(name, ranks2):
         for plan, found in zip(TWO[name], answers, strict=True):
             assert found.largest_difference(wanted) < 1e-10, plan
     assert wanted.largest_difference(train_case("precision=fp64", CASES[name])) > 1e-4, "nothing was rounded"
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::weft.errors.WeftWarning")
+def test_so_do_compiled_blocks(ranks2):
+    wanted = train_alone("llama")
+    for (found,) in ranks2.run(train_each, "llama", ("dp_shard=2 compile=on",)):
+        assert found.largest_difference(wanted) < 1e-10
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.choice import gate_runs
 from tests.parity.plans import Cell, differing, subjects, train_quietly
 from weft.spec.plan import Plan
 from weft.testing import covering, train_plain
@@ -40,7 +41,8 @@ def test_one_rank_of_weft_is_plain_pytorch(name, plain):
         assert result.largest_difference(plain[case]) < 1e-10, plan
 
 
-@pytest.mark.parametrize("precision, bound", [("bf16", 2**-5), ("fp16", 2**-8)])
+#: Of fp16 the gate tries zero=3: tests/parity/test_zero3.py.
+@pytest.mark.parametrize("precision, bound", gate_runs([("bf16", 2**-5), ("fp16", 2**-8)], 0))
 def test_half_precision_stays_near_one_process_of_the_same_precision(precision, bound, ranks2):
     """Sums in matrix products are made in another order: bounds of a few roundings (8 bits in bf16, 11 in fp16)."""
     known = subjects()

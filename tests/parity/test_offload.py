@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from tests.choice import product
+from tests.choice import gate_runs, product
 from tests.memory.links import LateLink
 from tests.parity.cases import ImageCase, TreeCase, cases
 from tests.parity.plans import train_quietly
@@ -49,7 +49,7 @@ def test_a_plan_with_offload_equals_one_process(layout, offloads, accumulation, 
             assert numbers.largest_difference(references[name]) < RTOL, name
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective", "attention", "60%"])
+@pytest.mark.parametrize("recompute", gate_runs(["full", "selective", "attention", "60%"], 1, 3))
 def test_what_a_policy_keeps_is_kept_on_the_host(recompute, references, ranks2):
     """Without ranks, and under zero=3, whose parameters come and go while blocks are replayed."""
     chosen = {"decoder": cases()["decoder"]} if recompute == "attention" else chosen_cases()
@@ -69,7 +69,7 @@ def test_a_compiled_block_hands_over_what_its_backward_reads(references, ranks2)
         assert result["decoder"].largest_difference(references["decoder"]) < RTOL
 
 
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", gate_runs([1, 2], 1))
 def test_replicas_of_shards(zero, references, ranks4):
     plan = f"dp_replicate=2 dp_shard=2 zero={zero} accumulation=2 precision=fp64 offload=optimizer"
     for result in ranks4.run(train_quietly, plan, chosen_cases()):
@@ -129,8 +129,7 @@ def test_gradients_of_zero_3_are_sent_while_the_last_backward_goes_on(ranks2):
         assert "sent" in order[second:]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", ["", "dp_shard=2 zero=1"])
+@pytest.mark.parametrize(*product("precision, layout", ["bf16", "fp16"], ["", "dp_shard=2 zero=1"]))
 def test_half_precision_gives_the_same_bits_as_without_offload(layout, precision, request):
     """The masters are the same fp32 numbers, wherever they lie."""
     chosen = chosen_cases()

@@ -41,7 +41,7 @@ def test_two_ranks(setting, accumulation, reference, ranks2):
         assert result.largest_difference(reference) < RTOL
 
 
-@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb_v virtual_stages=2"])
+@pytest.mark.parametrize("schedule", gate_runs(["schedule=1f1b", "schedule=zb_v virtual_stages=2"], 1))
 def test_some_blocks_of_each_rank_of_a_pipeline(schedule, ranks2):
     case = DecoderCase(dataclasses.replace(CASE.spec, num_layers=6), documents=True)
     one = train_decoder("precision=fp64", case)
@@ -115,7 +115,7 @@ def train_fully_sharded(setting: str) -> dict[str, torch.Tensor]:
     return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("setting", ["full", "selective", "attention", "70%"])
+@pytest.mark.parametrize("setting", gate_runs(["full", "selective", "attention", "70%"], 1, 3))
 def test_torchs_fully_shard_goes_around_it(setting, ranks2):
     expected = ranks2.run(train_fully_sharded, "none")[0]
     for found in ranks2.run(train_fully_sharded, setting):

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from tests.choice import gate_runs
 from tests.parity.vision_cases import losses_of_script, train_all
 from weft.cli.app import run
 from weft.testing.spawn import RankError
@@ -27,7 +28,7 @@ def one_process():
     return train_all("")
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", gate_runs(PLANS, 1, 3, 4))
 def test_images_and_patches_are_cut_with_their_samples(plan, one_process, ranks2):
     for found in ranks2.run(train_all, f"{plan} precision=fp64"):
         different = {name: result.largest_difference(one_process[name]) for name, result in found.items()}
@@ -73,7 +74,7 @@ def shared_ranks(ranks2, monkeypatch):
     monkeypatch.setattr(verify, "RankPool", There)
 
 
-@pytest.mark.parametrize("model", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("model", gate_runs(["llava", "qwen2_vl"], 1))
 def test_verify_takes_the_loader_of_a_user(model, shared_ranks, capsys):
     """Of batches of 3 samples, which neither two ranks nor two microbatches share evenly."""
     words = ["--plan", "dp_shard=2 zero=3 accumulation=2", "--global-batch", "3", "--steps", "2", "--json"]

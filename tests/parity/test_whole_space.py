@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from tests.choice import gate_runs
 from tests.parity.plans import Cell, References, differing
 from tests.parity.whole_space import axes_used, cell_of_each_set_of_axes, deep_subjects, random_cells
 from weft.errors import CommError
@@ -43,7 +44,7 @@ def test_eight_ranks_in_every_set_of_axes(plain, ranks8, request):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("num_ranks", NUM_RANDOM)
+@pytest.mark.parametrize("num_ranks", gate_runs(NUM_RANDOM, 1))
 def test_random_plans_equal_one_process(num_ranks, plain, request):
     pool = request.getfixturevalue(f"ranks{num_ranks}")
     everything = request.config.getoption("--all-plans")

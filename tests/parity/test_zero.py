@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.choice import product
 from tests.parity.cases import ImageCase, LoopedCase, TreeCase, cases
 from tests.parity.plans import ONLY_DATA
 from weft.testing import legal, train_case, train_cases, train_plain
@@ -66,8 +67,7 @@ def test_parameters_that_nobody_used_have_a_zero_gradient_under_every_plan(refer
     assert "frozen.weight" not in references["cnn"].grads
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("layout", LAYOUTS_2[1:])
+@pytest.mark.parametrize(*product("precision, layout", ["bf16", "fp16"], LAYOUTS_2[1:]))
 def test_half_precision_stays_near_one_process_of_the_same_precision(layout, precision, ranks2):
     """Ranks split the batch, so sums in matrix products are made in another order: bounds of a few roundings.
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.choice import gate_runs
+from tests.choice import gate_runs, product
 from tests.parity.cases import cases
 from weft.spec import DecoderSpec
 from weft.testing import DecoderCase, train_case, train_cases
@@ -122,8 +122,7 @@ def test_the_matrix_can_fail(references):
     assert references["odd"].largest_difference(other) > 1e-4
 
 
-@pytest.mark.parametrize("reshard", ["after_forward", "after_step"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(*product("precision, reshard", ["bf16", "fp16"], ["after_forward", "after_step"]))
 def test_half_precision_stays_near_one_process_of_the_same_precision(precision, reshard, ranks2):
     """Ranks split the batch, so sums in matrix products are made in another order: bounds of a few roundings."""
     kinds = cases()

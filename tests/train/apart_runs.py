@@ -109,6 +109,10 @@ class ApartRun:
             assert time.monotonic() < end, f"never came: {what}"
             time.sleep(0.01)
 
+    def waits(self, seconds: float) -> None:
+        """How long a meeting waits for who is late, from now on: less than `timeout_s` where one is held."""
+        self.place._rounds._timeout_s = seconds
+
     def signal(self, number: int, signum: int) -> None:
         pid = self.processes[number].pid
         assert pid is not None

@@ -103,6 +103,7 @@ def test_pictures_and_sound_by_cost_give_the_numbers_of_fixed_batches(plan: str,
         assert max(found[2]) > 1
 
 
+@pytest.mark.full  # of texts the gate has it: tests/train/test_by_cost.py
 def test_steps_of_pictures_by_cost_are_the_same_under_every_plan(root: Path, ranks2: Any) -> None:
     most = bound_of(opened(test_mixed_tasks.config(root)), 3)
     made = by_cost(test_mixed_tasks.config(root), global_cost=most)

@@ -101,7 +101,8 @@ def assert_same(got: dict, want: dict, case: object) -> None:
             assert float((got[group][name] - tensor).abs().max()) <= 1e-10, (case, group, name)
 
 
-def test_what_one_plan_saved_another_goes_on_with(tmp_path, ranks2):
+@pytest.mark.parametrize("pairs", ["a ring", pytest.param("all", marks=pytest.mark.full)])
+def test_what_one_plan_saved_another_goes_on_with(pairs, tmp_path, ranks2):
     script = Script("dp_replicate=1")
     script.train(0, HALF)
     want = {"losses": script.train(HALF, STEPS), **script.result()}
@@ -109,10 +110,12 @@ def test_what_one_plan_saved_another_goes_on_with(tmp_path, ranks2):
     for plan, folder in folders.items():
         path = save_half(plan, folder) if plan == "dp_replicate=1" else ranks2.run(save_half, plan, folder)[0]
         assert path == str(Path(folder) / "step_00000002")
-    for got, source in zip(go_on("dp_replicate=1", list(folders.values())), folders, strict=True):
-        assert_same(got, want, (source, "one rank"))
-    for target in TWO:
-        for got, source in zip(ranks2.run(go_on, target, list(folders.values()))[0], folders, strict=True):
+    plans = list(folders)
+    for place, target in enumerate(plans):
+        sources = plans if pairs == "all" else [plans[place - 1]]
+        saved = [folders[source] for source in sources]
+        found = go_on(target, saved) if target == "dp_replicate=1" else ranks2.run(go_on, target, saved)[0]
+        for got, source in zip(found, sources, strict=True):
             assert_same(got, want, (source, target))
 
 

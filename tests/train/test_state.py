@@ -64,9 +64,9 @@ PLANS = {
     ("source", "case_name"),
     [
         ("dp_shard=2 zero=1", "decoder"),
-        ("dp_shard=2 zero=1", "cnn"),
+        pytest.param("dp_shard=2 zero=1", "cnn", marks=pytest.mark.full),
         ("dp_shard=2 zero=2", "cnn"),
-        ("dp_replicate=2", "cnn"),
+        pytest.param("dp_replicate=2", "cnn", marks=pytest.mark.full),
     ],
 )
 def test_a_run_goes_on_under_any_plan_as_if_undisturbed(source, case_name, tmp_path, ranks2, ranks4):

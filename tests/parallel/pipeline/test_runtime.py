@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.choice import product
+from tests.choice import gate_runs, product
 from tests.parallel.pipeline import cases
 from tests.parity.pipeline_cases import GPT2, SCHEDULES
 from weft.spec.model import ModelSpec
@@ -42,7 +42,7 @@ def test_lanes_change_no_bit(schedule, groups, ranks2):
         assert made == [(0, 1)] * groups
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", gate_runs(SCHEDULES, 1, -1))
 def test_a_step_that_overflows_is_skipped_by_all_stages(schedule, ranks2):
     expected = cases.overflows("accumulation=4 precision=fp16")
     assert [was_skipped for was_skipped, _ in expected] == [True, True]
@@ -94,7 +94,7 @@ def test_weights_do_not_depend_on_the_stages(schedule, ranks2):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("family", ["weft", "llama"])
+@pytest.mark.parametrize("family", gate_runs(["weft", "llama"], 1))
 def test_no_rank_ever_holds_the_whole_model(family, ranks4, tmp_path):
     """A stage is a quarter; while buckets are made, and while one is filled, its parameters are there twice."""
     cases.write_weights(family, tmp_path)
@@ -104,7 +104,7 @@ def test_no_rank_ever_holds_the_whole_model(family, ranks4, tmp_path):
         assert loaded < 0.7 * whole
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+@pytest.mark.parametrize("schedule", gate_runs(SCHEDULES[1:], 0, -1))
 def test_what_was_sent_is_let_go(schedule, ranks2):
     """What is kept does not grow with the microbatches."""
     few, many = (ranks2.run(cases.most_kept_for_sending, f"pp=2 microbatches={m} {schedule}") for m in (8, 24))

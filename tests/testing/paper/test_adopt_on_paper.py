@@ -69,6 +69,7 @@ def test_model_and_batches_come_to_the_gpu(tmp_path):
     assert sum(number for what, number in to_device.items() if "materialise.py" in what) == 4
 
 
+@pytest.mark.full
 def test_a_rank_of_a_cut_model_runs_too(tmp_path):
     block = adoption().replace('"dp_replicate=*"', '"dp_shard=* zero=3 precision=bf16"')
     assert "zero=3" in block

@@ -9,7 +9,7 @@ import torch
 
 from weft.comm.links import NCCL_FORMATS
 from weft.spec.plan import Plan
-from weft.testing.paper import plans_on_paper, script_on_paper
+from weft.testing.paper import PaperReport, plans_on_paper, script_on_paper
 
 pytestmark = pytest.mark.paper
 
@@ -92,20 +92,53 @@ def refused_by_nccl(report):
     return {text for text in report.formats if getattr(torch, text.rpartition(" ")[2]) not in NCCL_FORMATS}
 
 
-@pytest.mark.parametrize(
-    ("known", "options"),
-    [
-        pytest.param(DENSE, (), id="dense"),
-        pytest.param(MORE, (), id="more", marks=pytest.mark.full),
-        pytest.param(EXPERTS, ("--experts=4",), id="experts"),
-        pytest.param(DOCUMENTS, ("--documents",), id="documents"),
-        pytest.param(COMPILED, (), id="compiled", marks=pytest.mark.full),
-    ],
-)
-def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(known, options):
-    done = plans_on_paper(list(known), "--layers=2", *options)
-    assert len(done.reports) == len(known), done.stderr
-    for report in done.reports:
+#: What the gate tries, in one process: each start of one takes as long as three plans.
+TRIED = {"dense": (DENSE, {}), "experts": (EXPERTS, {"experts": 4}), "documents": (DOCUMENTS, {"documents": True})}
+TRY = """
+import gc, json
+
+from weft.testing.paper.plans import PaperModel, plan_report
+from weft.testing.paper.streams import device_here
+
+gc.freeze()
+for options, plans in json.loads(TRIED):
+    for plan in plans:
+        print(json.dumps(plan_report(plan, device_here(), PaperModel(layers=2, **options)).as_dict()))
+"""
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory) -> list[PaperReport]:
+    """Reports of all plans of `TRIED`, in their order."""
+    script = tmp_path_factory.mktemp("plans") / "plans.py"
+    words = json.dumps([(options, list(known)) for known, options in TRIED.values()])
+    script.write_text(TRY.replace("TRIED", repr(words)))
+    done = script_on_paper(script)
+    assert done.returncode == 0, done.stderr
+    return [PaperReport(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_the_gate_tries_twenty_five_plans_at_least(tried):
+    assert len(tried) == sum(len(known) for known, _ in TRIED.values()) >= 25
+
+
+@pytest.mark.parametrize("kind", TRIED)
+def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(kind, tried):
+    first = sum(len(TRIED[one][0]) for one in list(TRIED)[: list(TRIED).index(kind)])
+    check(TRIED[kind][0], tried[first : first + len(TRIED[kind][0])])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("known", [MORE, COMPILED], ids=["more", "compiled"])
+def test_so_do_more_plans(known):
+    done = plans_on_paper(list(known), "--layers=2")
+    assert done.reports, done.stderr
+    check(known, done.reports)
+
+
+def check(known, reports):
+    assert [report.name for report in reports] == list(known)
+    for report in reports:
         assert (report.error, report.mismatch, report.races) == ("", "", {}), report.lines()
         waits, blocking = known[report.name]
         assert report.num_syncs <= waits, report.lines()
@@ -159,7 +192,7 @@ def test_the_host_is_one_step_ahead_of_a_slow_device():
 
 #: Each fault is planted in Weft's own code, for one step on the paper device.
 FAULTS = """
-import contextlib, json, sys
+import contextlib, gc, json, sys
 from unittest.mock import patch
 
 import torch
@@ -217,6 +250,7 @@ TRIED = {
     "compiled device": ("precision=bf16 compile=on", patch.object(SwiGLU, "forward", scaled_on_the_host)),
 }
 found = {}
+gc.freeze()
 for name, (plan, fault) in TRIED.items():
     with fault:
         found[name] = plan_report(plan, device_here(), PaperModel(layers=2)).as_dict()
