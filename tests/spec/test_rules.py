@@ -178,8 +178,7 @@ CASES = [
      "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "tp=2"),
     ("graphs-hold-one-rank", "offload=optimizer graphs=on", Facts(),
      "graphs=on: a graph holds kernels of one rank alone, and offload=optimizer lets the device and the host wait for "
-     "each other. "
-     "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "offload=optimizer"),
+     "each other. Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "offload=optimizer"),
     ("graphs-hold-one-rank", "dp_replicate=2 sync=average:4 graphs=on", Facts(),
      "graphs=on: a graph holds kernels of one rank alone, and sync=average:4 changes weights while a step computes. "
      "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "dp_replicate=2 sync=average:4"),
