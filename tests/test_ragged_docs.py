@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.choice import gate_runs
 from tests.test_examples import run
 from weft.cli.app import run as weft
 
@@ -39,6 +38,7 @@ def pasted(tmp_path, monkeypatch):
     sys.modules.pop("finetune", None)
 
 
-@pytest.mark.parametrize("command", gate_runs(blocks("sh"), 1))
+@pytest.mark.full
+@pytest.mark.parametrize("command", blocks("sh"))
 def test_the_commands_of_the_page_pass(command, pasted, capsys):
     assert weft(shlex.split(command)[1:]) == 0, capsys.readouterr()

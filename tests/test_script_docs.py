@@ -36,10 +36,13 @@ def run(*command: str, home: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+#: On two ranks the gate runs the README's script: tests/test_examples.py.
 @pytest.mark.parametrize(
-    "pages", [("save_and_load",), pytest.param(("save_and_load", "adapters"), marks=pytest.mark.full)], ids=len
+    ("pages", "on_ranks"),
+    [(("save_and_load",), False), pytest.param(("save_and_load", "adapters"), True, marks=pytest.mark.full)],
+    ids=["one process", "all pages, and on two ranks"],
 )
-def test_scripts_of_the_pages_run_on_one_process_and_on_two_ranks(pages, tmp_path):
+def test_scripts_of_the_pages_run_on_one_process_and_on_two_ranks(pages, on_ranks, tmp_path):
     text = "\n".join((PAGES / f"{page}.md").read_text() for page in pages)
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     paths = [tmp_path / f"script_{index}.py" for index in range(len(blocks))]
@@ -52,6 +55,8 @@ def test_scripts_of_the_pages_run_on_one_process_and_on_two_ranks(pages, tmp_pat
     assert alone[0] == "step 24, started anew"
     assert alone[-1] == "step 24, resumed"
     assert len(alone) == len(blocks) + 1
+    if not on_ranks:
+        return
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     together = run(*torchrun, str(driver), *scripts, home=tmp_path)
     assert together == ["step 24, resumed", *alone[1:-1]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.choice import gate_runs
 from tests.parity.cases import LLAMA
 from tests.parity.plans import train_quietly
 from weft.optim import Muon
@@ -56,7 +57,7 @@ def train_plans(plans: list[str], case: MuonCase):
     return {plan: train_quietly(f"{plan} precision=fp64", {"muon": case})["muon"] for plan in plans}
 
 
-@pytest.mark.parametrize("ranks, plans, case", [("ranks2", PLANS_2, UNTIED), ("ranks4", PLANS_4, TIED)])
+@pytest.mark.parametrize("ranks, plans, case", gate_runs([("ranks2", PLANS_2, UNTIED), ("ranks4", PLANS_4, TIED)], 0))
 def test_muon_on_parts_equals_muon_on_wholes(ranks, plans, case, request):
     expected = train_plain(case)
     for found in request.getfixturevalue(ranks).run(train_plans, plans, case):
