@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weft.errors import LaunchError
-from weft.testing.paper import stub_library as build
 from weft.testing.paper import why_not
+from weft.testing.paper.stub import stub_library as build
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch):

@@ -7,7 +7,7 @@ It cannot be unloaded from a process, so it always runs in one of its own: `scri
 from __future__ import annotations
 
 from weft.testing.paper.process import Finished, PaperReport, plans_on_paper, script_on_paper
-from weft.testing.paper.stub_library import why_not
+from weft.testing.paper.stub import why_not
 
 __all__ = [
     "Finished",

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from weft.errors import WeftError
 from weft.testing.paper.process import PaperReport
-from weft.testing.paper.stub_library import load_stub
+from weft.testing.paper.stub import load_stub
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -54,7 +54,7 @@ class Kernel(NamedTuple):
         device.launch(self.name, reads, writes, num_bytes=round(num_bytes))
 
 
-class Operation(NamedTuple):
+class GraphOperation(NamedTuple):
     """A node of the graph that no kernel of inductor's computes."""
 
     node: fx.Node
@@ -74,7 +74,7 @@ class Program:
         inputs.clear()
         for step in self._steps:
             line_in_graph = step.line  # read by `counts.line_of`
-            if isinstance(step, Operation):
+            if isinstance(step, GraphOperation):
                 run.counted(step.node)
                 continue
             step.launch(self._mode.device, run.value)
@@ -133,13 +133,13 @@ def _before(node: fx.Node, known: dict[fx.Node, Any]) -> list[fx.Node]:
     return list(found)
 
 
-def _steps_of(graph: Any) -> list[Kernel | Operation]:
+def _steps_of(graph: Any) -> list[Kernel | GraphOperation]:
     from torch._inductor import ir
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
     place = {node: index for index, node in enumerate(graph.module.graph.nodes)}
     buffers = _Buffers(graph, place)
-    steps: list[Kernel | Operation] = []
+    steps: list[Kernel | GraphOperation] = []
     for node in graph.scheduler.nodes:
         if isinstance(node, NopKernelSchedulerNode):
             continue
@@ -167,9 +167,9 @@ class _Buffers:
         found = None if buffer is None else buffer.get_origin_node()
         return found if found in self._place else self._ends.get(name)
 
-    def operation(self, buffer: Any) -> Operation:
+    def operation(self, buffer: Any) -> GraphOperation:
         node = self._in_order(buffer.origins)[-1]
-        return Operation(node, line_in(node.stack_trace))
+        return GraphOperation(node, line_in(node.stack_trace))
 
     def kernel(self, node: Any) -> Kernel:
         seen = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)

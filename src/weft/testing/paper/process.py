@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import env
-from weft.testing.paper.stub_library import built_stub
+from weft.testing.paper.stub import built_stub
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ _BUILD_LIMIT_S = 300.0
 def load_stub() -> ctypes.CDLL:
     """Load the library into this process, which then has one CUDA device on paper until it ends.
 
-    Raises LaunchError after `import torch`, on another system than Linux, without g++, and where it cannot be built.
+    Raises:
+        LaunchError: after `import torch`, on another system than Linux, without g++, and where it cannot be built.
     """
     if "torch" in sys.modules:
         raise LaunchError(
@@ -49,7 +50,11 @@ def why_not() -> str:
 
 
 def built_stub() -> Path:
-    """The library for the torch that is installed, built if it is not there. Raises LaunchError where it cannot be."""
+    """Return the library for the torch that is installed, built if it is not there.
+
+    Raises:
+        LaunchError: where it cannot be built.
+    """
     if why := why_not():
         raise LaunchError(f"paper device: {why}.")
     source = Path(__file__).with_name("stub.cpp")
