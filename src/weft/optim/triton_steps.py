@@ -46,7 +46,8 @@ def _adam(
         root_correction2 = tl.load(dials + 3).to(tl.float32)
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     times = tl.load(factor).to(tl.float32)
-    inside = (at < numel) & (times == times)  # NaN: the step is not taken
+    known = tl.zeros([block], tl.float32) + times  # a block, since triton's interpreter joins no block with one value
+    inside = (at < numel) & (known == known)  # NaN: the step is not taken
     p = tl.load(master + at, mask=inside)
     g = tl.load(grad + at, mask=inside).to(tl.float32) * times
     m = tl.load(exp_avg + at, mask=inside)
@@ -87,7 +88,8 @@ def _sgd(
         lr = tl.load(dials).to(tl.float32)
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     times = tl.load(factor).to(tl.float32)
-    inside = (at < numel) & (times == times)
+    known = tl.zeros([block], tl.float32) + times
+    inside = (at < numel) & (known == known)
     p = tl.load(master + at, mask=inside)
     g = tl.load(grad + at, mask=inside).to(tl.float32) * times + p * decay
     if remembers:
