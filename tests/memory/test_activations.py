@@ -147,6 +147,22 @@ def test_what_travelled_comes_back_in_the_room_of_blocks_whose_backward_is_over(
     assert where.pool.used_bytes == 0
 
 
+def test_the_backward_of_a_microbatch_brings_nothing_of_those_behind_it():
+    """As in a pipeline: two go forward before the first goes back."""
+    model, where = Stack(4), host()
+    watched(model, where, 0.5)
+    first = model(torch.randn(16, 8)).square().sum()
+    saved = {id(one) for one in gc.get_objects() if type(one).__name__ == "_Saved"}
+    second = model(torch.randn(16, 8)).square().sum()
+    first.backward()
+    behind = [one for one in gc.get_objects() if type(one).__name__ == "_Saved" and id(one) not in saved]
+    assert behind
+    assert all(one.is_away for one in behind)
+    del behind
+    second.backward()
+    assert where.pool.used_bytes == 0
+
+
 def test_a_graph_that_is_dropped_gives_its_buffers_back():
     model, where = Stack(), host()
     watched(model, where)

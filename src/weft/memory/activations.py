@@ -70,17 +70,23 @@ class Activations:
 
         staying: it and those before it that stay.
         """
-        brings = functools.partial(self._bring, self.room - staying)
+        count = self.room - staying
         if (call := compiled_call(block)) is not None:
-            set_compiled_call(block, functools.partial(_called, call, brings))
+            set_compiled_call(block, functools.partial(_called, call, self, count))
             return
-        block.register_forward_hook(_Stays(brings))
+        block.register_forward_hook(_Stays(self, count))
 
-    def _bring(self, count: int, grad: torch.Tensor) -> None:
-        """Begin to bring the first passes of backward, `count` of them with those that are on their way."""
-        one = self.last() if self.last is not None else None
-        if one is not None:
-            one.bring_ahead(count)
+    def bring_before(self, output: Any, count: int) -> None:
+        """When the backward of what gave this output begins, begin to bring `count` of the passes before it.
+
+        Those of the same microbatch: others may go forward in between. A recomputed forward runs inside of backward.
+        """
+        last = self.last() if self.last is not None else None
+        if last is None or not torch.is_grad_enabled() or graph_task() != -1:
+            return
+        first = next((one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad), None)
+        if first is not None:
+            first.register_hook(functools.partial(_bring, weakref.ref(last), count))
 
     def _around(self, name: str, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a compiled block."""
@@ -293,30 +299,28 @@ class _Part:
 class _Stays:
     """A hook of a block that stays on the device; a copy of the block gets one that does nothing."""
 
-    def __init__(self, brings: Callable[[torch.Tensor], None] | None = None):
-        self._brings = brings
+    def __init__(self, owner: Activations | None = None, count: int = 0):
+        self._owner, self._count = owner, count
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._brings is not None:
-            _at_backward(output, self._brings)
+        if self._owner is not None:
+            self._owner.bring_before(output, self._count)
 
     def __reduce__(self) -> tuple[type[_Stays], tuple[()]]:
         return _Stays, ()
 
 
-def _called(call: Callable[..., Any], brings: Callable[[torch.Tensor], None], *args: Any, **kwargs: Any) -> Any:
+def _called(call: Callable[..., Any], owner: Activations, count: int, *args: Any, **kwargs: Any) -> Any:
     """Call a compiled block that stays on the device."""
     output = call(*args, **kwargs)
-    _at_backward(output, brings)
+    owner.bring_before(output, count)
     return output
 
 
-def _at_backward(output: Any, brings: Callable[[torch.Tensor], None]) -> None:
-    """Call `brings` when the backward of what gave this output begins. A recomputed forward runs inside of backward."""
-    if torch.is_grad_enabled() and graph_task() == -1:
-        first = next((one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad), None)
-        if first is not None:
-            first.register_hook(brings)
+def _bring(last: weakref.ref[_Pass], count: int, grad: torch.Tensor) -> None:
+    one = last()
+    if one is not None:
+        one.bring_ahead(count)
 
 
 class _Leave:
