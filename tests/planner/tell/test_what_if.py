@@ -92,7 +92,7 @@ def test_where_nothing_fits_the_nearest_yes_fits():
 
 def test_products_in_fp8_are_priced_where_a_device_has_them():
     plain, narrow = what_if("nic=1x", BASE).answer.best, what_if("precision=fp8", BASE).answer.best
-    assert 0.5 * plain.step_s < narrow.step_s < 0.9 * plain.step_s
+    assert 0.5 * plain.step_s < narrow.step_s < 0.98 * plain.step_s  # two of three products, with a scale a row
     assert narrow.plan.precision == "bf16"  # what the runtime would be given, once it multiplies in fp8
     for text, message in [
         ("device=a100,precision=fp8", "precision=fp8: a100 multiplies in no format of that name. Leave it out; only"),

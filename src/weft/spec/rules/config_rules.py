@@ -16,7 +16,7 @@ from weft.spec.model import DecoderSpec, resolve_decoder
 from weft.spec.plan import Plan, is_auto, plan_fields
 from weft.spec.rules.apart_rules import APART_RULES
 from weft.spec.rules.config_rule import ConfigRule
-from weft.spec.rules.graph_rules import GRAPH_CONFIG_RULES
+from weft.spec.rules.graph_config_rules import GRAPH_CONFIG_RULES
 from weft.spec.rules.plan_rules import check
 from weft.spec.rules.rule import Facts
 from weft.spec.rules.watch_rules import watch_problems

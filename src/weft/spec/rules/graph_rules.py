@@ -1,11 +1,8 @@
-"""The rules of plans whose steps are launched as CUDA graphs, and of configs with such plans."""
+"""The rules of plans whose steps are launched as CUDA graphs."""
 
 from __future__ import annotations
 
-from weft.errors import PlanError
-from weft.spec.config import RunConfig
-from weft.spec.plan import Plan, is_auto
-from weft.spec.rules.config_rule import ConfigRule
+from weft.spec.plan import Plan
 from weft.spec.rules.rule import Facts, Rule, asks
 
 #: Axes whose collectives lie within forward and backward.
@@ -62,25 +59,5 @@ GRAPH_RULES: tuple[Rule, ...] = (
         ),
         remedy=lambda plan, facts: "Use recompute=none, compile=off, or graphs=off",
         fix=_off,
-    ),
-)
-
-
-def _asks_on_cpu(config: RunConfig) -> bool:
-    if config.launch.device != "cpu" or is_auto(config.plan):
-        return False
-    try:
-        return Plan.read_open(config.plan)[0].graphs
-    except PlanError:
-        return False  # the plan's own problems are told
-
-
-GRAPH_CONFIG_RULES: tuple[ConfigRule, ...] = (
-    ConfigRule(
-        name="graphs-need-cuda",
-        keys=("launch.device", "plan"),
-        reason="Only GPUs of NVIDIA record graphs.",
-        predicate=_asks_on_cpu,
-        message=lambda _: "cpu: the plan says graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU.",
     ),
 )
