@@ -129,21 +129,22 @@ def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(kind, tried)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("known", [MORE, COMPILED], ids=["more", "compiled"])
-def test_so_do_more_plans(known):
+@pytest.mark.parametrize(("known", "least"), [(MORE, 200), (COMPILED, 100)], ids=["more", "compiled"])
+def test_so_do_more_plans(known, least):
     done = plans_on_paper(list(known), "--layers=2")
     assert done.reports, done.stderr
-    check(known, done.reports)
+    check(known, done.reports, least)
 
 
-def check(known, reports):
+def check(known, reports, least=200):
+    """least: kernels of a step; compiled plans have fewer."""
     assert [report.name for report in reports] == list(known)
     for report in reports:
         assert (report.error, report.mismatch, report.races) == ("", "", {}), report.lines()
         waits, blocking = known[report.name]
         assert report.num_syncs <= waits, report.lines()
         assert report.num_blocking <= blocking, report.lines()
-        assert report.kernels > 200, report.lines()
+        assert report.kernels > least, report.lines()
         assert not refused_by_nccl(report), report.formats
         if "offload" not in report.name:
             # What a run says of communication is what the compute stream waits for other streams; at zero=3 torch ends
