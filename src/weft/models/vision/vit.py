@@ -6,7 +6,6 @@ T squares and one token for the class, D width, N heads, H head width, K classes
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -30,18 +29,14 @@ class VisionShape:
 VITS = {"vit-tiny": VisionShape(192, 12, 3), "vit-base": VisionShape(768, 12, 12)}
 
 
-def _named(**modules: nn.Module) -> nn.ModuleDict:
-    return nn.ModuleDict(OrderedDict(modules))
-
-
 class VisionAttention(nn.Module):
     """Each token looks at all tokens of its picture."""
 
     def __init__(self, dim: int, num_heads: int):
         super().__init__()
         self.head_dim = dim // num_heads
-        self.attention = _named(**{name: nn.Linear(dim, dim) for name in ("query", "key", "value")})
-        self.output = _named(dense=nn.Linear(dim, dim))
+        self.attention = nn.ModuleDict({name: nn.Linear(dim, dim) for name in ("query", "key", "value")})
+        self.output = nn.ModuleDict({"dense": nn.Linear(dim, dim)})
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return (B, T, D) of (B, T, D)."""
@@ -64,8 +59,8 @@ class VisionBlock(nn.Module):
     def __init__(self, dim: int, num_heads: int):
         super().__init__()
         self.attention = VisionAttention(dim, num_heads)
-        self.intermediate = _named(dense=nn.Linear(dim, 4 * dim))
-        self.output = _named(dense=nn.Linear(4 * dim, dim))
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(dim, 4 * dim)})
+        self.output = nn.ModuleDict({"dense": nn.Linear(4 * dim, dim)})
         self.layernorm_before = nn.LayerNorm(dim, eps=_EPS)
         self.layernorm_after = nn.LayerNorm(dim, eps=_EPS)
 
@@ -83,7 +78,7 @@ class _Embeddings(nn.Module):
         super().__init__()
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.position_embeddings = nn.Parameter(torch.zeros(1, (side // patch) ** 2 + 1, dim))
-        self.patch_embeddings = _named(projection=nn.Conv2d(3, dim, patch, stride=patch))
+        self.patch_embeddings = nn.ModuleDict({"projection": nn.Conv2d(3, dim, patch, stride=patch)})
 
     def forward(self, x_B3SS: Tensor) -> Tensor:
         x_BTD = self.patch_embeddings["projection"](x_B3SS).flatten(2).transpose(1, 2)
@@ -97,7 +92,7 @@ class _Trunk(nn.Module):
         super().__init__()
         self.embeddings = _Embeddings(shape.dim, side, patch)
         blocks = nn.ModuleList(VisionBlock(shape.dim, shape.num_heads) for _ in range(shape.num_layers))
-        self.encoder = _named(layer=blocks)
+        self.encoder = nn.ModuleDict({"layer": blocks})
         self.layernorm = nn.LayerNorm(shape.dim, eps=_EPS)
 
     def forward(self, x_B3SS: Tensor) -> Tensor:
