@@ -39,7 +39,7 @@ def nccl(monkeypatch):
     monkeypatch.setattr(backend, "all_gather_single", lambda out, source, **_: take(out, source))
     monkeypatch.setattr(backend, "reduce_scatter_single", lambda out, source, **_: take(out, source))
     monkeypatch.setattr(backend, "all_to_all_single", exchange)
-    return BackendLink(None, (0,), "a test"), seen
+    return BackendLink(None, (0,), "a test", lambda: False), seen
 
 
 def carried(link, kind, source):

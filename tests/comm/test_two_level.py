@@ -7,7 +7,7 @@ import torch
 
 from tests.comm.reference import data
 from tests.comm.test_collectives import same_bits, wrong_values
-from weft.comm import Ledger, all_reduce, barrier, start_all_gather, start_all_reduce, start_reduce_parts, transports
+from weft.comm import Ledger, all_reduce, barrier, start_all_gather, start_all_reduce, start_reduce_scatter, transports
 from weft.comm.links import Parts
 from weft.comm.two_level import Hosts
 from weft.errors import CommError
@@ -77,7 +77,7 @@ def parts_and_order(backwards: bool) -> tuple[list[torch.Tensor], list]:
     pending = [
         start_all_reduce(mine[1], axis),
         start_all_gather(mine[2][:10000], axis),
-        start_reduce_parts(lying, axis, torch.zeros(10000)),
+        start_reduce_scatter(lying, axis, torch.zeros(10000)),
         start_all_reduce(torch.empty(40000), axis, parts=lying),
         start_all_reduce(torch.ones(3), axis),
     ]

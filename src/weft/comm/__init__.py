@@ -10,11 +10,10 @@ from weft.comm.collectives import (
     reduce_scatter,
     start_all_gather,
     start_all_reduce,
-    start_reduce_parts,
     start_reduce_scatter,
 )
 from weft.comm.ledger import Ledger
-from weft.comm.meet import join, transports
+from weft.comm.meet import join, sends_short_summands, transports
 from weft.comm.pending import LateCopy, Pending
 from weft.comm.store_talk import StoreTalk
 from weft.comm.word import FirstWord
@@ -31,9 +30,9 @@ __all__ = [
     "broadcast",
     "join",
     "reduce_scatter",
+    "sends_short_summands",
     "start_all_gather",
     "start_all_reduce",
-    "start_reduce_parts",
     "start_reduce_scatter",
     "transports",
 ]

@@ -142,36 +142,8 @@ def reduce_scatter(
     return start_reduce_scatter(flat, axis, out, op, wire).wait()
 
 
-def start_reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder | None = None) -> Pending:
-    """Begin `reduce_scatter` (sum) of a flat tensor that lies in parts, into `out` of this rank's share of elements.
-
-    Args:
-        parts: numel elements of one dtype.
-        axis: the ranks.
-        out: contiguous, of the parts' dtype, numel / size elements.
-        wire: what travels in place of the values; None: those values.
-
-    Raises:
-        CommError: where `out` does not fit the parts.
-    """
-    name = f"reduce_scatter over {axis.label}"
-    if axis.size == 1:
-        return Pending(parts.copy_to(out))
-    if parts.numel() != out.numel() * axis.size or parts.dtype != out.dtype:
-        raise CommError(
-            f"{name}: out holds {out.numel()} {_kind(out)}, and {axis.size} ranks divide {parts.numel()} elements. "
-            f"Pass an out of {parts.numel() // axis.size} elements of the parts' type."
-        )
-    if (coder := _decoding(parts, wire)) is not None:
-        return sum_coded(name, parts, axis, out, "sum", coder, whole=False)
-    if (rounded := _rounded(parts, wire)) is not None:
-        return _scatter_rounded(name, rounded, axis, out, "sum")
-    _check_op(name, out, "sum")
-    return Pending(out, axis, Operation("reduce_scatter", axis.label, parts, _flat(name, "out", out)))
-
-
 def start_reduce_scatter(
-    flat: torch.Tensor,
+    flat: torch.Tensor | Parts,
     axis: Axis,
     out: torch.Tensor | None = None,
     op: str = "sum",
@@ -180,15 +152,19 @@ def start_reduce_scatter(
     """Begin `reduce_scatter`; neither flat nor out must be touched before `wait()` of what this returns.
 
     Args:
-        flat: (numel,) in any shape, as `reduce_scatter` takes it; its dtype is that of the result.
+        flat: (numel,) in any shape, as `reduce_scatter` takes it; its dtype is that of the result. Of a flat tensor
+            that lies in parts the sum is taken, into `out`.
         axis: the ranks.
         out: as `reduce_scatter` takes it.
         op: "sum", "max" or "min".
         wire: as `reduce_scatter` takes it.
 
     Raises:
-        CommError: where numel is not a multiple of the axis's size.
+        CommError: where numel is not a multiple of the axis's size, or `out` does not fit.
     """
+    if isinstance(flat, Parts):
+        assert out is not None and op == "sum"
+        return _reduce_parts(flat, axis, out, wire)
     name = f"reduce_scatter over {axis.label}"
     numel, rest = divmod(flat.numel(), axis.size)
     if rest:
@@ -252,6 +228,24 @@ def _rounded(what: torch.Tensor | Parts, wire: Coder | None) -> torch.Tensor | N
         return None
     flat = torch.empty(what.numel(), dtype=dtype, device=what.device)
     return what.copy_to(flat) if isinstance(what, Parts) else flat.copy_(what.detach().reshape(-1))
+
+
+def _reduce_parts(parts: Parts, axis: Axis, out: torch.Tensor, wire: Coder | None) -> Pending:
+    """reduce_scatter (sum) of a flat tensor that lies in parts."""
+    name = f"reduce_scatter over {axis.label}"
+    if axis.size == 1:
+        return Pending(parts.copy_to(out))
+    if parts.numel() != out.numel() * axis.size or parts.dtype != out.dtype:
+        raise CommError(
+            f"{name}: out holds {out.numel()} {_kind(out)}, and {axis.size} ranks divide {parts.numel()} elements. "
+            f"Pass an out of {parts.numel() // axis.size} elements of the parts' type."
+        )
+    if (coder := _decoding(parts, wire)) is not None:
+        return sum_coded(name, parts, axis, out, "sum", coder, whole=False)
+    if (rounded := _rounded(parts, wire)) is not None:
+        return _scatter_rounded(name, rounded, axis, out, "sum")
+    _check_op(name, out, "sum")
+    return Pending(out, axis, Operation("reduce_scatter", axis.label, parts, _flat(name, "out", out)))
 
 
 def _scatter_rounded(name: str, rounded: torch.Tensor, axis: Axis, out: torch.Tensor, op: str) -> Pending:

@@ -14,6 +14,7 @@ faster for its operation and size. On the CPU a transport never changes a bit of
 
 from __future__ import annotations
 
+import functools
 import zlib
 from dataclasses import dataclass
 from typing import cast
@@ -27,6 +28,8 @@ from weft.comm.two_level import ChosenLink, Hosts, TwoLevelLink, measured_ways, 
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh, join_group
 
+#: Ranks: axes of more are not asked whether they are on one host.
+MOST_OF_A_HOST = 64
 #: Those that serve any ranks of one host; two levels need several hosts.
 TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transport, StagedLink.transport)
 
@@ -66,6 +69,17 @@ def link_of(axis: Axis, device: torch.device) -> Link:
     # By group, not by ranks: looking thousands of them up takes tens of microseconds, several times a collective.
     link = axis.links.get((axis.group, device.type))
     return cast(Link, link) if link is not None else join(axis, device.type)
+
+
+def sends_short_summands(axis: Axis, device: torch.device) -> bool:
+    """Return whether a reduce_scatter sends bf16 and fp16 as they are, although their sum is wanted in fp32.
+
+    At the first call all ranks of the axis meet.
+    """
+    if axis.size == 1:
+        return False
+    link = link_of(axis, device)
+    return isinstance(link, BackendLink) and link.sends_short_summands
 
 
 def join(axis: Axis, device: str, transport: str | None = None) -> Link:
@@ -116,12 +130,24 @@ def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | No
         return StagedLink(_join(axis, group, "cpu", None), asked or f"gloo cannot access the memory of {device}")
     foreign = device != "cpu" or not is_gloo
     if transport == BackendLink.transport or (foreign and not transport):
-        return BackendLink(group, axis.ranks, asked or f"{backend.name()} is the backend for {device}")
+        reason = asked or f"{backend.name()} is the backend for {device}"
+        return BackendLink(group, axis.ranks, reason, functools.partial(_on_one_host, axis, group))
     hosts = meet_hosts(axis, group)
     link = _by_place(axis, group, hosts, device, transport)
     if transport is None and axis.route == "auto" and axis.link_profile:
         return _by_measurement(axis, group, hosts, link)
     return link
+
+
+def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of an axis are on one host. A collective, where one host may have so many."""
+    if axis.size > MOST_OF_A_HOST:
+        return False
+    waiting, axis.pulse.waiting = axis.pulse.waiting, _Meeting(axis)
+    try:
+        return len(set(meet_hosts(axis, group).numbers)) == 1
+    finally:
+        axis.pulse.waiting = waiting
 
 
 def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Link) -> Link:

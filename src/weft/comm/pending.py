@@ -68,6 +68,8 @@ class Pending:
                 seconds = waited(stream_wait, operation.out.device, self.seconds)
                 sent = operation.sent_bytes, operation.off_host_bytes
                 axis.record(axis.name, operation.kind, num_bytes, seconds, *sent)
+            if operation.then is not None:
+                operation.then()
             if self._into is not None:
                 self._into.detach().copy_(self._tensor.view_as(self._into))
                 self._tensor, self._into = self._into, None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import torch
 import torch.distributed as dist
@@ -33,26 +34,43 @@ LITTLE_BYTES, OWN_GATHER_BYTES = 1 << 16, 1 << 20
 Stages = Generator[list[dist.Work], None, None]
 
 
+#: Formats whose every value has a place in that of their sums.
+_SHORT = {torch.float32: (torch.bfloat16, torch.float16)}
+
+
 class BackendLink:
     """Each operation is one call of the process group.
 
     It cannot be polled: gloo's reduce_scatter does not say that it is complete before it is waited for, and nccl's
     works belong to streams.
 
+    Within a host, gradients in bf16 or fp16 whose sum is wanted in fp32 travel as they are, each rank's share to it,
+    and are added there in fp32: the sum of a reduce_scatter in fp32, in half of the bytes and always in the order of
+    ranks. Between hosts a reduce_scatter sends less, since it adds on its way.
+
     Args:
         group: of these ranks.
         ranks: their global ranks, in order of the axis.
         reason: why this link was chosen, in words.
+        on_one_host: ask whether all of them are; all call it together, once.
     """
 
     transport = "backend"
     self_driven = True
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], reason: str):
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: tuple[int, ...], reason: str, on_one_host: Callable[[], bool]
+    ):
         self.reason = reason
         self._group = group
         self._ranks = ranks
         self._works: dict[Operation, dist.Work] = {}
+        self._on_one_host = on_one_host
+
+    @functools.cached_property
+    def sends_short_summands(self) -> bool:
+        """Whether summands in a shorter format than their sum travel in it. At the first look all ranks meet."""
+        return self._on_one_host()
 
     @property
     def busy(self) -> bool:
@@ -61,11 +79,28 @@ class BackendLink:
 
     def start(self, operation: Operation) -> None:
         """Call the process group."""
-        _joined(operation)
         try:
-            self._works[operation] = self._call(operation)
+            short = self._short_format(operation)
+            self._works[operation] = self._call(operation) if short is None else self._send_short(operation, short)
         except RuntimeError as error:
             raise failed(operation, error) from error
+
+    def _short_format(self, operation: Operation) -> torch.dtype | None:
+        """The format that summands lie in, where they travel in it."""
+        source = operation.source
+        if operation.kind != "reduce_scatter" or operation.op != "sum" or not isinstance(source, Parts):
+            return None
+        found = source.common_dtype
+        return found if found in _SHORT.get(operation.out.dtype, ()) and self.sends_short_summands else None
+
+    def _send_short(self, operation: Operation, dtype: torch.dtype) -> dist.Work:
+        parts = operation.source
+        assert isinstance(parts, Parts)
+        with torch.no_grad(), unobserved():
+            operation.source = flat = parts.joined(dtype) if parts.whole is None else parts.whole
+            received = torch.empty_like(flat)
+        operation.then = functools.partial(_add_rows, received.view(len(self._ranks), -1), operation.out)
+        return all_to_all_single(as_bytes(received), as_bytes(flat), None, None, group=self._group, async_op=True)
 
     def _call(self, operation: Operation) -> dist.Work:
         travels = as_added if operation.kind in ("all_reduce", "reduce_scatter") else as_moved
@@ -300,6 +335,12 @@ class ExchangeLink:
             broadcast(as_bytes(part), src=source, group=group, async_op=True)
             for source, part in zip(self._ranks, parts, strict=True)
         ]
+
+
+def _add_rows(rows_RN: torch.Tensor, out: torch.Tensor) -> None:
+    """Sum over the rows in the format of `out`: each value is read once."""
+    with torch.no_grad(), unobserved():
+        torch.sum(rows_RN, 0, dtype=out.dtype, out=out)
 
 
 def _joined(operation: Operation) -> torch.Tensor:

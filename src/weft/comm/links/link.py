@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -28,6 +29,7 @@ class Operation:
     "min". root: the axis's rank that broadcasts. finished: the result is in `out`.
     send, receive: elements to and from each rank of the axis (all_to_all). most: the most elements that go from one
     rank to another in it; all ranks give the same.
+    then: makes the result of what has come; whoever waited calls it, once, and its time is no waiting.
     sent_bytes, off_host_bytes: what this rank has handed to other ranks, and what of it to other hosts, once finished:
     links that know count it, which those of a backend (nccl) do not.
     """
@@ -41,6 +43,7 @@ class Operation:
     send: tuple[int, ...] = ()
     receive: tuple[int, ...] = ()
     most: int = 0
+    then: Callable[[], None] | None = field(default=None, init=False)
     sent_bytes: int = field(default=0, init=False)
     off_host_bytes: int = field(default=0, init=False)
     finished: bool = field(default=False, init=False)

@@ -58,6 +58,18 @@ class Parts:
             foreach_copy([place for place, _ in alike], [piece for _, piece in alike])
         return flat
 
-    def joined(self) -> torch.Tensor:
-        """Return one flat tensor of all, (numel,) of `dtype`."""
-        return self.copy_to(torch.empty(self._numel, dtype=self.dtype, device=self.device))
+    @property
+    def common_dtype(self) -> torch.dtype | None:
+        """The format that all parts lie in, which may be another than the flat tensor's; None where they differ."""
+        found = {tensor.dtype for tensor in self._tensors}
+        return found.pop() if len(found) == 1 else None
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """The one part that is all of the flat tensor, in its own format; None where there is none such."""
+        first = self._tensors[0]
+        return first if first.numel() == self._numel and first.is_contiguous() else None
+
+    def joined(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return one new flat tensor of all, (numel,) of a dtype, by default `self.dtype`."""
+        return self.copy_to(torch.empty(self._numel, dtype=dtype or self.dtype, device=self.device))

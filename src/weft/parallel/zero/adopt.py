@@ -6,7 +6,8 @@ optimizer that treats every element by itself may have any part of a parameter; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,9 +45,26 @@ def leaves_steps_out(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in _FUSED and all(group.get("fused") for group in optimizer.param_groups)
 
 
+def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step_by_decision` can step some parameters before the others."""
+    return type(optimizer) in _FUSED
+
+
 @torch.no_grad()
-def step_by_decision(optimizer: torch.optim.Optimizer, decision: StepDecision) -> None:
-    """Step with gradients multiplied by the decision's factor, unless the device finds that the step is not taken."""
+def step_by_decision(
+    optimizer: torch.optim.Optimizer,
+    decision: StepDecision,
+    first: Collection[int] = (),
+    between: Callable[[], None] | None = None,
+) -> None:
+    """Step with gradients multiplied by the decision's factor, unless the device finds that the step is not taken.
+
+    Args:
+        optimizer: that `leaves_steps_out`.
+        decision: of the device.
+        first: ids of parameters that are stepped before the others, where it `steps_in_parts`; empty: all at once.
+        between: called when these were stepped.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for param in params:
@@ -61,9 +79,27 @@ def step_by_decision(optimizer: torch.optim.Optimizer, decision: StepDecision) -
     # As torch's GradScaler tells fused optimizers.
     optimizer.__dict__["found_inf"] = (~decision.is_taken).float()
     try:
-        optimizer.step()
+        if first and between is not None:
+            with _without_grads(param for param in params if id(param) not in first):
+                optimizer.step()
+            between()
+        with _without_grads(param for param in params if id(param) in first):
+            optimizer.step()
     finally:
         del optimizer.__dict__["found_inf"]
+
+
+@contextmanager
+def _without_grads(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Let the optimizer leave these parameters out."""
+    grads = [(param, param.grad) for param in params]
+    for param, _ in grads:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in grads:
+            param.grad = grad
 
 
 def settle_counts(optimizer: torch.optim.Optimizer) -> None:

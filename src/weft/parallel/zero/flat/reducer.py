@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weft.comm import Pending, all_gather, all_reduce, start_reduce_parts, start_reduce_scatter
+from weft.comm import Pending, all_gather, all_reduce, start_reduce_scatter
 from weft.comm.wire import Coders, Wire
 from weft.errors import CommError
 from weft.memory import Waitable
@@ -268,11 +268,9 @@ class Reducer:
         if self._stage == 2 or parts is not None or bucket.over.replicate.size > 1:
             self._make_way()
         out = bucket.shard if add is None else add
-        if parts is not None:
-            pending: Waitable = start_reduce_parts(parts, bucket.over.shard, out, self.sums.shard_coder(bucket))
-        else:
-            assert flat is not None
-            pending = start_reduce_scatter(flat, bucket.over.shard, out=out, wire=self.sums.shard_coder(bucket))
+        what = flat if parts is None else parts
+        assert what is not None
+        pending: Waitable = start_reduce_scatter(what, bucket.over.shard, out=out, wire=self.sums.shard_coder(bucket))
         if add is None and bucket.over.replicate.size == 1:
             pending = self._send_early(bucket, pending)
         self._under_way[bucket.index] = _UnderWay(pending, add, final)

@@ -11,6 +11,7 @@ where it cannot (nccl), the hang is reported as any other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -88,6 +89,11 @@ class Order:
             f"rank {self._rank} {act.told(self._units[unit])} as in the step before, and another rank does not "
             f"({error}) {_REMEDY}"
         )
+
+    def first_gathers(self) -> list[int]:
+        """Return the units that a step begins to gather, in order, up to the first that it does anything else with."""
+        gathers = itertools.takewhile(lambda entry: entry[0] is Act.GATHER, self._record)
+        return list(dict.fromkeys(unit for _, unit, _ in gathers))
 
     @property
     def _rank(self) -> int:

@@ -35,7 +35,8 @@ from weft.optim import StepDecision, clip_factor
 from weft.parallel.local_tensors import Precision, StateSource, Stretch, cast_inputs, formats
 from weft.parallel.placement import AxisMap, Materialise, Placement, check_same_model, guard_optimizer, join_cut
 from weft.parallel.zero.across_stages import across_stages
-from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, settle_counts, step_by_decision
+from weft.parallel.zero.adopt import leaves_steps_out, refuse_closures, settle_counts
+from weft.parallel.zero.sharded.first_gathers import FirstGathers
 from weft.parallel.zero.sharded.fsdp_hooks import Calls, ReplicaSum, StagePasses, drop_partial_gradients, hide_hooks
 from weft.parallel.zero.sharded.fsdp_units import Unit, find_units
 from weft.parallel.zero.sharded.gather_order import Act, Order
@@ -107,6 +108,9 @@ class FullyShardedModel:
         # All of them: fully_shard has made each a module of its own kind.
         self._modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
         self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
+        parts = [[self.shards[name].local for name in names] for names in members]
+        numbered = [*zip(self._modules, parts, strict=True)]
+        self._first_gathers = FirstGathers(numbered, {*repeated_blocks(model).values()}, self._orders[0], self._device)
         # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
         self._places_missing = self._defers and self.precision.is_mixed
         self._stage_passes = StagePasses(self._modules) if plan.pp > 1 else None
@@ -120,10 +124,12 @@ class FullyShardedModel:
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
         self._sums: list[ReplicaSum] = []
         self._undivided: dict[nn.Module, ReplicaSum] = {}
+        # Where passes add up before they travel, fully_shard adds in the format of sums.
+        short = self.precision.compute if self.precision.is_mixed and not self._defers else None
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
             over_shard, over_replicas = unit_wires(self.coders, index, mesh.plan)
-            connect_unit(module, index, axis, orders[axis.ranks], over_shard, mesh)
+            connect_unit(module, index, axis, orders[axis.ranks], over_shard, mesh, short)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
@@ -245,7 +251,7 @@ class FullyShardedModel:
         """Let the optimizer take its step with gradients multiplied by a factor."""
         if isinstance(factor, StepDecision):
             self.coders.taken = factor.is_taken
-            step_by_decision(optimizer, factor)
+            self._first_gathers.step(optimizer, factor)
         else:
             self.scale(factor)
             optimizer.step()
@@ -258,10 +264,11 @@ class FullyShardedModel:
         return norm
 
     def let_weights_follow(self) -> None:
-        """Do nothing: shards are gathered when a unit is called."""
+        """Gather what a forward begins with under the step before; other shards are gathered when a unit is called."""
+        self._first_gathers.switch_on()
 
     def arrive(self) -> None:
-        """Do nothing, for the same reason."""
+        """Do nothing: whoever reads weights gathers shards."""
 
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Let the next forward gather the shards as the optimizer left them; statistics follow the first rank's."""
@@ -308,6 +315,7 @@ class FullyShardedModel:
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """Return this rank's shards and whole parameters by name."""
+        self._first_gathers.drop()
         for module in self._modules:
             module.reshard()  # what was gathered from them would not follow
         params = {name: shard.local for name, shard in self.shards.items()} | self.plain

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from weft.comm import all_gather, reduce_scatter
-from weft.comm.links import StreamWait
+from weft.comm import all_gather, reduce_scatter, sends_short_summands, start_reduce_scatter
+from weft.comm.links import Parts, StreamWait
 from weft.comm.wire import Coder, Coders, RowCodes, RowStretch
 from weft.errors import CommError
 from weft.mesh import Axis, Mesh
@@ -22,15 +22,7 @@ from weft.spec import WireSpec, wire_spec
 from weft.spec.plan import Plan
 
 
-class _Buffers:
-    """Buffers of fully_shard's collectives."""
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class UnitGather(_Buffers, GatherBase):
+class UnitGather(GatherBase):
     """all_gather of one unit's parameters.
 
     Args:
@@ -59,6 +51,10 @@ class UnitGather(_Buffers, GatherBase):
         self._near = near
         self._codes: dict[tuple[int, torch.dtype], RowCodes] = {}
         self._there: tuple[torch.cuda.Event, torch.device] | None = None
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -122,14 +118,33 @@ def _stretch(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) ->
     return whole._replace(is_exact=True) if wire.name == "fp8" and not rounds else whole
 
 
-class UnitReduce(_Buffers, ReduceBase):
-    """reduce_scatter of one unit's gradients. wire: what travels in place of them."""
+class UnitReduce(ReduceBase):
+    """reduce_scatter of one unit's gradients.
 
-    def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder):
+    Args:
+        unit: its number.
+        axis: that it is divided over.
+        order: of what all ranks do there.
+        wire: what travels in place of gradients.
+        grads: format of every gradient that it is given, where that is shorter than that of sums and travels in place
+            of it; None: gradients are copied into the format of sums.
+    """
+
+    def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder, grads: torch.dtype | None = None):
         self._unit = unit
         self._axis = axis
         self._order = order
         self._wire = wire
+        self._grads = grads
+        self._has_input = False
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor: first for the gradients, then for their sums, by turns.
+
+        fully_shard asks for both in the format of sums, and copies gradients into the first.
+        """
+        is_input, self._has_input = not self._has_input, not self._has_input
+        return torch.empty(*size, dtype=self._grads if is_input and self._grads else dtype, device=device)
 
     def __call__(
         self,
@@ -147,7 +162,11 @@ class UnitReduce(_Buffers, ReduceBase):
             )
         self._order.meet(Act.REDUCE, self._unit, input_tensor.numel())
         try:
-            reduce_scatter(input_tensor, self._axis, out=output_tensor, wire=self._wire)
+            if input_tensor.dtype == output_tensor.dtype:
+                reduce_scatter(input_tensor, self._axis, out=output_tensor, wire=self._wire)
+            else:
+                parts = Parts([(0, input_tensor)], input_tensor.numel(), output_tensor.dtype)
+                start_reduce_scatter(parts, self._axis, output_tensor, wire=self._wire).wait()
         except CommError as error:
             raise self._order.explain(error) from error
 
@@ -170,7 +189,15 @@ def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
     return coders[shard], coders.outer(replicas)
 
 
-def connect_unit(module: FSDPModule, unit: int, axis: Axis, order: Order, wire: Coder, mesh: Mesh) -> None:
+def connect_unit(
+    module: FSDPModule,
+    unit: int,
+    axis: Axis,
+    order: Order,
+    wire: Coder,
+    mesh: Mesh,
+    grads: torch.dtype | None = None,
+) -> None:
     """Let a unit communicate through `weft.comm`.
 
     Args:
@@ -180,13 +207,15 @@ def connect_unit(module: FSDPModule, unit: int, axis: Axis, order: Order, wire: 
         order: of what all ranks do there.
         wire: what travels in place of gradients.
         mesh: of the ranks; its plan's `gather` says what travels in place of weights.
+        grads: format of every gradient that will be reduced, shorter than that of sums; None: they may be in either.
     """
     plan, device = mesh.plan, mesh.device
     near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None
     weights = None if plan.gather == "none" else wire_spec(plan.gather)
     gather = UnitGather(unit, axis, order, weights, functools.partial(gathered_parts, module), near)
     module.set_custom_all_gather(gather)
-    module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, wire))
+    short = grads if grads is not None and sends_short_summands(axis, device) else None
+    module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, wire, short))
     if device.type == "cuda":
         wrap_waits(module, gather.until_there, functools.partial(_until_summed, axis, device))
 
