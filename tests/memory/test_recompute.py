@@ -264,10 +264,15 @@ def test_blocks_that_are_run_by_hand_choose_at_the_second_microbatch():
 def test_a_second_call_takes_the_place_of_the_first():
     model, call = MODELS["llama"]()
     kinds = [type(module) for module in model.modules()]
-    for setting in ("attention", "60%", "full"):
+    # A budget takes what it measured to be the fastest.
+    for setting, others in (
+        ("attention", {"none", "selective"}),
+        ("60%", {"none", "selective", "full"}),
+        ("full", set()),
+    ):
         apply_recompute(model, Plan(recompute=setting))
         call(model).sum().backward()
-        assert {policy.name for policy in recompute_of(model).policies.values()} <= {setting, "none", "selective"}
+        assert {policy.name for policy in recompute_of(model).policies.values()} <= {setting, *others}
     full, _ = kept_bytes("full", model, call)
     assert full == kept_bytes("full", *MODELS["llama"]())[0]
     apply_recompute(model, Plan())

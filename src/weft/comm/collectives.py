@@ -163,7 +163,8 @@ def start_reduce_scatter(
         CommError: where numel is not a multiple of the axis's size, or `out` does not fit.
     """
     if isinstance(flat, Parts):
-        assert out is not None and op == "sum"
+        assert out is not None
+        assert op == "sum"
         return _reduce_parts(flat, axis, out, wire)
     name = f"reduce_scatter over {axis.label}"
     numel, rest = divmod(flat.numel(), axis.size)

@@ -58,9 +58,7 @@ class BackendLink:
     transport = "backend"
     self_driven = True
 
-    def __init__(
-        self, group: dist.ProcessGroup, ranks: tuple[int, ...], reason: str, on_one_host: Callable[[], bool]
-    ):
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], reason: str, on_one_host: Callable[[], bool]):
         self.reason = reason
         self._group = group
         self._ranks = ranks

@@ -66,7 +66,7 @@ class Parts:
 
     @property
     def whole(self) -> torch.Tensor | None:
-        """The one part that is all of the flat tensor, in its own format; None where there is none such."""
+        """The one part that is all of the flat tensor, (numel,) in its own dtype; None where there is none such."""
         first = self._tensors[0]
         return first if first.numel() == self._numel and first.is_contiguous() else None
 

@@ -84,14 +84,19 @@ class Precision:
                     f"once gradients are clipped. Use run.train_step, or compress=int8, which owes nothing."
                 )
 
-    def refuse_unscaled(self, text: str) -> None:
+    def refuse_unscaled(self, what: str) -> None:
         """Refuse a user's own loop where the loss must be scaled.
 
+        what: it did, in words: "backward() came".
+
         Raises:
-            ModelError: under fp16, with the text.
+            ModelError: under fp16.
         """
         if self.scales_loss:
-            raise ModelError(text)
+            raise ModelError(
+                f"precision=fp16: its loss must be scaled, and {what} outside of a train step. "
+                f"Use run.train_step, or precision=bf16."
+            )
 
     @property
     def is_mixed(self) -> bool:

@@ -164,10 +164,7 @@ class OwnLoop:
         if engine.axes.mesh.plan.graphs:
             rule = "a loop of your own launches kernels one by one"
             raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use run.train_step, or graphs=off.")])
-        engine.precision.refuse_unscaled(
-            "precision=fp16: its loss must be scaled, and backward() came outside of a train step. "
-            "Use run.train_step, or precision=bf16."
-        )
+        engine.precision.refuse_unscaled("backward() came")
         if engine.axes.stage.size > 1:
             self._meet(at_step=False)
             self._reduce_touched()

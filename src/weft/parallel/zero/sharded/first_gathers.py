@@ -7,7 +7,8 @@ and gathered by a stream of their own from then on.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -16,27 +17,31 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from weft.optim import StepDecision
 from weft.parallel.zero.adopt import step_by_decision, steps_in_parts
 from weft.parallel.zero.sharded.gather_order import Order
+from weft.parallel.zero.sharded.param_shards import Shard
+from weft.structure import repeated_blocks
 
 
 class FirstGathers:
     """Steps an optimizer in two parts, and gathers the first under the second.
 
     Args:
-        units: by their number, what fully_shard made of them, and this rank's part of each one's parameters.
-        blocks: those that are repeated blocks of the model: they are gathered under what comes before them anyway.
+        modules: the units, by their number; the root last.
+        shards: this rank's parts of each one's parameters.
         order: of what all ranks do, which knows what a forward begins with.
         device: of the weights.
     """
 
     def __init__(
         self,
-        units: Sequence[tuple[FSDPModule, Sequence[nn.Parameter]]],
-        blocks: Collection[nn.Module],
+        modules: Sequence[FSDPModule],
+        shards: Sequence[Sequence[Shard]],
         order: Order,
         device: torch.device,
     ):
-        self._units = units
-        self._blocks = blocks
+        self._modules = modules
+        self._shards = shards
+        # They are gathered under what comes before them anyway.
+        self._blocks = {*repeated_blocks(modules[-1]).values()} if isinstance(modules[-1], nn.Module) else set()
         self._order = order
         self._device = device
         self._stream: torch.cuda.Stream | None = None
@@ -51,9 +56,8 @@ class FirstGathers:
         """Step the optimizer, and begin to gather what the next forward begins with."""
         self.drop()
         first = self._first() if self._stream is not None and steps_in_parts(optimizer) else []
-        params = {id(param) for _, params in first for param in params}
-        between = functools.partial(self._gather, [module for module, _ in first], self._stream)
-        step_by_decision(optimizer, decision, params, between)
+        params = {id(shard.local) for number in first for shard in self._shards[number]}
+        step_by_decision(optimizer, decision, params, functools.partial(self._gather, first, self._stream))
 
     def drop(self) -> None:
         """Forget what was gathered early and not used: shards are about to change, and it would not follow."""
@@ -62,20 +66,15 @@ class FirstGathers:
             handle.wait()  # nothing where a forward has asked for it
             module.reshard()
 
-    def _first(self) -> list[tuple[FSDPModule, Sequence[nn.Parameter]]]:
+    def _first(self) -> list[int]:
         """The units that are gathered before any block."""
-        found: list[tuple[FSDPModule, Sequence[nn.Parameter]]] = []
-        for number in self._order.first_gathers():
-            if self._units[number][0] in self._blocks:
-                break
-            found.append(self._units[number])
-        return found
+        return [*itertools.takewhile(lambda one: self._modules[one] not in self._blocks, self._order.first_gathers())]
 
-    def _gather(self, modules: Sequence[FSDPModule], stream: torch.cuda.Stream | None) -> None:
+    def _gather(self, units: Sequence[int], stream: torch.cuda.Stream | None) -> None:
         assert stream is not None
         stream.wait_stream(torch.cuda.current_stream())
         # fully_shard gathers on the stream that is current, where it is asked to go on meanwhile.
         with torch.cuda.stream(stream):
-            for module in modules:
+            for module in (self._modules[number] for number in units):
                 if (handle := module.unshard(async_op=True)) is not None:
                     self._early.append((module, handle))

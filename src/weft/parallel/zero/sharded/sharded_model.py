@@ -107,10 +107,9 @@ class FullyShardedModel:
         self.debts = ShardDebts(self._placed, self.shards, self.plain, axes, self.coders)
         # All of them: fully_shard has made each a module of its own kind.
         self._modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
-        self._connect(mesh, [[self.shards[name].param for name in names] for names in members])
-        parts = [[self.shards[name].local for name in names] for names in members]
-        numbered = [*zip(self._modules, parts, strict=True)]
-        self._first_gathers = FirstGathers(numbered, {*repeated_blocks(model).values()}, self._orders[0], self._device)
+        shards = [[self.shards[name] for name in names] for names in members]
+        self._connect(mesh, [[shard.param for shard in own] for own in shards])
+        self._first_gathers = FirstGathers(self._modules, shards, self._orders[0], self._device)
         # Where fully_shard accumulates in another format, it asks each unit for a place that the first gather makes.
         self._places_missing = self._defers and self.precision.is_mixed
         self._stage_passes = StagePasses(self._modules) if plan.pp > 1 else None
@@ -124,14 +123,11 @@ class FullyShardedModel:
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
         self._sums: list[ReplicaSum] = []
         self._undivided: dict[nn.Module, ReplicaSum] = {}
-        # Where passes add up before they travel, fully_shard adds in the format of sums.
-        short = self.precision.compute if self.precision.is_mixed and not self._defers else None
+        short = None if self._defers else self.precision.compute  # passes add up in the format of sums
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
             over_shard, over_replicas = unit_wires(self.coders, index, mesh.plan)
             connect_unit(module, index, axis, orders[axis.ranks], over_shard, mesh, short)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
             if self._replicas.size > 1 or axis.size == 1:
                 over, wire = self._replicas, self.debts.sending(index, members[index], self._replicas, over_replicas)
                 self._sums.append(ReplicaSum(index, members[index], over, orders[over.ranks], wire))
@@ -358,17 +354,13 @@ class FullyShardedModel:
     def settle(self) -> None:
         """Put gradients where the optimizer looks for them, at the step of a user's own loop."""
         self.precision.refuse_debts()
-        self.precision.refuse_unscaled(
-            "precision=fp16: its loss must be scaled, and the optimizer stepped outside of a train step. "
-            "Use run.train_step, or precision=bf16."
-        )
+        self.precision.refuse_unscaled("the optimizer stepped")
         if self._hosted is not None:
             self._hosted.forget()
         self._settle_gradients()
 
     def _optimized(self) -> Iterator[nn.Parameter]:
-        yield from (shard.local for shard in self.shards.values())
-        yield from self.plain.values()
+        return chain((shard.local for shard in self.shards.values()), self.plain.values())
 
     def _whole(self, of: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
         found = whole_tensors(self.shards, self.plain, of)

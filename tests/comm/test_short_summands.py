@@ -1,0 +1,49 @@
+"""Within a host, the backend's link sends bf16 and fp16 as they are where their sum is wanted in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.comm.reference import data
+from tests.comm.test_two_level import on_hosts
+from weft.comm import Ledger, join, sends_short_summands, start_reduce_scatter, transports
+from weft.comm.links import BackendLink, Parts
+from weft.mesh import build_mesh
+from weft.spec.plan import Plan
+
+NUMEL, GAP = 1200, 7
+
+
+def parts_of(rank: int, dtype: torch.dtype, size: int) -> Parts:
+    """Two parts with nothing between them, whose sums over ranks no rounding changes."""
+    flat = (data(rank, NUMEL * size, torch.float32) * 64).round().clamp(-127, 127).to(dtype) / 64
+    return Parts([(0, flat[:1000]), (1000 + GAP, flat[1000 + GAP :])], NUMEL * size, torch.float32)
+
+
+def sums(size: int, dtype: torch.dtype) -> tuple[bool, torch.Tensor, int, str]:
+    """Whether it sends short summands, this rank's sums, the bytes that the ledger has, and the choice."""
+    ledger = Ledger()
+    mesh = build_mesh(Plan(dp_replicate=size), record=ledger.record)
+    axis = mesh.data
+    join(axis, "cpu", BackendLink.transport)
+    out = torch.full((NUMEL,), torch.nan)
+    start_reduce_scatter(parts_of(axis.rank, dtype, size), axis, out).wait()
+    num_bytes = sum(entry.num_bytes for _, kind, entry in ledger.rows() if kind == "reduce_scatter")
+    return sends_short_summands(axis, torch.device("cpu")), out, num_bytes, transports(mesh)[0].transport
+
+
+@pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4)])
+def test_sums_are_those_in_fp32_in_half_the_bytes(ranks4, dtype, width):
+    expected = sum(parts_of(rank, dtype, 4).joined().double() for rank in range(4)).float()
+    for rank, (is_short, out, num_bytes, transport) in enumerate(ranks4.run(sums, 4, dtype)):
+        assert transport == "backend"
+        assert is_short
+        assert torch.equal(out, expected[rank * NUMEL :][:NUMEL])
+        assert num_bytes == width * 4 * NUMEL
+
+
+def test_between_hosts_sums_are_made_on_the_way(ranks4):
+    for is_short, _, num_bytes, _ in ranks4.run(on_hosts, 2, sums, 4, torch.bfloat16):
+        assert not is_short
+        assert num_bytes == 4 * 4 * NUMEL
