@@ -29,7 +29,7 @@ from weft.errors import CommError
 from weft.mesh import Axis, Mesh, join_group
 
 #: Ranks: axes of more are not asked whether they are on one host.
-MOST_OF_A_HOST = 64
+MOST_OF_A_HOST = 16
 #: Those that serve any ranks of one host; two levels need several hosts.
 TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transport, StagedLink.transport)
 

@@ -201,7 +201,7 @@ import weft.train.script.script_run
 from weft.comm.links.backend import BackendLink
 from weft.memory.host_link import _CudaCopy
 from weft.models.transformer import SwiGLU
-from weft.parallel.zero.sharded.fsdp_hooks import ReplicaSum
+from weft.parallel.zero.sharded.first_gathers import FirstGathers
 from weft.testing.paper.plans import PaperModel, plan_report
 from weft.testing.paper.streams import device_here
 from weft.train.step import TrainStep
@@ -237,6 +237,12 @@ def scaled_on_the_host(block, x):
     return feed_forward(block, x) * torch.ones(x.shape[-1])
 
 
+def gathers_at_once(first, units, stream):
+    with torch.cuda.stream(stream):
+        for number in units:
+            first._modules[number].unshard(async_op=True)
+
+
 update = TrainStep._update_unread
 feed_forward = SwiGLU.forward
 TRIED = {
@@ -247,6 +253,7 @@ TRIED = {
     "device": ("precision=bf16", labels_stay()),
     "freed": ("dp_replicate=2 dp_shard=2 zero=3 accumulation=2 precision=bf16",
               patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None)),
+    "early": ("dp_shard=2 zero=3 precision=bf16", patch.object(FirstGathers, "_gather", gathers_at_once)),
     "compiled": ("tp=2 precision=bf16 compile=on", patch.object(BackendLink, "block", finished_unawaited)),
     "compiled device": ("precision=bf16 compile=on", patch.object(SwiGLU, "forward", scaled_on_the_host)),
 }
@@ -279,6 +286,7 @@ def test_planted_faults_are_found(tmp_path):
     assert "Tensor device mismatch" in found["compiled device"]["error"]
     assert any("nobody waits for it" in race for race in found["compiled"]["races"])
     assert any(race.startswith("joined ") and "nothing orders them" in race for race in found["compiled"]["races"])
+    assert any("nothing orders them" in race for race in found["early"]["races"])
     assert any("no record_stream" in race for race in found["freed"]["races"])
 
 
