@@ -8,6 +8,8 @@
 | any | CUDA (nccl), or CPU with another backend than gloo | the backend's own |
 | any | CUDA in a group of gloo, as for several ranks on one GPU | staged: copied to the host, then as above |
 
+The backend's own sends bf16 and fp16 in half the bytes within a host, where their sum is wanted in fp32.
+
 With `route=auto` and links that were measured (`weft calibrate --hosts`), each call takes the transport that was the
 faster for its operation and size. On the CPU a transport never changes a bit of a result. Why so: docs/adr.
 """
