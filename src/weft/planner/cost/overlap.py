@@ -97,9 +97,11 @@ def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, 
     sharded, once = columns.zero == 3, columns.reduces_once
     passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
     gathers_b = np.where(sharded & (columns.reshard == 0), traffic.again, 0.0)
-    open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_params)
+    # A graph holds no collective: weights are there before it begins, and gradients travel when it is over.
+    beside = ~columns.graphs
+    open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_params & beside)
     # Under a pipeline ZeRO 3 reduces when the schedule is at its end, beside nothing.
-    hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1))
+    hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1)) & beside
     open_b, busy_b = _hide(gathers_b + traffic.reduces, window.backward, units, tables, hides_b)
     lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
     exposed = passes * (open_f + open_b)

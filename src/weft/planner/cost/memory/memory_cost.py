@@ -18,6 +18,7 @@ from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory.backward_memory import fullest_of_backward
 from weft.planner.cost.memory.host_memory import host_bytes, host_shares, is_offloaded
 from weft.planner.cost.memory.layer_memory import OF_LAYER, LayerBytes, end_bytes, layer_bytes, logits_bytes
+from weft.planner.cost.memory.recorded_memory import passes_held
 from weft.planner.cost.memory.state_memory import OF_STATES, Place, WeightBytes, held_bytes, loose_width
 from weft.planner.cost.pipeline import OF_FLIGHT, Stages, chunks_per_rank, even_layers, fullest_moment, in_flight
 from weft.planner.space import Columns, Job
@@ -210,16 +211,23 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
     """Bytes of the classes that change during a step, at the fuller moment."""
     layer, logits, gathered = passing.layer, passing.logits, held.gathered
     saved = _saved_bytes(columns, held, passing)
-    reduced = held.reduced + layer.beside
+    recorded = columns.graphs.any()
+    # Of a graph, gradients travel beside the memory that it keeps.
+    leaving = np.where(columns.graphs, held.reduced, 0.0) if recorded else 0.0
+    reduced = held.reduced - leaving + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
     # on their way.
     kept, again, begun, loose = _while_backward(job, columns, held, passing, saved)
     again = kept + again
     late = again + reduced + loose > saved + logits
-    activations, buffers = np.where(late, again, saved), gathered + np.where(late, reduced, 0.0)
+    activations, buffers = np.where(late, again, saved), gathered + np.where(late, reduced, 0.0) + leaving
     logits = np.where(late, 0.0, logits)
-    gradients = held.gradients + begun * held.growing
-    gone = np.where(held.goes & ~late, gradients, 0.0)
+    if recorded:
+        times = passes_held(columns)
+        activations, logits = times * activations, times * logits
+    made = begun * held.growing
+    gradients = held.gradients + made
+    gone = np.where(held.goes & ~late, np.where(held.loose, made, gradients), 0.0)
     return {
         "parameters": held.parameters * (1 - columns.offload_params) + held.second,
         "gradients": gradients - gone + held.carried,
