@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from weft.comm.links import NCCL_FORMATS
+from weft.planner.cost.memory.communicators import axis_groups, lanes
+from weft.planner.space import Columns, Job, Shape
 from weft.spec.plan import Plan
 from weft.testing.paper import PaperReport, plans_on_paper, script_on_paper
+from weft.testing.paper.plans import PaperModel
 
 pytestmark = pytest.mark.paper
 
@@ -125,7 +128,8 @@ def test_the_gate_tries_twenty_five_plans_at_least(tried):
 @pytest.mark.parametrize("kind", TRIED)
 def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(kind, tried):
     first = sum(len(TRIED[one][0]) for one in list(TRIED)[: list(TRIED).index(kind)])
-    check(TRIED[kind][0], tried[first : first + len(TRIED[kind][0])])
+    known, options = TRIED[kind]
+    check(known, tried[first : first + len(known)], experts=options.get("experts", 0))
 
 
 @pytest.mark.full
@@ -136,7 +140,15 @@ def test_so_do_more_plans(known, least):
     check(known, done.reports, least)
 
 
-def check(known, reports, least=200):
+def communicators(text: str, experts: int) -> int:
+    """How many the planner counts on the first rank."""
+    spec = PaperModel(layers=2, experts=experts).spec
+    job = Job(shape=Shape.of_decoder(spec), seq_len=512, global_batch=64)
+    columns = Columns.of([Plan.parse(text)], job)
+    return int(axis_groups(job, columns, end=True)[0] + lanes(columns, 0)[0])
+
+
+def check(known, reports, least=200, experts=0):
     """least: kernels of a step; compiled plans have fewer."""
     assert [report.name for report in reports] == list(known)
     for report in reports:
@@ -145,6 +157,7 @@ def check(known, reports, least=200):
         assert report.num_syncs <= waits, report.lines()
         assert report.num_blocking <= blocking, report.lines()
         assert report.kernels > least, report.lines()
+        assert report.communicators == communicators(report.name, experts), report.name
         assert not refused_by_nccl(report), report.formats
         if "offload" not in report.name:
             # What a run says of communication is what the compute stream waits for other streams; at zero=3 torch ends

@@ -39,6 +39,8 @@ class Stack:
     selective_half: selective recompute makes every second product again (else none: it keeps them all).
     replay_stops: full recompute ends before a layer's last product, whose result backward does not ask for, and the sum
     after it (else it makes the whole forward again).
+    own_groups: communicators are those that Weft's ranks make, lanes between stages among them (else one for all ranks
+    and one for each axis in use).
     dropout: masks are made and kept. cuda_graphs: no launch gaps. host_gain: speed of its host code over the table's.
     scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
     tensor-parallel ranks too (else each expert is split over them). once_per_node: a token goes to a node once, however
@@ -85,6 +87,7 @@ class Stack:
     opaque_experts: bool = True
     selective_half: bool = False
     replay_stops: bool = True
+    own_groups: bool = True
     dropout: bool = False
     cuda_graphs: bool = False
     host_gain: float = 1.0
