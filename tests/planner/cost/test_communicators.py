@@ -1,4 +1,4 @@
-"""Communicators of a rank: lanes as schedules ask for them, sets of ranks that axes share, and other software as it was.
+"""Communicators of a rank: lanes as schedules ask for them, sets of ranks that axes share, other software as it was.
 
 tests/testing/paper compares the counts with what ranks on the simulated GPU make and use.
 """

@@ -205,7 +205,7 @@ def _at_place(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Ran
     found = _classes(job, columns, tables, held, passing)
     if job.stack.own_groups:
         count = of.groups[rows.states.index] + of.lanes[rows.flights.index]
-        found["communicators"] = count * (tables.communicator_gib * 2**30)
+        found["communicators"] = count.astype(np.float64) * (tables.communicator_gib * 2**30)
     return found
 
 
