@@ -167,6 +167,8 @@ CASES = [
      "ep=8: the model has 12 experts, and 12 is not a multiple of 8. Use ep=1, 2 or 4.", "dp_shard=8 ep=4 zero=1"),
     ("ep-divides-experts", "ep=8", Facts(model=replace(MODEL, num_experts=12), open_axis="dp_shard"),
      "ep=8: the model has 12 experts, and 12 is not a multiple of 8. Use ep=1, 2, 3, 4, 6 or 12.", "ep=6"),
+    ("graphs-on-device", "graphs=on", Facts(device=replace(device("h100"), name="here", title="Xeon")),
+     "graphs=on: Xeon is a CPU, which records no graphs. Use graphs=off, or a GPU.", ""),
     ("graphs-hold-one-rank", "pp=2 graphs=on", Facts(),
      "graphs=on: a graph holds kernels of one rank alone, and the host orders the passes of a pipeline. "
      "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone.", "pp=2"),

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from weft.comm.links import NCCL_FORMATS
+from weft.planner.cost.memory.communicators import axis_groups, lanes
+from weft.planner.space import Columns, Job, Shape
 from weft.spec.plan import Plan
 from weft.testing.paper import PaperReport, plans_on_paper, script_on_paper
+from weft.testing.paper.clock.roofline import FLOPS
+from weft.testing.paper.plans import PaperModel
 
 pytestmark = pytest.mark.paper
 
@@ -71,6 +75,17 @@ COMPILED = {
     "precision=bf16 compile=on": (0, 0),
     "tp=2 sp=on dp_shard=2 zero=1 precision=bf16 compile=on": (0, 0),
     "cp=2 cp_mode=ring precision=bf16 compile=on": (0, 0),
+    "recompute=selective precision=bf16 compile=on": (0, 0),
+    "recompute=full precision=bf16 compile=on": (0, 0),
+    "recompute=attention precision=bf16 compile=on": (0, 0),
+    "recompute=full dp_shard=2 zero=3 precision=bf16 compile=on": (0, 0),
+}
+#: The same with experts. What is recomputed asks once more how many rows go where.
+COMPILED_EXPERTS = {
+    "precision=bf16 compile=on": (0, 0),
+    "dp_shard=2 ep=2 zero=1 precision=bf16 compile=on": (2, 2),
+    "dp_shard=2 ep=2 zero=3 precision=bf16 compile=on": (2, 2),
+    "recompute=full dp_shard=2 ep=2 zero=1 precision=bf16 compile=on": (4, 4),
 }
 #: Optimizers that step in kernels of their own: plan, optimizer, its states. None waits.
 OPTIMIZERS = (
@@ -125,18 +140,31 @@ def test_the_gate_tries_twenty_five_plans_at_least(tried):
 @pytest.mark.parametrize("kind", TRIED)
 def test_each_plan_stays_on_its_device_and_waits_no_more_than_known(kind, tried):
     first = sum(len(TRIED[one][0]) for one in list(TRIED)[: list(TRIED).index(kind)])
-    check(TRIED[kind][0], tried[first : first + len(TRIED[kind][0])])
+    known, options = TRIED[kind]
+    check(known, tried[first : first + len(known)], experts=options.get("experts", 0))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("known", "least"), [(MORE, 200), (COMPILED, 100)], ids=["more", "compiled"])
-def test_so_do_more_plans(known, least):
-    done = plans_on_paper(list(known), "--layers=2")
+@pytest.mark.parametrize(
+    ("known", "least", "experts"),
+    [(MORE, 200, 0), (COMPILED, 100, 0), (COMPILED_EXPERTS, 100, 4)],
+    ids=["more", "compiled", "compiled experts"],
+)
+def test_so_do_more_plans(known, least, experts):
+    done = plans_on_paper(list(known), "--layers=2", f"--experts={experts}")
     assert done.reports, done.stderr
-    check(known, done.reports, least)
+    check(known, done.reports, least, experts)
 
 
-def check(known, reports, least=200):
+def communicators(text: str, experts: int) -> int:
+    """How many the planner counts on the first rank."""
+    spec = PaperModel(layers=2, experts=experts).spec
+    job = Job(shape=Shape.of_decoder(spec), seq_len=512, global_batch=64)
+    columns = Columns.of([Plan.parse(text)], job)
+    return int(axis_groups(job, columns, end=True)[0] + lanes(columns, 0)[0])
+
+
+def check(known, reports, least=200, experts=0):
     """least: kernels of a step; compiled plans have fewer."""
     assert [report.name for report in reports] == list(known)
     for report in reports:
@@ -145,6 +173,7 @@ def check(known, reports, least=200):
         assert report.num_syncs <= waits, report.lines()
         assert report.num_blocking <= blocking, report.lines()
         assert report.kernels > least, report.lines()
+        assert report.communicators == communicators(report.name, experts), report.name
         assert not refused_by_nccl(report), report.formats
         if "offload" not in report.name:
             # What a run says of communication is what the compute stream waits for other streams; at zero=3 torch ends
@@ -256,6 +285,8 @@ TRIED = {
     "early": ("dp_shard=2 zero=3 precision=bf16", patch.object(FirstGathers, "_gather", gathers_at_once)),
     "compiled": ("tp=2 precision=bf16 compile=on", patch.object(BackendLink, "block", finished_unawaited)),
     "compiled device": ("precision=bf16 compile=on", patch.object(SwiGLU, "forward", scaled_on_the_host)),
+    "compiled none": ("precision=bf16 compile=on", contextlib.nullcontext()),
+    "compiled attention": ("recompute=attention precision=bf16 compile=on", contextlib.nullcontext()),
 }
 found = {}
 gc.freeze()
@@ -282,7 +313,14 @@ def test_planted_faults_are_found(tmp_path):
     assert any(what.startswith("item @") for what in found["host"]["syncs"])
     assert "cpu" in found["device"]["mismatch"]
     assert found["device"]["error"]
-    # In compiled blocks: torch.compile itself refuses tensors of two devices.
+    # In compiled blocks, attention that backward does again takes its products again.
+    for name in ("compiled none", "compiled attention"):
+        assert (found[name]["error"], found[name]["races"], found[name]["syncs"]) == ("", {}, {})
+    again_s = found["compiled attention"]["products_s"] - found["compiled none"]["products_s"]
+    model = PaperModel(layers=2)
+    flops = 4 * model.layers * model.batch * model.seq_len**2 * model.dim
+    assert again_s * FLOPS == pytest.approx(flops)
+    # torch.compile itself refuses tensors of two devices.
     assert "Tensor device mismatch" in found["compiled device"]["error"]
     assert any("nobody waits for it" in race for race in found["compiled"]["races"])
     assert any(race.startswith("joined ") and "nothing orders them" in race for race in found["compiled"]["races"])

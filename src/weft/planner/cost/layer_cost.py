@@ -26,7 +26,7 @@ class LayerCosts:
 
     *_f forward, *_b backward (wgrad: the part of it that makes weight gradients). last_f: of gemm_f, the product whose
     result is the layer's own, where a dense layer has one. tp, cp, ep: exposed communication. head and embed: loss,
-    head and embedding, communication in it. host_f: host seconds of one layer's forward.
+    head and embedding, communication in it. host_f: host seconds of a layer's forward; none in a graph.
     """
 
     gemm_f: Array
@@ -56,7 +56,7 @@ class LayerCosts:
 
 
 #: The columns that everything here reads.
-_OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "microbatch", "precision", "compile", "order")
+_OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "microbatch", "precision", "compile", "graphs", "order")
 
 
 def of_costs(columns: Columns) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
         cp_b=cp_b,
         ep_f=ep,
         ep_b=ep,
-        host_f=calls * tables.host_op_s / stack.host_gain * (0.0 if stack.cuda_graphs else 1.0),
+        host_f=np.where(columns.graphs | stack.cuda_graphs, 0.0, calls * tables.host_op_s / stack.host_gain),
         head_gemm=head[0] * _head_share(job) + ends.after_gemm * width,
         head_memory=head[1] + ends.after_memory * width,
         head_tp=head[2],

@@ -53,13 +53,14 @@ def of_traffic(job: Job) -> tuple[str, ...]:
 class RankTraffic:
     """Seconds of what a rank sends and gets, whatever it computes meanwhile, and its layers between two of them.
 
-    gathers: all parameters once; again: once more in backward; reduces: all gradients once. meetings: one of replicas
-    that train by themselves.
+    gathers: all parameters once; again: once more in backward; reduces: all gradients once; short: the same where they
+    travel in a half format. meetings: one of replicas that train by themselves.
     """
 
     gathers: Array
     again: Array
     reduces: Array
+    short: Array
     meetings: Array
     units: Array
 
@@ -79,7 +80,7 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
         layers: of the rank, in each of its chunks.
     """
     units = np.maximum(1.0, layers)
-    gathers, reduces = _traffic(job, columns, fabric, shares, units)
+    gathers, reduces, short = _traffic(job, columns, fabric, shares, units)
     again = gathers
     if columns.reshard_within.any():
         # From second shards, over neighbours, in the compute format.
@@ -88,7 +89,7 @@ def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares,
             dp_shard=np.where(has, columns.reshard_within, columns.dp_shard), gather=np.zeros_like(columns.gather)
         )
         again = np.where(has, _traffic(job, near, fabric, shares, units)[0], gathers)
-    return RankTraffic(gathers, again, reduces, _meetings_s(job, columns, fabric, shares[1]), units)
+    return RankTraffic(gathers, again, reduces, short, _meetings_s(job, columns, fabric, shares[1]), units)
 
 
 def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
@@ -97,10 +98,13 @@ def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, 
     sharded, once = columns.zero == 3, columns.reduces_once
     passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
     gathers_b = np.where(sharded & (columns.reshard == 0), traffic.again, 0.0)
-    open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_params)
+    # A graph holds no collective: weights are there before it begins, and gradients travel when it is over.
+    beside = ~columns.graphs
+    open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_params & beside)
     # Under a pipeline ZeRO 3 reduces when the schedule is at its end, beside nothing.
-    hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1))
-    open_b, busy_b = _hide(gathers_b + traffic.reduces, window.backward, units, tables, hides_b)
+    hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1)) & beside
+    reduces = np.where(_is_short(columns), traffic.short, traffic.reduces)
+    open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
     lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
     exposed = passes * (open_f + open_b)
     if columns.sync.any():
@@ -136,7 +140,7 @@ def gathered_s(
         return np.zeros(len(columns))
     units = np.maximum(1.0, window.layers)
     none = Shares(dense=0 * held.dense, experts=0 * held.experts, ends=0 * held.ends)
-    gathers, _ = _traffic(job, columns, fabric, (held, none), units)
+    gathers, *_ = _traffic(job, columns, fabric, (held, none), units)
     exposed, busy = _hide(gathers, window.forward, units, tables, job.stack.overlap_params)
     return np.where(columns.zero == 3, exposed + (tables.overlap_compute - 1) * busy, 0.0)
 
@@ -171,8 +175,8 @@ def _hide(
 
 def _traffic(
     job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], units: Array
-) -> tuple[Array, Array]:
-    """Seconds to gather all parameters of the rank once, and to reduce its gradients once."""
+) -> tuple[Array, Array, Array]:
+    """Seconds to gather all parameters of the rank once, to reduce its gradients once, and in half formats."""
     held, trained = shares
     stack = job.stack
     t, c, e = (getattr(columns, name).astype(np.float64) for name in ("tp", "cp", "ep"))
@@ -184,7 +188,7 @@ def _traffic(
         (held.ends, trained.ends, shard * c, _stride(columns, fabric), np.ones_like(t), False),
         (held.experts, trained.experts, np.maximum(1.0, shard * c * spread / e), e if folded else t * e, units, False),
     )
-    gathers, reduces = np.zeros(len(columns)), np.zeros(len(columns))
+    gathers, reduces, shorter = np.zeros(len(columns)), np.zeros(len(columns)), np.zeros(len(columns))
     apart = columns.stride("dp_replicate")
     gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
     if stack.fp8_gather:
@@ -197,19 +201,38 @@ def _traffic(
             else np.ones_like(t)
         )
         pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
-        travelling = wire_columns.wire_bytes(columns, learnt / pieces, stack.reduce_bytes)
+
+        def sent(own_bytes: float, numel: Array = learnt / pieces) -> Array:
+            return wire_columns.wire_bytes(columns, numel, own_bytes)
+
         ring = np.where(columns.zero == 0, 2.0, 1.0)
-        reduced = pieces * fabric.ring_s("reduce_scatter", travelling, group, stride) * ring
+        reduced = pieces * fabric.ring_s("reduce_scatter", sent(stack.reduce_bytes), group, stride) * ring
         part = learnt / pieces / np.where(columns.zero == 0, 1.0, group)
         beside = wire_columns.wire_bytes(columns, part, stack.reduce_bytes, "replicas")
         across = np.where(columns.sync > 0, 0.0, fabric.ring_s("all_reduce", beside, replicas, apart))
         reduces += np.where(learnt > 0, reduced + pieces * across, 0.0)
+        if stack.short_summands:
+            # Within a node, in their own format. Under ZeRO 1 and 2 the head, which `ends` holds, has its in fp32.
+            near = (columns.zero > 0) & (group <= np.minimum(_NODE_RANKS, fabric.inside(group, stride)))
+            halved = pieces * fabric.ring_s("reduce_scatter", sent(_HALF_BYTES), group, stride)
+            less = np.where(near & ((params is not held.ends) | (columns.zero == 3)), halved - reduced, 0.0)
+            shorter += np.where(learnt > 0, less, 0.0)
         # Under ZeRO 1 and 2 what was updated is gathered, under ZeRO 3 what is used.
         brought = np.where(columns.zero == 3, params, learnt)
         weights = wire_columns.weight_bytes(columns, brought / pieces, gather_bytes, in_layers=in_layers)
         gathered = pieces * fabric.ring_s("all_gather", weights, group, stride)
         gathers += np.where((brought > 0) & (columns.zero > 0), gathered, 0.0)
-    return gathers, reduces
+    return gathers, reduces, reduces + shorter
+
+
+#: More ranks of a node than so many do not send gradients in half formats, and what one has in these.
+_NODE_RANKS, _HALF_BYTES = 16, 2.0
+
+
+def _is_short(columns: Columns) -> NDArray[np.bool_]:
+    """Rows whose gradients are in half formats when they travel: those of several passes are not, once added up."""
+    halves = np.isin(columns.precision, [PRECISIONS.index(name) for name in ("bf16", "fp16", "fp8")])
+    return halves & ((columns.num_micro == 1) | ((columns.zero == 3) & ~columns.reduces_once))
 
 
 def _stride(columns: Columns, fabric: Fabric) -> Array:

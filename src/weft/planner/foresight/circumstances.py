@@ -28,7 +28,7 @@ class Circumstances:
     """experts: whether it has any. narrow: fp8 or fp4 products. nodes: of the run. stages: of its pipeline.
 
     decoder: whether the model reads tokens and says the next, as those of all published runs do. adapter: whether one
-    is trained in place of the weights.
+    is trained in place of the weights. graphs: whether steps are launched as CUDA graphs.
     """
 
     generation: str
@@ -39,6 +39,7 @@ class Circumstances:
     stages: int
     decoder: bool = True
     adapter: bool = False
+    graphs: bool = False
 
     @property
     def doubts(self) -> dict[str, float]:
@@ -98,6 +99,8 @@ def unmeasured(one: Circumstances, device: str) -> tuple[str, ...]:
         found.append("no model but decoders of text")
     if one.adapter:
         found.append("no run with an adapter")
+    if one.graphs:
+        found.append("no run with CUDA graphs")
     if one.narrow and one.generation not in ("hopper", "blackwell", "cdna"):
         found.append("no run in fp8 or fp4 on this device")
     if one.experts and one.generation in ("volta", "ampere"):

@@ -26,8 +26,9 @@ class Stack:
     overlap_params: gathered parameters travel under compute. overlap_tp: tensor-parallel traffic hides under matmuls.
     overlap_tp_backward: in backward alone, where the weight gradients need none of it.
     overlap_p2p: pipeline sends hide under compute. grad_bytes: of one gradient as it is kept.
-    reduce_bytes: as it travels. travel_once: under ZeRO 1 and 2 gradients leave bucket by bucket, after the last pass
-    of a step (else those of ZeRO 1 stay whole, and those of ZeRO 2 leave after every pass).
+    reduce_bytes: as it travels. short_summands: gradients of half formats that are not added up first travel in them to
+    other ranks of the node, as in Weft. travel_once: under ZeRO 1 and 2 gradients leave bucket by bucket, after the
+    last pass of a step (else those of ZeRO 1 stay whole, and those of ZeRO 2 leave after every pass).
     main_bytes: master weight and states of one parameter (Adam in fp32: 12).
     weight_bytes: of one parameter as forward reads it. gather_bytes: as zero=3 gathers it.
     regather_sp: sequence-parallel inputs are gathered again in backward (else the gathered copy is kept).
@@ -39,6 +40,8 @@ class Stack:
     selective_half: selective recompute makes every second product again (else none: it keeps them all).
     replay_stops: full recompute ends before a layer's last product, whose result backward does not ask for, and the sum
     after it (else it makes the whole forward again).
+    own_groups: communicators are those that Weft's ranks make, lanes between stages among them (else one for all ranks
+    and one for each axis in use).
     dropout: masks are made and kept. cuda_graphs: no launch gaps. host_gain: speed of its host code over the table's.
     scatter_p2p: tensor-parallel ranks send a slice each between stages. fold_experts: experts lie over the
     tensor-parallel ranks too (else each expert is split over them). once_per_node: a token goes to a node once, however
@@ -75,6 +78,7 @@ class Stack:
     overlap_p2p: bool = False
     grad_bytes: float = 4.0
     reduce_bytes: float = 4.0
+    short_summands: bool = True
     travel_once: bool = True
     main_bytes: float = 12.0
     weight_bytes: float = 2.0
@@ -85,6 +89,7 @@ class Stack:
     opaque_experts: bool = True
     selective_half: bool = False
     replay_stops: bool = True
+    own_groups: bool = True
     dropout: bool = False
     cuda_graphs: bool = False
     host_gain: float = 1.0

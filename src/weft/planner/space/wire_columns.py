@@ -19,7 +19,7 @@ Way = Literal["shard", "replicas"]
 _DILOCO = PLAN_FIELDS["sync"].kind.encode("diloco:1")[0]
 
 
-def wire_bytes(columns: Columns, numel: Array, own_bytes: float, way: Way = "shard") -> Array:
+def wire_bytes(columns: Columns, numel: Array, own_bytes: Array | float, way: Way = "shard") -> Array:
     """Return bytes on the wire of so many gradients.
 
     Args:

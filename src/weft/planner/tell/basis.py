@@ -7,6 +7,7 @@ predicted without its source (`planner/foresight`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from weft.planner.cost.machine import Tables
 from weft.planner.foresight import Band, Circumstances, circumstances_of, shipped, time_bands, unmeasured
@@ -73,7 +74,8 @@ def band_of(one: Candidate, level: float = TOLD) -> Band | None:
 def circumstances(one: Candidate) -> Circumstances:
     """Return what the error of a candidate depends on."""
     question, plan = one.question, one.plan
-    return circumstances_of(question.job, question.cluster, plan.precision, plan.pp, question.cluster.num_devices)
+    found = circumstances_of(question.job, question.cluster, plan.precision, plan.pp, question.cluster.num_devices)
+    return replace(found, graphs=plan.graphs)
 
 
 def band_words(one: Candidate) -> list[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from weft.planner.measured import lesson_words
-from weft.planner.search import Candidate, Question
+from weft.planner.search import Candidate, Question, estimated
 from weft.planner.tell.basis import band_words
+from weft.spec.rules import check
 from weft.units import format_bytes, format_count, format_seconds
 
 #: What each term of a step is, for people.
@@ -29,6 +30,8 @@ TERM_WORDS = {
     "frozen": "forward passes without gradients",
 }
 _WIDTH = 32
+#: Share of a step in which kernels wait for the host from which on it is told what CUDA graphs would change.
+_WAITS = 0.05
 
 
 def explain(one: Candidate, hour_price: float | None = None) -> str:
@@ -56,6 +59,7 @@ def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
         *([f"cost    {', '.join([*money, *energy])}"] if money or energy else []),
         *band_words(one),
         *_learned(one.question),
+        *_with_graphs(one),
         *([slow] if cluster.kinds else []),
         *waiting,
     ]
@@ -68,6 +72,24 @@ def _learned(question: Question) -> list[str]:
         return []
     lines = [f"        the profile of {profile.machine.device}, measured {profile.made}"]
     return lines + ([f"        {words}"] if (words := lesson_words(profile)) else [])
+
+
+def _with_graphs(one: Candidate) -> list[str]:
+    """What the plan would take with CUDA graphs, where kernels wait for the host. The search tries none: no GPU has yet
+    shown that they gain anything."""
+    if one.plan.graphs or one.terms.get("host", 0.0) < _WAITS * one.step_s:
+        return []
+    plan = one.plan.replace(graphs=True)
+    if check(plan, one.question.facts):
+        return []
+    other = estimated([plan], one.question)[0]
+    if other.step_s >= one.step_s:
+        return []
+    change = f"{format_seconds(other.step_s)} a step ({other.step_s / one.step_s - 1:+.0%})"
+    return [
+        f"graphs  with graphs=on about {change}, {format_bytes(other.total_bytes)} on the fullest rank; no GPU has "
+        "shown this, so the search leaves it to you"
+    ]
 
 
 def waterfall(one: Candidate) -> list[str]:

@@ -157,6 +157,13 @@ def _worded(question: Question, name: str, value: str) -> Question:
     return replace(question, job=replace(job, stack=replace(job.stack, main_bytes=_STATES[value])))
 
 
+def _recorded(question: Question, value: str) -> Question:
+    """The question with plans that launch their steps as CUDA graphs, which no search tries of its own accord."""
+    if value not in ("on", "off"):
+        raise _error("graphs", f"graphs={value}: it is on or off. Write graphs=on.")
+    return replace(question, fixed={**question.fixed, "graphs": value == "on"})
+
+
 def change(question: Question, text: str) -> Question:
     """The question under "gpus=16,nic=2x": each word sets a lever to a number, or to a multiple of what it is.
 
@@ -172,12 +179,15 @@ def change(question: Question, text: str) -> Question:
             )
             question = replace(question, cluster=machines)
             continue
+        if name == "graphs":
+            question = _recorded(question, value)
+            continue
         if name in _WORDS:
             question = _worded(question, name, value)
             continue
         lever = LEVERS.get(name)
         if lever is None:
-            known = ["cluster", "device", "precision", *_WORDS, *LEVERS]
+            known = ["cluster", "device", "precision", "graphs", *_WORDS, *LEVERS]
             hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
             raise _error("what-if", f"what-if={name}: not a quantity that can be changed.{hint}")
         question = lever.set(question, _number(name, value, lever, lever.now(question)))

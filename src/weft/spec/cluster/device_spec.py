@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 #: Of a host's memory, what all its ranks may pin: as the setting `memory.pinned_limit` has it by default.
 _PINNED_SHARE = 0.6
+#: The name of a host's cores as a device.
+HERE = "here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,11 @@ class DeviceSpec:
     torch_names: tuple[str, ...] = ()
     sources: str = ""
     note: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a rank's share of the cores of a host that was measured (`planner/measured/here.py`)."""
+        return self.name == HERE
 
     @property
     def pinnable_bytes(self) -> float:

@@ -31,6 +31,15 @@ def _off(plan: Plan, facts: Facts) -> Plan:
 
 GRAPH_RULES: tuple[Rule, ...] = (
     Rule(
+        name="graphs-on-device",
+        field="graphs",
+        reason="Only GPUs record graphs.",
+        predicate=lambda plan, facts: plan.graphs and facts.device.is_cpu,
+        finding=lambda plan, facts: f"{facts.device.title} is a CPU, which records no graphs",
+        remedy=lambda plan, facts: "Use graphs=off, or a GPU",
+        fix=_off,
+    ),
+    Rule(
         name="graphs-hold-one-rank",
         field="graphs",
         reason="A graph holds kernels of one rank alone, in a row that neither the host nor other ranks interrupt.",

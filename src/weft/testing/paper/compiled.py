@@ -30,6 +30,10 @@ _ASKED = (
 )  # fmt: skip
 
 
+#: The operator that puts a generator's state in place, and then calls another.
+_WITH_RNG_STATE: Any = torch._prims.rng_prims.graphsafe_run_with_rng_state
+
+
 class Use(NamedTuple):
     """share: of a node's elements that a kernel reads and writes, by inductor's count."""
 
@@ -116,6 +120,9 @@ class _Run:
         kwargs: Any = fx.map_arg(node.kwargs, self._values.__getitem__)
         if node.target is operator.getitem:
             return args[0][args[1]]
+        if node.target is _WITH_RNG_STATE:  # an operation that draws the same numbers in forward and in backward
+            target, *args = args
+            kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
         with self._mode.quietly(quiet):
             return target(*args, **kwargs)
 

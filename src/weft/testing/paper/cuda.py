@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.testing.paper.device import PaperDevice
 from weft.testing.paper.streams import capturing, classes_of, graph_class
-from weft.testing.paper.tensors import on_device
+from weft.testing.paper.tensors import CUDA, on_device
 
 #: What the device says it is: an H100 with 80 GB.
 NAME, TOTAL_BYTES, CAPABILITY = "NVIDIA H100 80GB HBM3", 85_017_493_504, (9, 0)
@@ -93,7 +93,7 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         "CUDAGraph": graph_class(device),
         "graph": capturing,
         "graph_pool_handle": lambda: (0, 0),
-        "default_generators": (SimpleNamespace(get_offset=lambda: 0),),
+        "default_generators": (_generator(),),
         "device_count": lambda: 1,
         "get_device_name": lambda which=None: NAME,
         "get_device_capability": lambda which=None: CAPABILITY,
@@ -106,6 +106,13 @@ def _facts(device: PaperDevice, stub: ctypes.CDLL) -> dict[str, Any]:
         "cudart": lambda: runtime,
         "nccl": SimpleNamespace(version=lambda: (2, 27, 0)),
     }
+
+
+def _generator() -> torch.Generator:
+    """A generator of the device, which draws nothing. Compiled blocks that draw again in backward ask for copies."""
+    # A class of torch's, because inductor tells generators from other inputs of a graph; its own `device` is the host.
+    members = {"device": CUDA, "clone_state": lambda self: type(self)(), "get_offset": lambda self: 0}
+    return type("PaperGenerator", (torch.Generator,), members)()
 
 
 def _answers(value: object) -> Callable[..., Any]:

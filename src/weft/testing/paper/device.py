@@ -63,6 +63,8 @@ class PaperDevice:
         self.mismatch = ""
         self.said: torch.Tensor | None = None
         self._network: dict[object, int] = {}
+        #: Over which something has gone.
+        self.communicators: set[object] = set()
         #: The graph that is being captured, and all that were.
         self.capture: GraphCapture | None = None
         self.graphs: list[GraphCapture] = []
@@ -80,6 +82,7 @@ class PaperDevice:
         for number in range(1, self.num_streams):
             self.races.order.create_stream(number)
         self._works.clear()
+        self.communicators.clear()
         self.capture, self.graphs = None, []
         self.mismatch = ""
 
@@ -97,6 +100,7 @@ class PaperDevice:
             copies=dict(counts.copies),
             collectives=dict(counts.collectives),
             formats=dict(counts.formats),
+            communicators=len(self.communicators),
             races=dict(self.races.found),
             step_s=clock.end - clock.start,
             busy_s=clock.busy[DEFAULT],
@@ -186,6 +190,7 @@ class PaperDevice:
     ) -> None:
         """A collective or message on a stream of its communicator, as NCCL has it. work: what to wait for."""
         self.forbid(kind)
+        self.communicators.add(met.communicator)
         stream = self._network.get(met.communicator)
         if stream is None:
             stream = self._network[met.communicator] = self.new_stream()

@@ -27,10 +27,10 @@ class PaperReport:
     products_s: what matrix products and attention take by their FLOPs alone, the least that the step can take.
     line_s: of kernels, by line of Weft. syncs: waits of the host, by what and line; a copy that blocks is one.
     behind: waits for what the step before launched; the device has this step's work to do meanwhile. copies,
-    collectives, races: how often, by what. formats: tensors of collectives, by kind and number format. mismatch: the
-    error of a tensor on the wrong device, or "". busy_s: of the default stream. idle_s: its waiting, by reason.
-    over_s: of a plan, what of that is for other ranks, by axis, as a run's ledger has it. name: of the script or the
-    plan. error: what ended a plan early, or "".
+    collectives, races: how often, by what. formats: tensors of collectives, by kind and number format. communicators:
+    over which anything went, since the process or the plan began. mismatch: the error of a tensor on the wrong device,
+    or "". busy_s: of the default stream. idle_s: its waiting, by reason. over_s: of a plan, what of that is for other
+    ranks, by axis, as a run's ledger has it. name: of the script or the plan. error: what ended a plan early, or "".
     """
 
     kernels: int = 0
@@ -43,6 +43,7 @@ class PaperReport:
     copies: dict[str, int] = field(default_factory=dict)
     collectives: dict[str, int] = field(default_factory=dict)
     formats: dict[str, int] = field(default_factory=dict)
+    communicators: int = 0
     races: dict[str, int] = field(default_factory=dict)
     step_s: float = 0.0
     busy_s: float = 0.0

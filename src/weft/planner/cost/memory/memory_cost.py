@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from weft.planner.cost.alike import Alike
 from weft.planner.cost.machine import Tables
 from weft.planner.cost.memory.backward_memory import fullest_of_backward
+from weft.planner.cost.memory.communicators import axis_groups, lanes
 from weft.planner.cost.memory.host_memory import host_bytes, host_shares, is_offloaded
 from weft.planner.cost.memory.layer_memory import OF_LAYER, LayerBytes, end_bytes, layer_bytes, logits_bytes
+from weft.planner.cost.memory.recorded_memory import passes_held
 from weft.planner.cost.memory.state_memory import OF_STATES, Place, WeightBytes, held_bytes, loose_width
 from weft.planner.cost.pipeline import OF_FLIGHT, Stages, chunks_per_rank, even_layers, fullest_moment, in_flight
 from weft.planner.space import Columns, Job
@@ -71,12 +73,17 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """What is known of the rank at a place by the kinds of rows: bytes that it holds, of logits, of ends; its place."""
+    """What is known of the rank at a place by the kinds of rows: bytes that it holds, of logits, of ends; its place.
+
+    groups, lanes: communicators of Weft's own, by the kinds of states and of passes in flight.
+    """
 
     held: WeightBytes
     logits: Array
     ends: Array
     rank: Any
+    groups: NDArray[np.int64]
+    lanes: NDArray[np.int64]
 
     @classmethod
     def of(cls, job: Job, rows: _Rows, place: Place, device_bytes: int) -> _Rank:
@@ -88,6 +95,8 @@ class _Rank:
             logits=logits_bytes(job, columns, device_bytes) if head else np.zeros(len(columns)),
             ends=end_bytes(job, columns, embedding, head),
             rank=rank,
+            groups=axis_groups(job, rows.states.rows, embedding or head),
+            lanes=lanes(rows.flights.rows, rank),
         )
 
 
@@ -149,7 +158,7 @@ def _fill(
             shares = on_host.rows(part.states.index)
             kept = host_bytes(job, part.columns, shares, layer.kept[part.layers.index], flight)
         there = some if isinstance(where, slice) else where[some]
-        for name, values in (bytes_of | _lasting(tables, part) | {"host": kept}).items():
+        for name, values in (bytes_of | _lasting(job, tables, part) | {"host": kept}).items():
             found[name][there] = values
 
 
@@ -179,7 +188,7 @@ def rank_bytes(
     """
     every = Alike(columns, slice(None), slice(None))
     rows = _Rows(columns, every, every, every)
-    return _at_place(job, rows, tables, layer, _Rank.of(job, rows, place, device_bytes)) | _lasting(tables, rows)
+    return _at_place(job, rows, tables, layer, _Rank.of(job, rows, place, device_bytes)) | _lasting(job, tables, rows)
 
 
 def _at_place(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Rank) -> dict[str, Array]:
@@ -193,16 +202,22 @@ def _at_place(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Ran
     else:  # gradients have a place of their own from the start
         flight, begun = in_flight(rows.flights.rows, of.rank)[rows.flights.index], np.ones(())
     passing = _Pass(layer, of.logits[kinds.index], of.ends[kinds.index], flight, begun)
-    return _classes(job, columns, tables, held, passing)
+    found = _classes(job, columns, tables, held, passing)
+    if job.stack.own_groups:
+        count = of.groups[rows.states.index] + of.lanes[rows.flights.index]
+        found["communicators"] = count.astype(np.float64) * (tables.communicator_gib * 2**30)
+    return found
 
 
-def _lasting(tables: Tables, rows: _Rows) -> dict[str, Array]:
-    """Bytes of the classes that are the same on every rank: of the groups that it is in, and of the device itself."""
+def _lasting(job: Job, tables: Tables, rows: _Rows) -> dict[str, Array]:
+    """Bytes of the classes that are the same on every rank: of the device, and of groups where only axes have one."""
+    context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(rows.columns))
+    if job.stack.own_groups:
+        return {"context": context}
     columns = rows.states.rows
     groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
     groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
     communicators = np.where(columns.world_size > 1, groups, 0) * tables.communicator_gib * 2**30
-    context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(rows.columns))
     return {"communicators": communicators[rows.states.index], "context": context}
 
 
@@ -210,16 +225,23 @@ def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, pass
     """Bytes of the classes that change during a step, at the fuller moment."""
     layer, logits, gathered = passing.layer, passing.logits, held.gathered
     saved = _saved_bytes(columns, held, passing)
-    reduced = held.reduced + layer.beside
+    recorded = columns.graphs.any()
+    # Of a graph, gradients travel beside the memory that it keeps.
+    leaving = np.where(columns.graphs, held.reduced, 0.0) if recorded else 0.0
+    reduced = held.reduced - leaving + layer.beside
     # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
     # on their way.
     kept, again, begun, loose = _while_backward(job, columns, held, passing, saved)
     again = kept + again
     late = again + reduced + loose > saved + logits
-    activations, buffers = np.where(late, again, saved), gathered + np.where(late, reduced, 0.0)
+    activations, buffers = np.where(late, again, saved), gathered + np.where(late, reduced, 0.0) + leaving
     logits = np.where(late, 0.0, logits)
-    gradients = held.gradients + begun * held.growing
-    gone = np.where(held.goes & ~late, gradients, 0.0)
+    if recorded:
+        times = passes_held(columns)
+        activations, logits = times * activations, times * logits
+    made = begun * held.growing
+    gradients = held.gradients + made
+    gone = np.where(held.goes & ~late, np.where(held.loose, made, gradients), 0.0)
     return {
         "parameters": held.parameters * (1 - columns.offload_params) + held.second,
         "gradients": gradients - gone + held.carried,

@@ -37,6 +37,7 @@ OF_STATES = (
     "precision",
     "num_micro",
     "offload_optimizer",
+    "graphs",
 )
 
 
@@ -58,9 +59,9 @@ class WeightBytes:
 
     layers: of the rank. learnt: parameters that are trained; ends: those of them in embedding and head.
     gradients: those that are there at the fullest moment of backward; growing: those beside, times the share that is
-    made by then. carried: what senders keep from step to step. goes: whether there are no gradients at the loss.
-    loose: whether gradients stay where autograd put them. second: weights of a second model. gathered: parameters;
-    reduced: gradients on their way in backward.
+    made by then. carried: what senders keep from step to step. goes: whether there are no gradients at the loss; where
+    they are loose, none of those that grow. loose: whether gradients of a pass stay where autograd put them. second:
+    weights of a second model. gathered: parameters; reduced: gradients on their way in backward.
     """
 
     layers: Array
@@ -98,7 +99,8 @@ def held_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
     trained = trained_shares(job, columns, shares, layers, (embedding, head))
     gathered, reduced = _buffers(job, columns, shares, trained, layers)
     parameters, optimizer, gradients, growing = _states(job, columns, shares, trained, layers)
-    learnt, loose = trained.dense + trained.experts + trained.ends, stays_loose(columns) & stack.travel_once
+    learnt = trained.dense + trained.experts + trained.ends
+    loose = (stays_loose(columns) | awaits_pass(columns)) & stack.travel_once
     counted = learnt if job.shape.moe_layers else trained.dense + trained.ends
     return WeightBytes(
         layers=layers,
@@ -143,7 +145,8 @@ def _states(
     master = np.minimum(4.0, main)
     kept = np.where((zero == 3) & ~full32, main - master, main)
     kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.apart_bytes(columns), 0.0)
-    each = np.where(stack.travel_once & stays_loose(columns), loose_width(job, columns), stack.grad_bytes)
+    is_loose = stack.travel_once & (stays_loose(columns) | awaits_pass(columns))
+    each = np.where(is_loose, loose_width(job, columns), stack.grad_bytes)  # of those that grow
     shares = shares_in_format(job, columns, shares, layers, weight)
     parts = (
         (shares.dense + shares.ends, trained.dense + trained.ends, group),
@@ -156,7 +159,7 @@ def _states(
             parameters += (held - count) * weight / np.where(zero == 3, size, 1.0)
         parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
         share, grows = _gradient_share(job, columns, size)
-        gradients += count * each * share
+        gradients += count * stack.grad_bytes * share
         growing += count * each * grows
         optimizer += count * kept / np.where(zero >= 1, size, 1.0)
     # One mean in place of two: SGD everywhere, Muon for its matrices.
@@ -170,6 +173,13 @@ def stays_loose(columns: Columns) -> NDArray[np.bool_]:
     """Return for each row whether gradients stay where autograd put them, and in its format, until the update."""
     alone = columns.dp_replicate * columns.dp_shard * columns.cp * columns.pp == 1
     return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
+
+
+def awaits_pass(columns: Columns) -> NDArray[np.bool_]:
+    """Return for each row whether the gradients of a step stay so until its pass is over, and travel then: a graph
+    holds no collective."""
+    ranks = columns.dp_replicate * columns.dp_shard * columns.cp
+    return columns.graphs & (columns.num_micro == 1) & (ranks > 1) & (columns.pp == 1) & (columns.zero < 3)
 
 
 def _gradient_share(job: Job, columns: Columns, size: Array) -> tuple[Array, NDArray[np.bool_]]:
@@ -190,7 +200,7 @@ def _gradient_share(job: Job, columns: Columns, size: Array) -> tuple[Array, NDA
     several = several & (zero < 3) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
     own = np.where(zero == 0, np.where(piped, 1.0, 0.0), np.where(piped | (zero == 2), 1 / size, 0.0))
     followed = (piped & (zero < 3) & (columns.num_micro > 1)) | stays_loose(columns)
-    return np.where(followed, 0.0, found) + np.where(several, own, 0.0), followed
+    return np.where(followed, 0.0, found) + np.where(several, own, 0.0), followed | awaits_pass(columns)
 
 
 def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array) -> tuple[Array, Array]:

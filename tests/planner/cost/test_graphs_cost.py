@@ -1,0 +1,139 @@
+"""What `graphs=on` changes of an estimate: no waiting for launches, traffic in the open, memory that graphs keep."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planner.measured.synthetic import profile
+from weft.planner import estimate
+from weft.planner.cost.machine.tables import Tables
+from weft.planner.cost.memory.recorded_memory import passes_held
+from weft.planner.estimator import Estimates
+from weft.planner.measured.here import cluster_of
+from weft.planner.search import Question, answer
+from weft.planner.space import Columns, Job, Shape
+from weft.planner.tell import compare, explain, what_if
+from weft.spec import ClusterSpec, DecoderSpec
+from weft.spec.plan import Plan
+from weft.spec.rules import Facts, check
+from weft.train.microbatch.passes.graphed_passes import WARM_UPS
+
+#: The decoder of the table in docs/reference/gpu.md.
+SPEC = DecoderSpec(
+    vocab_size=50304, dim=768, num_layers=12, num_heads=12, num_kv_heads=6, ffn_dim=1536, max_seq_len=1024
+)
+SHAPE = Shape.of_decoder(SPEC)
+#: What the simulated GPU takes without and with graphs, in ms (the same table).
+SIMULATED = {
+    "precision=bf16": (9.94, 7.49),
+    "accumulation=4 precision=bf16": (39.19, 27.15),
+    "dp_shard=8 zero=1 precision=bf16": (9.72, 8.30),
+}
+
+
+def estimates(*texts: str) -> list[Estimates]:
+    found = []
+    for plan in map(Plan.parse, texts):
+        cluster = ClusterSpec.parse(f"{plan.world_size}xh100")
+        job = Job(shape=SHAPE, seq_len=1024, global_batch=plan.dp_size * plan.microbatches_per_step)
+        found.append(estimate(job, cluster, Columns.of([plan], job), Tables.of(cluster.device)))
+    return found
+
+
+@pytest.mark.parametrize("text", SIMULATED)
+def test_the_share_of_a_step_that_graphs_save_is_near_that_of_the_simulated_gpu(text):
+    eager, recorded = estimates(text, f"{text} graphs=on")
+    before, after = SIMULATED[text]
+    assert recorded.terms["host"][0] == 0.0 < eager.terms["host"][0]
+    assert recorded.step_s[0] / eager.step_s[0] == pytest.approx(after / before, abs=0.06)
+
+
+@pytest.mark.parametrize("text", ["dp_shard=8 zero=1", "dp_shard=8 zero=2", "dp_replicate=8"])
+def test_over_ranks_all_that_travels_is_in_the_open(text):
+    eager, recorded = estimates(f"{text} precision=bf16", f"{text} precision=bf16 graphs=on")
+    assert recorded.terms["contention"][0] == 0.0 < eager.terms["contention"][0]
+    bus = ClusterSpec.parse("8xh100").device.scale_up_bytes_per_s
+    # Gradients of blocks travel in bf16 within a node, those of embedding and head in fp32; then weights in bf16.
+    ends = 2 * SPEC.vocab_size * SPEC.dim
+    to_ranks = 4 * SHAPE.num_params if text == "dp_replicate=8" else 2 * (SHAPE.num_params - ends) + 4 * ends
+    bytes_sent = (to_ranks + (4 if text == "dp_replicate=8" else 2) * SHAPE.num_params) * 7 / 8
+    assert recorded.terms["dp_exposed"][0] > bytes_sent / bus > eager.terms["dp_exposed"][0]
+
+
+def test_over_ranks_gradients_stay_until_the_pass_is_over_and_lie_beside_those_on_their_way():
+    eager, recorded = estimates("dp_shard=8 zero=1 precision=bf16", "dp_shard=8 zero=1 precision=bf16 graphs=on")
+    for name in ("parameters", "optimizer"):
+        assert recorded.memory[name][0] == eager.memory[name][0]
+    # All of them in bf16 where autograd puts them, or what the allocator keeps for them; buckets in fp32 beside.
+    kept = sum(recorded.memory[name][0] - eager.memory[name][0] for name in ("gradients", "buffers", "reserve"))
+    assert kept > 4 * SHAPE.num_params
+
+
+def test_on_one_rank_a_graph_keeps_what_a_pass_needs():
+    eager, recorded = estimates("precision=bf16", "precision=bf16 graphs=on")
+    assert {name: array[0] for name, array in recorded.memory.items()} == {
+        name: array[0] for name, array in eager.memory.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [
+        ("accumulation=3", 1),
+        ("accumulation=4", 2),
+        ("dp_shard=8 zero=1 accumulation=4", 2),
+        ("dp_shard=8 zero=2", 1),
+        ("dp_shard=8 zero=2 accumulation=2", 2),
+        ("dp_shard=8 zero=2 accumulation=8", 3),
+        ("dp_replicate=8 accumulation=2", 1),
+    ],
+)
+def test_passes_that_lie_in_memory_at_once(text, times):
+    eager, recorded = estimates(f"{text} precision=bf16", f"{text} precision=bf16 graphs=on")
+    assert recorded.memory["activations"][0] == times * eager.memory["activations"][0]
+
+
+def test_an_eager_pass_lies_beside_a_recorded_one_where_those_between_are_seen_often_enough_first():
+    for count in range(1, 12):
+        # In step WARM_UPS + 1 the last pass is recorded; those between were seen so often before.
+        beside = (count - 2) * WARM_UPS >= WARM_UPS + 1
+        assert passes_held(Columns.make(1, num_micro=count, graphs=True))[0] == (2 if beside else 1)
+
+
+def question(text: str = "", **options) -> Question:
+    return Question.of(SPEC, "8xh100", seq_len=1024, global_batch=8, fixed=text, **options)
+
+
+def test_a_search_tries_no_graphs_unless_it_is_asked_to_and_then_only_those_that_rules_allow():
+    found = answer(question("precision=bf16"))
+    assert not any(one.plan.graphs for one in (*found, *found.pareto))
+    asked = answer(question("precision=bf16 graphs=on"))
+    assert asked.best is not None
+    for one in asked:
+        assert one.plan.graphs
+        assert not check(one.plan, asked.question.facts)
+    assert {one.plan.tp * one.plan.pp * one.plan.cp for one in asked} == {1}
+    assert "graphs-hold-one-rank" in {each.name for each in asked.refused}
+    scenario = what_if("graphs=on", question("precision=bf16"))
+    assert scenario.answer.best is not None
+    assert scenario.answer.best.plan == asked.best.plan
+
+
+def test_a_measured_host_records_none():
+    """Estimates for a CPU must not look as if graphs were free there."""
+    facts = Facts(device=cluster_of(profile(), "2xhere").device)
+    assert facts.device.is_cpu
+    assert not question().cluster.device.is_cpu
+    assert [each.rule for each in check(Plan.parse("graphs=on"), facts)] == ["graphs-on-device"]
+
+
+def test_what_graphs_would_change_is_told_where_kernels_wait_for_the_host():
+    asked = question("precision=bf16 compile=off")
+    best = answer(asked).best
+    assert best is not None
+    assert "graphs  with graphs=on about" in explain(best)
+    rows = compare(str(best.plan), f"{best.plan} graphs=on", asked)
+    assert "no run with CUDA graphs was ever measured" in explain(rows.right)
+    assert {name: after for name, _, after in rows.time_rows}["host"] == 0.0
+    large = answer(Question.of("llama3-8b", "8xh100", global_batch=64, fixed="precision=bf16 zero=1 tp=1 cp=1 pp=1"))
+    assert large.best is None or "graphs  with" not in explain(large.best)
