@@ -35,7 +35,9 @@ def test_what_nobody_set_is_set_and_products_keep_their_sums(nothing_set):
     assert found == [
         "PYTORCH_ALLOC_CONF=expandable_segments:True",
         "TORCH_NCCL_HIGH_PRIORITY=1",
-        "products of fp32 in fp32",
+        "products of fp32 exact under precision=fp32, in TF32 under precision=tf32",
+        "cuDNN's algorithms as kernels.convolutions says",
+        "attention by flash, efficient, cudnn, math, in torch's order or as kernels.attention says",
     ]
     prepare_gpu()
     assert [os.environ.get(name) for name in NAMES] == ["expandable_segments:True", None, "1"]
@@ -89,7 +91,7 @@ def test_the_plan_says_whether_products_are_rounded_to_tf32(flags):
     multiply_as_planned("tf32", GPU)
     assert flags() == ["tf32"] * 3
     assert both_generations() == (True, True, "high")
-    with pytest.warns(WeftWarning, match=r"told to round .* Use precision=tf32"):
+    with pytest.warns(WeftWarning, match=r"told to round .* earlier plan, .* Use precision=tf32"):
         multiply_as_planned("fp32", GPU)
     assert flags() == ["ieee"] * 3
     assert both_generations() == (False, False, "highest")
@@ -132,6 +134,8 @@ def test_devices_without_tf32_are_refused_in_one_sentence(flags, monkeypatch):
         "precision=tf32: Tesla V100 has no TF32, which came with Ampere (compute capability 8.0). Use precision=fp32."
     )
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    with pytest.raises(PlanError, match="this GPU is AMD's, and TF32 is a format of NVIDIA's. Use precision=fp32"):
+    with pytest.raises(PlanError, match=r"this GPU is AMD's, and TF32 is a format of NVIDIA's\. Use precision=fp32"):
         multiply_as_planned("tf32", GPU)
     assert flags() == ["none", "tf32", "tf32"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert any("precision=tf32 is refused: this GPU is AMD's" in line for line in library_settings())

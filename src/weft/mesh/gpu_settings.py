@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -66,17 +67,18 @@ def multiply_as_planned(precision: str, device: torch.device) -> None:
         raise PlanError(f"precision=tf32: {why}. Use precision=fp32.")
     if precision not in ("fp32", "tf32") or device.type != "cuda":
         return
-    products, rounds = torch.backends.cuda.matmul, precision == "tf32"
+    backends: Any = torch.backends  # torch's types know only some of the flags
+    products, rounds = backends.cuda.matmul, precision == "tf32"
     if not rounds and products.fp32_precision == "tf32":
         warnings.warn(
-            "precision=fp32: torch was told to round products of fp32 to TF32, and this plan multiplies exactly from "
-            "here on. Use precision=tf32 to have them rounded.",
+            "precision=fp32: torch was told to round products of fp32 to TF32, by this script or an earlier plan, and "
+            "multiplies exactly from here on. Use precision=tf32 to have them rounded.",
             WeftWarning,
             stacklevel=3,
         )
-    products.allow_tf32 = torch.backends.cudnn.allow_tf32 = rounds
+    products.allow_tf32 = backends.cudnn.allow_tf32 = rounds
     word = "tf32" if rounds else "ieee"
-    for one in (products, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+    for one in (products, backends.cudnn.conv, backends.cudnn.rnn):
         one.fp32_precision = word
 
 
@@ -93,9 +95,27 @@ def _without_tf32(device: torch.device) -> str:
 
 def library_settings() -> list[str]:
     """Return what holds for a rank on a GPU that this process starts, one line each."""
-    format_name = {"tf32": "TF32", "none": "fp32", "ieee": "fp32"}
-    products = str(torch.backends.cuda.matmul.fp32_precision)
-    return [*(one.setting() for one in VARIABLES), f"products of fp32 in {format_name.get(products, products)}"]
+    why = _without_tf32(torch.device("cuda", 0)) if torch.cuda.is_available() else ""
+    rounded = f"precision=tf32 is refused: {why}" if why else "in TF32 under precision=tf32"
+    enabled = [name for name, is_on in _attention().items() if is_on]
+    guesses = "measured for every shape" if torch.backends.cudnn.benchmark else "as kernels.convolutions says"
+    return [
+        *(one.setting() for one in VARIABLES),
+        f"products of fp32 exact under precision=fp32, {rounded}",
+        f"cuDNN's algorithms {guesses}",
+        f"attention by {', '.join(enabled)}, in torch's order or as kernels.attention says",
+    ]
+
+
+def _attention() -> dict[str, bool]:
+    """Which kernels torch may take for attention, by the names that `kernels.attention` has for them."""
+    told = torch.backends.cuda
+    return {
+        "flash": told.flash_sdp_enabled(),
+        "efficient": told.mem_efficient_sdp_enabled(),
+        "cudnn": told.cudnn_sdp_enabled(),
+        "math": told.math_sdp_enabled(),
+    }
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:

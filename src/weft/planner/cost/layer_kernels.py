@@ -27,8 +27,8 @@ _FLASH_1 = 0.55
 
 @dataclass(frozen=True, slots=True)
 class OwnCut:
-    """What a rank has of a pass: M, q, kv; FLOP/s of products, of what stays in a half format, and of attention; and how
-    much wider elements are than halves."""
+    """What a rank has of a pass: M, q, kv; FLOP/s of products, of what stays in a half format, and of attention; and
+    how much wider elements are than halves."""
 
     tokens: Array
     q: Array
