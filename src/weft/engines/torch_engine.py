@@ -16,8 +16,8 @@ from weft.checkpoint import Checkpoint, SavedPiece, Together, list_checkpoints
 from weft.comm import Ledger, StoreTalk, barrier
 from weft.comm.watch import StoreBoard, Watch, hang_event
 from weft.data.batch import move_batch
+from weft.engines.gpu_kernels import GpuKernels
 from weft.engines.held_memory import memory_by_class
-from weft.engines.kernels import Kernels
 from weft.engines.near_gpu import device_of_rank
 from weft.engines.other_worlds import OtherWorlds, plan_within
 from weft.engines.step_seeds import seeds_by_place, seeds_by_sample
@@ -58,7 +58,7 @@ class TorchEngine:
         self._ledger = Ledger()
         self.plan = plan_within(job.plan, job.world)
         self.mesh = build_mesh(self.plan, device, self._ledger.record, launch.route, launch.links or "auto")
-        self._kernels = Kernels(job.config, self.plan, device)
+        self._kernels = GpuKernels(job.config, self.plan, device)
         if job.world is not None:
             self.mesh.reader = self.mesh.reader.in_replica(job.world.replica, job.plan)
         self.rank, self.device, self.pulse = self.mesh.rank, str(device), self.mesh.pulse

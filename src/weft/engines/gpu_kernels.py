@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.compiler.config
 from torch import nn
 from torch.nn.attention import (
     SDPBackend,
@@ -45,7 +46,7 @@ _CONVOLUTIONS = (
 MOST_SHAPES = 8
 
 
-class Kernels:
+class GpuKernels:
     """What the process is told, until it is closed.
 
     Args:
@@ -82,6 +83,16 @@ class Kernels:
                 ) from error
             self._before.callback(restore_flash_attention_impl)
         self._before.enter_context(sdpa_kernel(_ORDERS.get(name, _ORDERS["flash"]), set_priority=True))
+        if self._plan.compile:
+            self._compile_anew()
+
+    def _compile_anew(self) -> None:
+        """Keep code apart that was compiled with other kernels: torch's caches, here and on disk, do not know which."""
+        known = torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = f"{known} attention={self._attention}".strip()
+        torch.compiler.reset()
+        self._before.callback(torch.compiler.reset)
+        self._before.callback(setattr, torch.compiler.config, "cache_key_tag", known)
 
     def follow(self, model: nn.Module) -> None:
         """Decide how cuDNN chooses its algorithms for this model's convolutions. It is called before the first step."""

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import attention
 
-from weft.engines import kernels
-from weft.engines.kernels import MOST_SHAPES, Kernels
+from weft.engines import gpu_kernels
+from weft.engines.gpu_kernels import MOST_SHAPES, GpuKernels
 from weft.errors import ConfigError
 from weft.spec.config import RunConfig
 from weft.spec.plan import Plan
@@ -51,7 +51,7 @@ def gpu(monkeypatch):
     ],
 )
 def test_attention_is_what_was_asked_for_until_the_engine_closes(name, on):
-    chosen = Kernels(config(attention=name), BF16, GPU)
+    chosen = GpuKernels(config(attention=name), BF16, GPU)
     assert enabled() == on
     assert chosen.lines() == ([] if name == "auto" else [f"kernels attention by {name} where it can"])
     chosen.close()
@@ -64,18 +64,27 @@ def test_the_kernel_that_was_asked_for_is_tried_first(gpu):
         asked.append((order, options))
         return attention.sdpa_kernel(order, **options)
 
-    gpu.setattr(kernels, "sdpa_kernel", noted)
-    Kernels(config(attention="cudnn"), BF16, GPU).close()
+    gpu.setattr(gpu_kernels, "sdpa_kernel", noted)
+    GpuKernels(config(attention="cudnn"), BF16, GPU).close()
     order, options = asked[0]
     assert (order[0], options) == (attention.SDPBackend.CUDNN_ATTENTION, {"set_priority": True})
+
+
+def test_code_that_was_compiled_with_other_kernels_is_not_taken(gpu):
+    """What torch compiles is kept on disk under a key that does not know the kernels; their name goes into it."""
+    gpu.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    chosen = GpuKernels(config(attention="cudnn"), Plan(precision="bf16", compile=True), GPU)
+    assert torch.compiler.config.cache_key_tag == "mine attention=cudnn"
+    chosen.close()
+    assert torch.compiler.config.cache_key_tag == "mine"
 
 
 def test_a_package_takes_the_place_of_flash(gpu):
     """Its kernels are CUDA's: here a library that registers none of them."""
     taken = []
-    gpu.setattr(kernels, "activate_flash_attention_impl", taken.append)
-    gpu.setattr(kernels, "restore_flash_attention_impl", lambda: taken.append("restored"))
-    chosen = Kernels(config(attention="fa3"), BF16, GPU)
+    gpu.setattr(gpu_kernels, "activate_flash_attention_impl", taken.append)
+    gpu.setattr(gpu_kernels, "restore_flash_attention_impl", lambda: taken.append("restored"))
+    chosen = GpuKernels(config(attention="fa3"), BF16, GPU)
     assert (taken, enabled()) == (["FA3"], {"flash", "mem_efficient", "math"})
     chosen.close()
     assert taken == ["FA3", "restored"]
@@ -99,25 +108,25 @@ def test_a_package_takes_the_place_of_flash(gpu):
 def test_kernels_that_could_take_no_call_are_refused(gpu, name, precision, device, capability, message):
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with pytest.raises(ConfigError) as refused:
-        Kernels(config(attention=name), Plan(precision=precision), device)
+        GpuKernels(config(attention=name), Plan(precision=precision), device)
     assert str(refused.value) == f"kernels.attention={name}: {message}kernels.attention=auto."
 
 
 def test_a_package_that_is_not_installed_is_named(gpu):
     gpu.setitem(sys.modules, "flash_attn_interface", None)
     with pytest.raises(ConfigError) as refused:
-        Kernels(config(attention="fa3"), BF16, GPU)
+        GpuKernels(config(attention="fa3"), BF16, GPU)
     assert str(refused.value) == (
         "kernels.attention=fa3: FlashAttention 3 cannot be loaded here: import of flash_attn_interface halted; None in "
         "sys.modules. Install the package flash_attn_interface, or use kernels.attention=auto."
     )
     gpu.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))  # one without the kernels
     with pytest.raises(ConfigError, match=r"does not expose FA3 .*kernels\. Install the package"):
-        Kernels(config(attention="fa3"), BF16, GPU)
+        GpuKernels(config(attention="fa3"), BF16, GPU)
 
 
 def measured(model, plan=BF16, **settings):
-    chosen = Kernels(config(**settings), plan, GPU)
+    chosen = GpuKernels(config(**settings), plan, GPU)
     chosen.follow(model)
     return chosen
 
@@ -203,5 +212,5 @@ def test_what_torch_was_told_before_stays():
 )  # fmt: skip
 def test_measuring_is_refused_where_it_cannot_be(device, plan, message):
     with pytest.raises(ConfigError) as refused:
-        Kernels(config(convolutions="measured"), plan, device)
+        GpuKernels(config(convolutions="measured"), plan, device)
     assert str(refused.value) == f"kernels.convolutions=measured: {message}"
