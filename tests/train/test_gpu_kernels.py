@@ -118,7 +118,7 @@ def test_a_package_that_is_not_installed_is_named(gpu):
         GpuKernels(config(attention="fa3"), BF16, GPU)
     assert str(refused.value) == (
         "kernels.attention=fa3: FlashAttention 3 cannot be loaded here: import of flash_attn_interface halted; None in "
-        "sys.modules. Install the package flash_attn_interface, or use kernels.attention=auto."
+        "sys.modules. Install the package that has flash_attn_interface, or use kernels.attention=auto."
     )
     gpu.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))  # one without the kernels
     with pytest.raises(ConfigError, match=r"does not expose FA3 .*kernels\. Install the package"):

@@ -79,7 +79,7 @@ class GpuKernels:
             except (ImportError, RuntimeError) as error:
                 raise ConfigError(
                     f"kernels.attention={name}: {title} cannot be loaded here: {error}. Install the package "
-                    f"{package}, or use kernels.attention=auto."
+                    f"that has {package}, or use kernels.attention=auto."
                 ) from error
             self._before.callback(restore_flash_attention_impl)
         self._before.enter_context(sdpa_kernel(_ORDERS.get(name, _ORDERS["flash"]), set_priority=True))
