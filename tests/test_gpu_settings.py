@@ -7,8 +7,10 @@ import os
 import pytest
 import torch
 
-from weft.mesh import library_settings
-from weft.mesh.gpu_settings import VARIABLES, prepare_gpu
+from weft.errors import PlanError, WeftWarning
+from weft.mesh import build_mesh, library_settings
+from weft.mesh.gpu_settings import VARIABLES, multiply_as_planned, prepare_gpu
+from weft.spec.plan import Plan
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY")
 
@@ -33,7 +35,9 @@ def test_what_nobody_set_is_set_and_products_keep_their_sums(nothing_set):
     assert found == [
         "PYTORCH_ALLOC_CONF=expandable_segments:True",
         "TORCH_NCCL_HIGH_PRIORITY=1",
-        "products of fp32 in fp32",
+        "products of fp32 exact under precision=fp32, in TF32 under precision=tf32",
+        "cuDNN's algorithms as kernels.convolutions says",
+        "attention by flash, efficient, cudnn, math, in torch's order or as kernels.attention says",
     ]
     prepare_gpu()
     assert [os.environ.get(name) for name in NAMES] == ["expandable_segments:True", None, "1"]
@@ -53,3 +57,85 @@ def test_what_the_user_set_stays_under_either_name(monkeypatch, name):
     }
     assert library_settings()[:2] == [f"{name}=max_split_size_mb:512", "TORCH_NCCL_HIGH_PRIORITY=0"]
     assert len(VARIABLES) == 2
+
+
+CUDNN = torch.backends.cudnn
+FLAGS = [torch.backends.cuda.matmul, CUDNN.conv, CUDNN.rnn]
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    """What torch rounds to TF32, as the library starts; a GPU that can, of compute capability 8.0."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+
+    def start():
+        torch.backends.cuda.matmul.allow_tf32, CUDNN.allow_tf32 = False, True
+        torch.backends.cuda.matmul.fp32_precision = "none"
+
+    start()
+    yield lambda: [one.fp32_precision for one in FLAGS]
+    start()
+
+
+def both_generations():
+    """What torch says by all its names; it raises where they disagree."""
+    return torch.backends.cuda.matmul.allow_tf32, CUDNN.allow_tf32, torch.get_float32_matmul_precision()
+
+
+def test_the_plan_says_whether_products_are_rounded_to_tf32(flags):
+    multiply_as_planned("fp32", GPU)
+    assert flags() == ["ieee"] * 3
+    assert both_generations() == (False, False, "highest")
+    multiply_as_planned("tf32", GPU)
+    assert flags() == ["tf32"] * 3
+    assert both_generations() == (True, True, "high")
+    with pytest.warns(WeftWarning, match=r"told to round .* earlier plan, .* Use precision=tf32"):
+        multiply_as_planned("fp32", GPU)
+    assert flags() == ["ieee"] * 3
+    assert both_generations() == (False, False, "highest")
+
+
+@pytest.mark.parametrize("asked", ["new", "old", "general"])
+def test_what_a_script_asked_for_by_either_name_is_overruled_aloud(flags, asked):
+    match asked:
+        case "new":
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        case "old":
+            torch.backends.cuda.matmul.allow_tf32 = True
+        case "general":
+            torch.set_float32_matmul_precision("high")
+    with pytest.warns(WeftWarning, match="precision=fp32: torch was told"):
+        multiply_as_planned("fp32", GPU)
+    assert flags() == ["ieee"] * 3
+    torch.set_float32_matmul_precision("highest")
+    assert both_generations() == (False, False, "highest")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp64", "fp8"])
+def test_other_precisions_and_cpus_leave_the_flags(flags, precision):
+    before = flags()
+    multiply_as_planned(precision, GPU)
+    multiply_as_planned("fp32", torch.device("cpu"))
+    assert flags() == before == ["none", "tf32", "tf32"]
+
+
+def test_devices_without_tf32_are_refused_in_one_sentence(flags, monkeypatch):
+    with pytest.raises(PlanError) as on_cpu:
+        build_mesh(Plan(precision="tf32"))
+    assert str(on_cpu.value) == (
+        "precision=tf32: the cpu has no TF32, which is a format of NVIDIA's GPUs. Use precision=fp32."
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    with pytest.raises(PlanError) as on_volta:
+        multiply_as_planned("tf32", GPU)
+    assert str(on_volta.value) == (
+        "precision=tf32: Tesla V100 has no TF32, which came with Ampere (compute capability 8.0). Use precision=fp32."
+    )
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(PlanError, match=r"this GPU is AMD's, and TF32 is a format of NVIDIA's\. Use precision=fp32"):
+        multiply_as_planned("tf32", GPU)
+    assert flags() == ["none", "tf32", "tf32"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert any("precision=tf32 is refused: this GPU is AMD's" in line for line in library_settings())

@@ -280,7 +280,7 @@ def test_errors_of_usage_are_json_too(capsys, words, field):
     [
         (["--fix", "precision=fp4"],
          "precision=fp4: the planner estimates published runs in it, and Weft does not run it yet: "
-         "fp32, bf16, fp16, fp64, fp8. Use precision=bf16."),
+         "fp32, bf16, fp16, fp64, fp8, tf32. Use precision=bf16."),
         (["--fix", "tp=3"], "fix=tp=3: 4 devices are no multiple of 3. Use a divisor: 1, 2, 4."),
         (["--fix", "dp=4"], "unknown plan field 'dp'. Write dp_shard=N (states are shared out) or dp_replicate=N "
          "(copies)."),

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu import correct, kinds, ranks, recorded, speed
+from tests.gpu import correct, kinds, ranks, recorded, speed, told
 from tests.gpu.cases import Case, Outcome, Setting, judge
 
 STAGES = {
-    "correct": correct.CASES + kinds.CORRECT + recorded.CORRECT,
+    "correct": correct.CASES + kinds.CORRECT + recorded.CORRECT + told.CORRECT,
     "ranks": ranks.CASES + kinds.RANKS,
     "speed": speed.CASES + recorded.SPEED,
 }

@@ -13,7 +13,7 @@ from weft.planner import estimate
 from weft.planner.cost import alike, step
 from weft.planner.cost.machine.tables import Tables
 from weft.planner.cost.step import TERMS
-from weft.planner.space.columns import Columns, Job
+from weft.planner.space.columns import PRECISIONS, Columns, Job
 from weft.planner.space.shape import Shape
 from weft.planner.space.stack import Stack
 from weft.spec.cluster import ClusterSpec
@@ -48,7 +48,7 @@ def plans(seed: int, rows: int = 40) -> Columns:
         recompute=rng.integers(0, len(RECOMPUTES), rows),
         recompute_share=pick(0.5, 1.0),
         offload_optimizer=pick(0.0, 0.5),
-        precision=pick(0, 1, 4, 5),
+        precision=pick(0, 1, 4, 5, 6),
         compile=pick(False, True),
         reshard=pick(0, 1, 2),
     )
@@ -179,6 +179,24 @@ def test_gradients_in_bf16_take_the_time_of_half_the_bytes():
     assert (narrow.step_s <= wide.step_s).all()
     assert (narrow.total_bytes >= wide.total_bytes).all()
     assert (narrow.total_bytes > wide.total_bytes).any()
+
+
+@pytest.mark.parametrize("name", ["1x8xa100", "16x8xh100"])
+def test_tf32_is_fp32_with_faster_products(name):
+    """Memory, traffic and fused attention are fp32's; only products take less time, and more than in bf16."""
+    cluster = ClusterSpec.parse(name)
+    tables = Tables.of(cluster.device)
+    columns = plans(6)
+    found = {
+        name: estimate(JOB, cluster, columns.with_arrays(precision=np.full(40, PRECISIONS.index(name))), tables)
+        for name in ("fp32", "tf32", "bf16")
+    }
+    for part, num_bytes in found["fp32"].memory.items():
+        assert (found["tf32"].memory[part] == num_bytes).all(), part
+    assert (found["bf16"].terms["gemm"] < found["tf32"].terms["gemm"]).all()
+    assert (found["tf32"].terms["gemm"] < found["fp32"].terms["gemm"]).all()
+    assert found["tf32"].terms["attention"] == pytest.approx(found["fp32"].terms["attention"])
+    assert (found["tf32"].step_s < found["fp32"].step_s).all()
 
 
 def test_replicas_that_meet_rarely_share_a_meeting_among_its_steps():

@@ -107,7 +107,7 @@ GOLDEN = {
         "dp_replicate=*: the other axes need 3 ranks, and 8 is not a multiple of 3. "
         "Change them, or start a multiple of 3 ranks."
     ),
-    "precision=bf61": "precision=bf61: not one of fp32, bf16, fp16, fp64, fp8. Did you mean 'bf16'?",
+    "precision=bf61": "precision=bf61: not one of fp32, bf16, fp16, fp64, fp8, tf32. Did you mean 'bf16'?",
     "reshard=never": (
         "reshard=never: not one of after_forward, after_backward, after_step. Use reshard=after_forward."
     ),

@@ -210,6 +210,8 @@ CASES = [
      "Use train.seq_len=1024 or less.", None),
     ("precision-on-device", "precision=bf16", Facts(device=device("v100")),
      "precision=bf16: NVIDIA V100 SXM2 32 GB has no bf16 arithmetic. Use precision=fp32 or fp16.", "precision=fp16"),
+    ("precision-on-device", "precision=tf32", Facts(device=device("mi300x")),
+     "precision=tf32: AMD Instinct MI300X 192 GB has no tf32 arithmetic. Use precision=fp32, fp16 or bf16.", ""),
 ]  # fmt: skip
 BY_NAME = {rule.name: rule for rule in RULES}
 

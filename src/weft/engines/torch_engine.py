@@ -16,10 +16,11 @@ from weft.checkpoint import Checkpoint, SavedPiece, Together, list_checkpoints
 from weft.comm import Ledger, StoreTalk, barrier
 from weft.comm.watch import StoreBoard, Watch, hang_event
 from weft.data.batch import move_batch
+from weft.engines.gpu_kernels import GpuKernels
 from weft.engines.held_memory import memory_by_class
 from weft.engines.near_gpu import device_of_rank
 from weft.engines.other_worlds import OtherWorlds, plan_within
-from weft.errors import ModelError
+from weft.engines.step_seeds import seeds_by_place, seeds_by_sample
 from weft.memory import HostCopies, offload_lines, recompute_of
 from weft.mesh import build_mesh, join_ranks, leave_ranks
 from weft.models.adapters import adapted
@@ -57,6 +58,7 @@ class TorchEngine:
         self._ledger = Ledger()
         self.plan = plan_within(job.plan, job.world)
         self.mesh = build_mesh(self.plan, device, self._ledger.record, launch.route, launch.links or "auto")
+        self._kernels = GpuKernels(job.config, self.plan, device)
         if job.world is not None:
             self.mesh.reader = self.mesh.reader.in_replica(job.world.replica, job.plan)
         self.rank, self.device, self.pulse = self.mesh.rank, str(device), self.mesh.pulse
@@ -99,6 +101,7 @@ class TorchEngine:
         weights = None if weights is None else packed_source(self._model, weights)
         freeze(self._model, config.optimizer)
         self._lay_out(self._model, weights, reads=self._reads_base())
+        self._kernels.follow(self._model)
         if (second := task.second_model(mesh.plan)) is not None:
             self._lay_out(second.requires_grad_(False), task.second_weights(second), reads=True)
         if self._job.world is not None:
@@ -199,6 +202,7 @@ class TorchEngine:
         for group in self._step.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor
         self._step.measures_update = self._config.monitor.measures_update(number + 1)
+        self._kernels.before(batches)
         with self._first_is_long():
             if self._sync is not None:
                 self._sync.meets_now = number + 1 == self._config.train.steps
@@ -231,7 +235,11 @@ class TorchEngine:
         """What a step is computed from: its microbatches, and all that its chance comes from. number: from 0."""
         by_cost = self._config.data.batching == "cost"
         whole = Microbatches(self._task.before_step(batches), any_number=by_cost)
-        seeds = self._seeds_by_sample(number, whole) if by_cost else self._seeds(number)
+        seeds = (
+            seeds_by_sample(self._config, self.mesh, number, whole)
+            if by_cost
+            else seeds_by_place(self._config, self.mesh, number)
+        )
         return whole, seeds, derive_seed(self._config.seed, number)
 
     @property
@@ -247,6 +255,7 @@ class TorchEngine:
             every, num = list(batches), self.mesh.plan.microbatches_per_step
             whole = [every[first : first + num] for first in range(0, len(every), num)]
             batches = [one for batch in whole for one in self._task.before_step(batch)]
+        self._kernels.before_evaluation()
         with anchored(self.model):
             return evaluate(self.model, batches, self.mesh, self._task)
 
@@ -301,6 +310,7 @@ class TorchEngine:
                 # Who is through waits for the first rank here, where it is watched, and not in the parting.
                 barrier(self.mesh.world)
         finally:
+            self._kernels.close()
             self._watch.close()
             if self._others is not None:
                 self._others.close()
@@ -319,6 +329,7 @@ class TorchEngine:
         recompute = recompute_of(self.model)
         return [
             f"format  {Precision.of(self.plan)}",
+            *self._kernels.lines(),
             *self._adapter_lines(),
             *(self._others.lines() if self._others else ()),
             *([f"memory  recompute {recompute.describe()}"] if recompute and recompute.setting != "none" else []),
@@ -374,27 +385,3 @@ class TorchEngine:
             return nullcontext()
         self._started = True
         return self.pulse.doing("compiles the model in its first step")
-
-    def _seeds(self, number: int) -> list[int]:
-        """Seeds of torch's generators: functions of (seed, step, first global sample), so nothing is left to save."""
-        axis, num_micro = self.mesh.reader, self.plan.microbatches_per_step
-        batch, seed = self._config.train.global_batch, self._config.seed
-        per_micro = batch // (axis.size * num_micro)
-        first = number * batch + axis.rank * per_micro
-        # Ranks of cp have different tokens of the same samples: what drops some of them must not drop alike.
-        part = (self.mesh["cp"].rank,) if self.plan.cp > 1 else ()
-        return [derive_seed(seed, number, first + micro * axis.size * per_micro, *part) for micro in range(num_micro)]
-
-    def _seeds_by_sample(self, number: int, whole: Microbatches) -> list[int]:
-        """The same for microbatches that cost decides: by the first sample that each of them has."""
-        if whole.samples is None:
-            raise ModelError(
-                "data.batching=cost: before_step returned batches of new tensors, so Weft cannot tell whose samples "
-                "they hold. Return changed ones with the old tensors among them, or leave data.batching out."
-            )
-        first, seed = number * self._config.train.global_batch, self._config.seed
-        part = (self.mesh["cp"].rank,) if self.plan.cp > 1 else ()
-        return [
-            derive_seed(seed, number, first + min(one.numbers, default=-1 - self.mesh.data.rank), *part)
-            for one in whole.samples
-        ]

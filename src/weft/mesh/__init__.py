@@ -27,7 +27,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.mesh.axis import Axis, Waited
-    from weft.mesh.gpu_settings import library_settings
+    from weft.mesh.gpu_settings import library_settings, pick_device
     from weft.mesh.mesh import (
         ENDS,
         LIMIT_S,
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         leave_ranks,
         loopback_store,
         open_store,
-        pick_device,
     )
     from weft.mesh.places import members_of
     from weft.mesh.pulse import Pulse, Wait
@@ -60,7 +59,7 @@ __getattr__ = loads(
         "loopback_store": ".mesh",
         "members_of": ".places",
         "open_store": ".mesh",
-        "pick_device": ".mesh",
+        "pick_device": ".gpu_settings",
         "library_settings": ".gpu_settings",
     },
 )

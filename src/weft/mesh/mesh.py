@@ -20,7 +20,7 @@ import torch.distributed as dist
 from weft import env
 from weft.errors import CommError, PlanError
 from weft.mesh.axis import ROUTES, Axis, RecordsCall, ignore
-from weft.mesh.gpu_settings import prepare_gpu
+from weft.mesh.gpu_settings import multiply_as_planned
 from weft.mesh.places import ENDS, EXPERT_AXES, Reader, joined, members_of, strides
 from weft.mesh.pulse import Pulse
 from weft.private_torch import (
@@ -232,7 +232,8 @@ def build_mesh(
         link_profile: for route=auto, a file of `weft calibrate --hosts`; "auto": that in the cache folder, if any.
 
     Raises:
-        PlanError: when the number of started ranks is not the plan's, or the route is not known.
+        PlanError: when the number of started ranks is not the plan's, the device has no TF32 for precision=tf32, or the
+            route is not known.
     """
     if route not in ROUTES:
         raise PlanError(f"route={route}: not one of {', '.join(ROUTES)}. Use auto.")
@@ -243,6 +244,7 @@ def build_mesh(
             f"plan={plan}: it needs {plan.world_size} ranks ({sizes}), but {world_size} were started. "
             f"Start {plan.world_size} ranks, or let one axis take all that are there, such as dp_replicate=*."
         )
+    multiply_as_planned(plan.precision, torch.device(device))
     rank = dist.get_rank() if dist.is_initialized() else 0
     return Mesh(plan, rank, torch.device(device), record, route, link_profile)
 
@@ -377,24 +379,3 @@ def leave_ranks() -> None:
     gc.collect()
     _untyped.barrier()
     dist.destroy_process_group()
-
-
-def pick_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of this rank. kind: "auto" (a GPU where there is one), "cpu" or "cuda".
-
-    Raises:
-        PlanError: where the machine has no GPU, or none for this rank.
-    """
-    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
-        if not torch.cuda.is_available():
-            raise PlanError("launch.device=cuda: torch sees no GPU here. Use launch.device=cpu, or see `weft doctor`.")
-        if local_rank >= torch.cuda.device_count():
-            raise PlanError(
-                f"launch.device={kind}: this is local rank {local_rank}, and there are {torch.cuda.device_count()} "
-                f"GPUs. Start at most {torch.cuda.device_count()} ranks on this machine."
-            )
-        device = torch.device("cuda", local_rank)
-        prepare_gpu()
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")

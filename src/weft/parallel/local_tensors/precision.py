@@ -22,8 +22,11 @@ from weft.models import BATCH_NORMS
 from weft.private_torch import tree_map
 from weft.spec.plan import Plan
 
-_COMPUTE = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64, "fp8": torch.bfloat16}
-_COMPUTE["bf16"] = torch.bfloat16  # after fp8, whose products alone are narrower: it gives the format its name
+# Of several names for one format the last gives it its name: with the others, products alone are narrower.
+_COMPUTE = {"tf32": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64}
+_COMPUTE |= {"fp8": torch.bfloat16, "bf16": torch.bfloat16}
+#: Formats of products where they are narrower than the rest, and which products these are.
+_PRODUCTS = {"fp8": "products of linear layers in blocks in fp8", "tf32": "products and convolutions rounded to TF32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,8 @@ class Precision:
     """compute: of weights in forward and backward, and of activations. master: of all that is added up or kept.
 
     wire: what travels in place of gradients between ranks. outer_wire: the same over the outermost data axis alone;
-    None: as over the others. sync: when replicas meet, as the plan says it. products: of linear layers in blocks, where
-    these are narrower than the rest.
+    None: as over the others. sync: when replicas meet, as the plan says it. products: "fp8" of linear layers in blocks,
+    "tf32" of all, where these are narrower than the rest.
     """
 
     compute: torch.dtype
@@ -59,7 +62,7 @@ class Precision:
                     f"{name}={one.spec.name}: it keeps what it rounded off for the next step, and the loss scale of "
                     f"precision=fp16 changes in between. Use precision=bf16, or {name}=bf16."
                 )
-        return cls(compute, master, wire, outer, plan.sync, "fp8" if plan.precision == "fp8" else "")
+        return cls(compute, master, wire, outer, plan.sync, plan.precision if plan.precision in _PRODUCTS else "")
 
     @property
     def scales_loss(self) -> bool:
@@ -110,7 +113,7 @@ class Precision:
         if self.outer_wire is not None:
             apart += f", over the outermost data axis in {self.outer_wire.spec.name} (lossy)"
         if self.products:
-            apart += f", products of linear layers in blocks in {self.products}"
+            apart += f", {_PRODUCTS[self.products]}"
         if self.sync != "step":
             apart += f", replicas meet as sync={self.sync} says"
         if not self.is_mixed:

@@ -27,14 +27,15 @@ _FLASH_1 = 0.55
 
 @dataclass(frozen=True, slots=True)
 class OwnCut:
-    """What a rank has of a pass: M, q, kv; FLOP/s of products and of what stays in a half format; and how much wider
-    elements are than halves."""
+    """What a rank has of a pass: M, q, kv; FLOP/s of products, of what stays in a half format, and of attention; and
+    how much wider elements are than halves."""
 
     tokens: Array
     q: Array
     kv: Array
     rate: Array
     half: Array
+    core: Array
     width: Array
 
 
@@ -45,6 +46,8 @@ def cut_of(job: Job, columns: Columns, tables: Tables) -> OwnCut:
     gains = {"fp8": tables.fp8_gain * rows, "fp4": tables.fp8_gain**2}
     rates = [tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS]
     halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
+    # Fused attention in fp32 asks no flag for TF32: it splits what it multiplies, to stay exact.
+    cores = [tables.flops["fp32"] if name == "tf32" else rate for name, rate in zip(PRECISIONS, halves, strict=True)]
     q, kv = shape.cut_widths(t)
     return OwnCut(
         tokens=columns.microbatch * (job.seq_len / columns.cp.astype(np.float64)),
@@ -52,7 +55,8 @@ def cut_of(job: Job, columns: Columns, tables: Tables) -> OwnCut:
         kv=kv,
         rate=np.array(rates)[columns.precision],
         half=np.array(halves)[columns.precision],
-        width=np.where(columns.precision == PRECISIONS.index("fp32"), 2.0, 1.0),  # 4-byte elements
+        core=np.array(cores)[columns.precision],
+        width=np.where(columns.in_fp32, 2.0, 1.0),  # 4-byte elements
     )
 
 
@@ -88,9 +92,9 @@ def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
     gemm_f, dgrad, wgrad = _products(job, columns, tables, cut)
     m, n, k = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / columns.tp)))
     last = gemm_s(tables, m, n, k, 1.0, cut.rate) * (shape.dense_share if shape.ffn else 0.0)
-    attn_f, attn_b = _attention(job, columns, tables, cut.q, cut.half)
+    attn_f, attn_b = _attention(job, columns, tables, cut.q, cut.core)
     moved_f, moved_b = _passes(job, columns, tokens, cut.q, cut.kv)
-    narrow = columns.precision >= PRECISIONS.index("fp8")
+    narrow = columns.narrow
     rounded = shape.hidden * (1 + (shape.dense_share if job.stack.half_experts else 1.0)) + cut.q
     quantised = np.where(narrow, 6.0 * tokens * rounded * (1 - job.half), 0.0)
     fused, routed = job.stack.fused_norm | columns.compile, shape.moe_layers / shape.layers
@@ -139,12 +143,12 @@ def partly_trained(job: Job, made: Kernels) -> Kernels:
 
 def traced_kernels(job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: OwnCut) -> tuple[Kernels, Ends]:
     """Of a model that was traced: its own products, attention and passes in the place of formulas."""
-    own = own_cut(job, columns, rate=cut.rate, half=cut.half)
+    own = own_cut(job, columns, rate=cut.rate, half=cut.core)
     gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
     attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables), job.pieces)
     if (columns.cp > 1).any():
         is_cut = context_cost.is_cut(columns)
-        pieces = [context_cost.pieces_s(job, columns, tables, cut.q, backward, cut.half) for backward in (False, True)]
+        pieces = [context_cost.pieces_s(job, columns, tables, cut.q, backward, cut.core) for backward in (False, True)]
         attn_f, attn_b = np.where(is_cut, pieces[0], attn_f), np.where(is_cut, pieces[1], attn_b)
     last = np.zeros(len(columns))  # a norm may read what the last product gives: then a replay makes it too
     calls, sums = num_calls(shape, columns.compile), tensor_traffic(shape, own)

@@ -18,7 +18,7 @@ from weft.planner.cost.layer_cost import LayerCosts
 from weft.planner.cost.layer_kernels import own_cut
 from weft.planner.cost.memory import layer_bytes
 from weft.planner.cost.traced_cost import Cut
-from weft.planner.space import PRECISIONS, Columns, Job, TracedShape
+from weft.planner.space import Columns, Job, TracedShape
 from weft.spec.plan import RECOMPUTES
 
 Array = NDArray[np.float64]
@@ -145,7 +145,7 @@ def _with_policy(columns: Columns, name: str) -> Columns:
 def _heavy(job: Job, columns: Columns) -> list[Heavy]:
     """The heavy operations whose outputs backward needs; the layer's last product is not among them."""
     cut = own_cut(job, columns)
-    width = np.where(columns.precision == PRECISIONS.index("fp32"), 4.0, 2.0)
+    width = np.where(columns.in_fp32, 4.0, 2.0)
     tokens = cut.batch * cut.seq
     if isinstance(job.shape, TracedShape):
         return _traced_heavy(job.shape, cut, width)

@@ -87,7 +87,7 @@ def _prices() -> dict[str, float]:
 def model_flops_utilisation(job: Job, cluster: ClusterSpec, step_s: float, precision: str, *, causal: bool) -> float:
     """Share of the devices' dense peak that the model's own FLOPs take, recompute not counted.
 
-    The peak is that of the precision; fp32 on a device with TF32 counts against TF32.
+    The peak is that of the precision. Of fp32 few devices' peaks are known: it counts against TF32's, as tf32 does.
     """
     peak = cluster.device.peak_flops(precision)
     if peak is None and precision == "fp32":

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 #: What a code in `Columns.precision` stands for, the formats that the runtime does not have included.
 PRECISIONS = PLANNED_PRECISIONS
+_FP32, _FP8, _FP4, _TF32 = (PRECISIONS.index(name) for name in ("fp32", "fp8", "fp4", "tf32"))
 #: What a code in `Columns.cp_mode` stands for: the ways of a plan's `cp_mode`, "auto" settled.
 CP_MODES = CP_WAYS
 #: What a code in `Columns.order` stands for: the axes from outermost to innermost, first the usual order.
@@ -211,6 +212,16 @@ class Columns:
     def dp(self) -> Ints:
         """Ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def in_fp32(self) -> NDArray[np.bool_]:
+        """Rows whose weights and activations are fp32, whatever their products are rounded to."""
+        return (self.precision == _FP32) | (self.precision == _TF32)
+
+    @property
+    def narrow(self) -> NDArray[np.bool_]:
+        """Rows with products of linear layers in fp8 or narrower."""
+        return (self.precision == _FP8) | (self.precision == _FP4)
 
     @property
     def reduces_once(self) -> NDArray[np.bool_]:

@@ -13,7 +13,7 @@ from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
 from weft.spec.rules import Facts, check
 
-_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "fp8": 2}
+_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "fp8": 2, "tf32": 4}
 #: Share of the activations of blocks that selective and full recompute leave, for models of unknown shape.
 _LEFT = {"none": 1.0, "attention": 1.0, "selective": 0.55, "full": 0.1}
 
@@ -101,7 +101,7 @@ def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) 
     if plan.recompute != "full":
         changes.append({"recompute": "full"})
     changes += [{"zero": zero, **sharded} for zero in stages if zero == 3]
-    if plan.precision in ("fp32", "fp64"):
+    if plan.precision in ("fp32", "tf32", "fp64"):
         changes.append({"precision": "bf16"})
     for part in ("optimizer", "activations"):
         if part not in plan.offload:
@@ -134,7 +134,7 @@ def _total(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | None) 
         parameters += 2 * usage.parameters / (usage.num_blocks + 2)  # two units are gathered at a time
     gradients = usage.gradients * _share(plan, 2) / _share(measured, 2)
     optimizer = usage.optimizer * _share(plan, 1) / _share(measured, 1)
-    if plan.precision == "bf16" and measured.precision in ("fp32", "fp64"):
+    if plan.precision == "bf16" and measured.precision in ("fp32", "tf32", "fp64"):
         ratio = _WIDTHS["bf16"] / _WIDTHS[measured.precision]
         optimizer += usage.parameters / _share(measured, 3) * _share(plan, 1)  # master weights, beside the rounded ones
         parameters *= ratio

@@ -41,12 +41,11 @@ from weft.spec.plan.plan_values import (
 from weft.spec.shares import CP_MODES, CP_WAYS
 from weft.spec.wires import COMPRESSES, GATHERS, WIRES, sync_of
 
-#: Mesh axes, outermost first where the plan says no other order. `ep` is a second view over dp_shard x cp x tp, so it
-#: is no factor of the world size.
+#: Mesh axes, outermost first by default. `ep` is a second view over dp_shard x cp x tp: no factor of the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-PRECISIONS = ("fp32", "bf16", "fp16", "fp64", "fp8")
-#: Those, and what the planner estimates without the runtime having it: fp4 in the products of layers.
-PLANNED_PRECISIONS = (*PRECISIONS, "fp4")
+#: What the planner estimates; its codes are positions here, so new ones come last. The runtime has no fp4.
+PLANNED_PRECISIONS = ("fp32", "bf16", "fp16", "fp64", "fp8", "fp4", "tf32")
+PRECISIONS = tuple(name for name in PLANNED_PRECISIONS if name != "fp4")
 #: Wires that gradients may travel as, also such as are registered later; "fp32" is the format of the master weights.
 REDUCES = WIRES
 RECOMPUTES = ("none", "full", "attention", "selective")
@@ -151,7 +150,8 @@ class Plan:
     precision: str = described(
         OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"), "fp32",
         "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64). fp8 is bf16 "
-        "with the products of linear layers in blocks in float8.",
+        "with the products of linear layers in blocks in float8; tf32 is fp32 with what products and convolutions "
+        "read rounded to 10 bits of mantissa, on GPUs that have it.",
         searched=precisions, tried=("fp64",), divides_work=False,
     )
     reduce: str = described(

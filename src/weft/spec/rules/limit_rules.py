@@ -1,4 +1,4 @@
-"""The rules of plans that come from one model: which values of a field its modules allow, as tracing found them."""
+"""The rules of plans that come from one model, whose modules allow some values of a field, and from one device."""
 
 from __future__ import annotations
 
@@ -40,3 +40,22 @@ def _rule(field: str) -> Rule:
 
 
 LIMIT_RULES: tuple[Rule, ...] = tuple(_rule(field) for field in _NEEDS)
+
+
+def _precision_choices(facts: Facts) -> list[str]:
+    return ["fp32", *(name for name in ("fp16", "bf16") if facts.device.peak_flops(name) is not None)]
+
+
+PRECISION_ON_DEVICE = Rule(
+    name="precision-on-device",
+    field="precision",
+    reason="The device must support the precision of the plan.",
+    predicate=lambda plan, facts: (
+        plan.precision in ("bf16", "fp16", "fp8", "tf32") and facts.device.peak_flops(plan.precision) is None
+    ),
+    finding=lambda plan, facts: f"{facts.device.title} has no {plan.precision} arithmetic",
+    remedy=lambda plan, facts: alternatives(_precision_choices(facts), "precision"),
+    fix=lambda plan, facts: plan.replace(
+        precision="fp32" if plan.precision == "tf32" else _precision_choices(facts)[-1]
+    ),
+)

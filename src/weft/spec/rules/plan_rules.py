@@ -14,7 +14,7 @@ from weft.spec.divisors import common_divisors, nearest
 from weft.spec.plan import Plan
 from weft.spec.rules.expert_rules import EXPERT_RULES
 from weft.spec.rules.graph_rules import GRAPH_RULES
-from weft.spec.rules.limit_rules import LIMIT_RULES
+from weft.spec.rules.limit_rules import LIMIT_RULES, PRECISION_ON_DEVICE
 from weft.spec.rules.order_rules import ORDER_RULES
 from weft.spec.rules.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
 from weft.spec.rules.rule import Facts, Rule, Violation, alternatives, asks
@@ -96,10 +96,6 @@ def _cp_chunks(plan: Plan, facts: Facts, cp: int) -> int:
 def _cp_choices(plan: Plan, facts: Facts) -> list[int]:
     legal = [cp for cp in common_divisors(facts.seq_len) if facts.seq_len % _cp_chunks(plan, facts, cp) == 0]
     return [cp for cp in legal if facts.divides_ranks(cp)]
-
-
-def _precision_choices(facts: Facts) -> list[str]:
-    return ["fp32", *(name for name in ("fp16", "bf16") if facts.device.peak_flops(name) is not None)]
 
 
 #: Combinations that cannot work, whatever is built.
@@ -356,17 +352,7 @@ LASTING: tuple[Rule, ...] = (
         finding=lambda plan, facts: f"the model reads at most {facts.model.max_seq_len} tokens (model.max_seq_len)",
         remedy=lambda plan, facts: f"Use train.seq_len={facts.model.max_seq_len} or less",
     ),
-    Rule(
-        name="precision-on-device",
-        field="precision",
-        reason="The device must support the precision of the plan.",
-        predicate=lambda plan, facts: (
-            plan.precision in ("bf16", "fp16", "fp8") and facts.device.peak_flops(plan.precision) is None
-        ),
-        finding=lambda plan, facts: f"{facts.device.title} has no {plan.precision} arithmetic",
-        remedy=lambda plan, facts: alternatives(_precision_choices(facts), "precision"),
-        fix=lambda plan, facts: plan.replace(precision=_precision_choices(facts)[-1]),
-    ),
+    PRECISION_ON_DEVICE,
 )
 
 

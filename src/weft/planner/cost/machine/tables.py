@@ -129,6 +129,7 @@ def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dic
     flops = {"bf16": half, "fp16": half, "fp8": half, "fp32": flops.get("tf32", half / 2) / 8} | flops
     flops.setdefault("fp64", flops["fp32"] / 2)
     flops.setdefault("fp4", flops["fp8"])
+    flops.setdefault("tf32", flops["fp32"])
     return {
         "flops": flops,
         "memory_rate": device.memory_bytes_per_s or 1e11,

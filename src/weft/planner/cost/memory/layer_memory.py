@@ -56,7 +56,7 @@ class LayerBytes:
 def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     """Return the bytes of activations that a mean layer saves, without and with the plan's recompute."""
     shape, stack = job.shape, job.stack
-    fp32 = columns.precision == PRECISIONS.index("fp32")
+    fp32 = columns.in_fp32
     width = np.where(fp32, 2.0, np.where(columns.precision == PRECISIONS.index("fp64"), 4.0, 1.0))
     if isinstance(shape, TracedShape):
         return _traced_bytes(job, shape, columns, width)
@@ -75,7 +75,7 @@ def layer_bytes(job: Job, columns: Columns) -> LayerBytes:
     core = 2.0 * q + 4.0 * kv
     product = 2.0 * q + 4.0 * np.ceil(shape.heads / t) * (1.0 if stack.flash else 0.0)
     scores = _score_bytes(job, t)
-    narrow = np.where(stack.fp8_inputs & (columns.precision >= PRECISIONS.index("fp8")), 1.0, 0.0)
+    narrow = np.where(stack.fp8_inputs & columns.narrow, 1.0, 0.0)
     # Inputs of products in fp8: what q, k, v and the ups read is half as wide; attention keeps its own output beside.
     outside = outside - narrow * 2 * h / gathered
     core = core + narrow * q
@@ -197,7 +197,7 @@ def logits_bytes(job: Job, columns: Columns, device_bytes: int) -> Array:
     found = tokens * vocab * each
     # Of a traced model nobody knows the loss: one of the user's own gets whole logits.
     if job.stack.cut_loss and not isinstance(job.shape, TracedShape):
-        fp32 = columns.precision == PRECISIONS.index("fp32")
+        fp32 = columns.in_fp32
         width = np.where(fp32, 4.0, np.where(columns.precision == PRECISIONS.index("fp64"), 8.0, 2.0))
         frozen = job.adapter is not None or (job.trained is not None and not job.trained.head)
         cut = cut_loss_bytes(columns, tokens, vocab, h, width, device_bytes, frozen=frozen)

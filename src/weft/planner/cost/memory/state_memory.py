@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.planner.cost.shares import Shares, rank_shares, second_shares, shares_in_format, trained_shares
-from weft.planner.space import PRECISIONS, Columns, Job, wire_columns
+from weft.planner.space import Columns, Job, wire_columns
 from weft.spec.plan import RESHARDS
 from weft.spec.shares import BUCKETS_UNDER_WAY
 
@@ -50,7 +50,7 @@ def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, 
     group = np.where(columns.zero == 3, columns.dp_shard * columns.cp, 1).astype(np.float64)
     inside = np.maximum(1.0, group * np.where(job.stack.fold_experts, columns.tp, 1) / columns.ep)
     kept = (held.dense + held.ends) / group + held.experts / np.where(columns.zero == 3, inside, 1.0)
-    return kept * np.where(columns.precision == PRECISIONS.index("fp32"), 4.0, job.stack.weight_bytes)
+    return kept * np.where(columns.in_fp32, 4.0, job.stack.weight_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def loose_width(job: Job, columns: Columns) -> Array:
         job: model, sequence and batch.
         columns: the plans.
     """
-    return np.where(columns.precision == PRECISIONS.index("fp32"), 4.0, job.stack.weight_bytes)
+    return np.where(columns.in_fp32, 4.0, job.stack.weight_bytes)
 
 
 def _states(
@@ -139,7 +139,7 @@ def _states(
     group = (columns.dp_shard * columns.cp).astype(np.float64)
     expert_group = np.maximum(1.0, group * (t if stack.fold_experts else 1.0) / e)
     parameters, optimizer, gradients, growing = (np.zeros(len(columns)) for _ in range(4))
-    full32 = columns.precision == PRECISIONS.index("fp32")
+    full32 = columns.in_fp32
     weight = np.where(full32, 4.0, stack.weight_bytes)
     main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
     master = np.minimum(4.0, main)

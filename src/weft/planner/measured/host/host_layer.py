@@ -133,7 +133,7 @@ def layer_costs(job: Job, columns: Columns, laws: Laws, active: Array, dtype: st
 
 def dtype_of(columns: Columns) -> list[tuple[str, NDArray[np.bool_]]]:
     """The rows of each number format that was measured: fp32, and bf16 for all narrower ones."""
-    narrow = ~np.isin(columns.precision, [PRECISIONS.index(name) for name in ("fp32", "fp64")])
+    narrow = ~(columns.in_fp32 | (columns.precision == PRECISIONS.index("fp64")))
     return [(name, rows) for name, rows in (("fp32", ~narrow), ("bf16", narrow)) if rows.any()]
 
 

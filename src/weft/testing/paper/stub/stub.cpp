@@ -1,5 +1,6 @@
 // One CUDA device on paper, for builds of torch without CUDA: what torch asks a device in C++ before it lets fake
 // tensors of cuda:0 through autograd. No kernel is here; fake tensors need none.
+#include <ATen/Context.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/CPUAllocator.h>
@@ -50,14 +51,15 @@ struct PinnedAllocator final : c10::Allocator {
 };
 
 // As a GPU of today chooses. SDPBackend: 1 is flash, for half precision without a mask; 2 the memory-efficient one, for
-// as many heads of keys as of queries; 0 plain arithmetic.
+// as many heads of keys as of queries; 0 plain arithmetic. One that torch was told to leave out is passed over.
 int64_t choose_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor&, const std::optional<at::Tensor>& mask, double,
     bool, std::optional<double>, bool) {
   const bool half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
-  if (half && !mask.has_value() && query.size(-1) <= 256) return 1;
+  const auto& told = at::globalContext();
+  if (told.userEnabledFlashSDP() && half && !mask.has_value() && query.size(-1) <= 256) return 1;
   const bool alike = query.scalar_type() != at::kDouble && query.dim() == 4 && query.size(1) == key.size(1);
-  return alike ? 2 : 0;
+  return told.userEnabledMemEfficientSDP() && alike ? 2 : 0;
 }
 
 }  // namespace
