@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._prims import rng_prims
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.testing.paper.counts import line_in
@@ -31,7 +32,7 @@ _ASKED = (
 
 
 #: The operator that puts a generator's state in place, and then calls another.
-_WITH_RNG_STATE: Any = torch._prims.rng_prims.graphsafe_run_with_rng_state
+_WITH_RNG_STATE: Any = rng_prims.graphsafe_run_with_rng_state
 
 
 class Use(NamedTuple):
