@@ -33,6 +33,7 @@ from weft.parallel.tensor.cut_modules import (
 )
 from weft.parallel.tensor.head import fuse_head, make_head
 from weft.parallel.tensor.head_loss import LossWay
+from weft.parallel.tensor.piece_layers import prepare_piece_operators
 from weft.parallel.tensor.read_layout import (
     check_sizes,
     find_heads,
@@ -135,7 +136,7 @@ class _Cutter:
         self.sequence: TokenCut | None = None
         if mesh.plan.sp:
             self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole)
-        self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp)
+        self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp, pieces=mesh.plan.tp_chunks)
         ends_cut = self.sequence is not None and self.sequence.with_ends
         self.ends = SharedLayer(self.axis, cuts_tokens=ends_cut)
         self.placed: dict[int, Placement] = {}
@@ -146,6 +147,8 @@ class _Cutter:
         self.is_compiled = mesh.plan.compile
         if self.is_compiled:
             prepare_operators(self.axis)
+            if mesh.plan.tp_chunks > 1:
+                prepare_piece_operators(self.axis)
 
     def cut(self) -> dict[str, Placement]:
         heads = find_heads(self.modules, self.styles)
@@ -240,7 +243,8 @@ class _Cutter:
             self._partial(module, "lora_A")
         _set_sizes(module)
         self._float8(module, outer=self.axis)
-        become(module, ColumnLinear, entry=entry, enters=self.line.cuts_tokens and self.entries.get(path) is entry)
+        enters = self.line.cuts_tokens and self.entries.get(path) is entry
+        become(module, ColumnLinear, entry=entry, enters=enters, place=len(entry.members))
         entry.members.append(module)
 
     def _rows(self, style: Style, heads: Heads, total: int) -> Placement:
