@@ -26,7 +26,7 @@ from weft.comm.autograd import scatter_sum, sum_over
 from weft.errors import PlanError
 from weft.mesh import Axis
 from weft.parallel.layers import Float8, HeldGradients, HeldProduct, product
-from weft.parallel.tensor.pieces import gather_multiply
+from weft.parallel.tensor.token_pieces import gather_multiply
 from weft.private_torch import Function, current_mode
 
 #: Where the tokens are in activations: (batch, tokens, features).

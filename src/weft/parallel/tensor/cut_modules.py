@@ -19,7 +19,7 @@ from weft.mesh import Axis
 from weft.models.adapters import AdaptedLinear, Alone
 from weft.parallel.layers import Float8, HoldingLayer, linear
 from weft.parallel.randomness import CutPart
-from weft.parallel.tensor.arriving import Arriving
+from weft.parallel.tensor.ungathered import Ungathered
 from weft.parallel.tensor.cut_adapters import ColumnAdapter, GatheredAdapter, RowAdapter, TokenAdapter
 from weft.parallel.tensor.cut_linear import (
     TOKENS,
@@ -89,7 +89,7 @@ class Entry:
         reads."""
         compiles = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
         if self._in_pieces and is_shared and not self.is_ahead and not compiles:
-            return Arriving.of(x, self.line.axis, is_flat=is_flat)
+            return Ungathered.of(x, self.line.axis, is_flat=is_flat)
         inner = gather_from(x, self.line.axis, TOKENS)
         return inner.flatten(0, 1) if is_flat else inner
 
@@ -139,9 +139,10 @@ class Entry:
         """The member's part of one product in pieces of all members, kept for the others by place: graphs of blocks
         that are alike shall be, too."""
         place, inner, outer = member._weft_place, self._inner, self._outer
+        assert isinstance(place, int)
         assert inner is not None
         assert outer is not None
-        if not isinstance(place, int) or place not in self._made:
+        if place not in self._made:
             is_flat = inner.dim() == 2
             found = self._all_members(outer)
             self._made = {at: out.flatten(0, 1) if is_flat else out for at, out in enumerate(found)}

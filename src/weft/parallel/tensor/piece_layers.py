@@ -13,14 +13,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from weft.comm.autograd import operator_of, prepare_operators
 from weft.mesh import Axis
 from weft.parallel.layers import HeldGradients, HeldProduct
-from weft.parallel.tensor import pieces
 from weft.parallel.tensor.cut_linear import SharedLayer
+from weft.parallel.tensor.token_pieces import (
+    by_pieces,
+    column_gradients,
+    gather_multiply,
+    multiply_scatter,
+    row_factors,
+)
 from weft.private_torch import Function
 
 _SCHEMAS = {
@@ -60,7 +65,7 @@ def compiled_row(x_BTD: Tensor, line: SharedLayer, weight_FD: Tensor) -> Tensor:
 
 
 def row(x_BTD: Tensor, weight: Tensor, line: SharedLayer, held: HeldGradients | None, *, transposed: bool) -> Tensor:
-    """`multiply_scatter` of a layer whose weight is (F, D), or (D, F) where transposed, and may wait for its gradient."""
+    """`multiply_scatter` of a layer whose weight is (F, D), or (D, F) where transposed. held: its gradient may wait."""
     travel, weight_FD = _Travel(), weight.t() if transposed else weight
     there = _RowFactors.apply(x_BTD, weight_FD, (weight, held, transposed), line, travel)
     return _RowSum.apply(there, x_BTD.detach(), weight_FD.detach(), line, travel)
@@ -106,7 +111,10 @@ class _Travel:
 
 
 class _RowFactors(Function):
-    """Stands for a product that `_RowSum` makes, and has its backward. layer: weight, what it may wait in, transposed."""
+    """Stands for a product that `_RowSum` makes, and has its backward.
+
+    layer: its weight, where the gradient of that may wait, and whether it is transposed.
+    """
 
     @staticmethod
     def forward(
@@ -128,15 +136,15 @@ class _RowFactors(Function):
         grad_BSF, ctx.travel.grad_BSF = ctx.travel.grad_BSF, None
         assert grad_BSF is not None
         axis, count = ctx.line.axis, ctx.line.pieces
-        grad_BTD, whole_NF = pieces.row_factors(grad_BSF, weight_FD, axis, count)
+        grad_BTD, whole_NF = row_factors(grad_BSF, weight_FD, axis, count)
         grad_weight: Tensor | None = None
         if x_BTD is not None:
             weight, held, transposed = ctx.layer
-            product = HeldProduct(weight, pieces.by_pieces(x_BTD, axis, count), whole_NF, transposed)
+            product = HeldProduct(weight, by_pieces(x_BTD, axis, count), whole_NF, transposed)
             if held is not None and held.is_open and isinstance(weight, nn.Parameter):
                 held.hold(product)
             else:
-                grad_weight = whole_NF.t() @ product.x_RI
+                grad_weight = whole_NF.t().mm(product.x_RI)  # of the weight as it multiplies
         return grad_BTD, grad_weight, None, None, None
 
 
@@ -146,7 +154,7 @@ class _RowSum(Function):
         ctx: Any, there_BTF: Tensor, x_BTD: Tensor, weight_FD: Tensor, line: SharedLayer, travel: _Travel
     ) -> Tensor:
         ctx.shape, ctx.travel = there_BTF.shape, travel
-        return pieces.multiply_scatter(x_BTD, weight_FD, line.axis, line.pieces)
+        return multiply_scatter(x_BTD, weight_FD, line.axis, line.pieces)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -155,7 +163,7 @@ class _RowSum(Function):
 
 
 def _gather_multiply(axis: Axis, x: Tensor, weights: list[Tensor], count: int) -> list[Tensor]:
-    return pieces.gather_multiply(x, weights, axis, count)
+    return gather_multiply(x, weights, axis, count)
 
 
 def _gathered_like(size: int, x: Tensor, weights: list[Tensor], count: int) -> list[Tensor]:
@@ -164,7 +172,7 @@ def _gathered_like(size: int, x: Tensor, weights: list[Tensor], count: int) -> l
 
 
 def _multiply_scatter(axis: Axis, x: Tensor, weight: Tensor, count: int) -> Tensor:
-    return pieces.multiply_scatter(x, weight, axis, count)
+    return multiply_scatter(x, weight, axis, count)
 
 
 def _scattered_like(size: int, x: Tensor, weight: Tensor, count: int) -> Tensor:
@@ -175,7 +183,7 @@ def _scattered_like(size: int, x: Tensor, weight: Tensor, count: int) -> Tensor:
 def _column_gradients(
     axis: Axis, x: Tensor, grads: list[Tensor], weights: list[Tensor], of_x: bool, of_weights: bool
 ) -> list[Tensor]:
-    return pieces.column_gradients(x, grads, weights, axis, of_x=of_x, of_weights=of_weights)
+    return column_gradients(x, grads, weights, axis, of_x=of_x, of_weights=of_weights)
 
 
 def _column_gradients_like(
@@ -186,11 +194,9 @@ def _column_gradients_like(
     return found + ([weight.new_empty(weight.shape) for weight in weights] if of_weights else [])
 
 
-def _row_gradients(
-    axis: Axis, grad: Tensor, x: Tensor, weight: Tensor, count: int, of_weight: bool
-) -> list[Tensor]:
-    grad_BTD, whole_NF = pieces.row_factors(grad, weight, axis, count)
-    return [grad_BTD, whole_NF.t() @ pieces.by_pieces(x, axis, count)] if of_weight else [grad_BTD]
+def _row_gradients(axis: Axis, grad: Tensor, x: Tensor, weight: Tensor, count: int, of_weight: bool) -> list[Tensor]:
+    grad_BTD, whole_NF = row_factors(grad, weight, axis, count)
+    return [grad_BTD, whole_NF.t().mm(by_pieces(x, axis, count))] if of_weight else [grad_BTD]
 
 
 def _row_gradients_like(

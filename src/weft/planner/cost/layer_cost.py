@@ -56,7 +56,7 @@ class LayerCosts:
 
 
 #: The columns that everything here reads.
-_OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "microbatch", "precision", "compile", "order")
+_OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "tp_chunks", "microbatch", "precision", "compile", "order")
 
 
 def of_costs(columns: Columns) -> tuple[str, ...]:
@@ -161,17 +161,20 @@ def _tp(
     """Exposed seconds of a layer's tensor-parallel collectives: forward, backward."""
     t, stride = columns.tp.astype(np.float64), columns.tp_stride
     size = tokens * job.shape.hidden * 2.0
+    pieces = columns.tp_chunks.astype(np.float64)
     whole = fabric.ring_s("all_reduce", size, t, stride)
-    gather = fabric.ring_s("all_gather", size, t, stride)
+    gather = fabric.ring_s("all_gather", size / pieces, t, stride) * pieces
     again = 2.0 if job.stack.regather_sp else 0.0
     forward = np.where(columns.sp, 4 * gather, 2 * whole)
     backward = np.where(columns.sp, (4 + again) * gather, 2 * whole)
-    if not job.stack.overlap_tp:
+    if not job.stack.overlap_tp and not (pieces > 1).any():
         # What travels for the input's gradient hides under the matmul of the weight's, and the other way round.
         beside = np.where(columns.sp, 4 * gather, backward) if job.stack.overlap_tp_backward else 0.0
         return forward, backward - np.minimum(beside, gemm_b / tables.overlap_compute) * (2 - tables.overlap_compute)
     # In slices: the first travels alone, the others under the matmul of the slice before.
-    slices = np.where(columns.sp, 1.0, 0.0) * (t - 1) / t
+    slices = np.where(columns.sp, 1.0, 0.0) * np.where(pieces > 1, (pieces - 1) / pieces, (t - 1) / t)
+    if not job.stack.overlap_tp:
+        slices = np.where(pieces > 1, slices, 0.0)
     hidden_f = np.minimum(forward, gemm_f / tables.overlap_compute) * slices
     hidden_b = np.minimum(backward, gemm_b / tables.overlap_compute) * slices
     slow = tables.overlap_compute - 1

@@ -88,7 +88,7 @@ def column_gradients(
     flat = [grad.flatten(0, -2) for grad in grads]
     summing: Pending | None = None
     if of_x:
-        total_ND = flat[0] @ weights[0]
+        total_ND = flat[0].mm(weights[0])
         for grad_NF, weight in zip(flat[1:], weights[1:], strict=True):
             total_ND.addmm_(grad_NF, weight)
         ranks = total_ND.view(len(x_BSD), axis.size, *x_BSD.shape[1:]).transpose(0, 1).contiguous()
@@ -96,7 +96,7 @@ def column_gradients(
     found: list[Tensor] = []
     if gathering is not None:
         whole_ND = gathering.wait().transpose(0, 1).reshape(-1, x_BSD.shape[-1])
-        found = [grad_NF.t() @ whole_ND for grad_NF in flat]
+        found = [grad_NF.t().mm(whole_ND) for grad_NF in flat]
     return found if summing is None else [summing.wait(), *found]
 
 

@@ -29,7 +29,7 @@ _ASKED = {
 }
 
 
-class Arriving(Tensor):
+class Ungathered(Tensor):
     """The ranks' tokens, (B, T, D), or (B * T, D) where is_flat; each rank has (B, S, D) of them."""
 
     _own: Tensor
@@ -39,11 +39,11 @@ class Arriving(Tensor):
     _has_grad: bool
 
     @staticmethod
-    def of(x_BSD: Tensor, axis: Axis, *, is_flat: bool) -> Arriving:
+    def of(x_BSD: Tensor, axis: Axis, *, is_flat: bool) -> Ungathered:
         """Stand for what is gathered from x."""
         batch, tokens, width = x_BSD.shape
         shape = (batch * axis.size * tokens, width) if is_flat else (batch, axis.size * tokens, width)
-        found: Any = without_memory(Arriving, shape, x_BSD)
+        found: Any = without_memory(Ungathered, shape, x_BSD)
         found._own, found._axis, found._is_flat, found._whole = x_BSD, axis, is_flat, None
         found._has_grad = torch.is_grad_enabled() and x_BSD.requires_grad
         return found
