@@ -47,6 +47,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "groups_made",
+    "is_watched",
     "named_modules",
     "naming_group",
     "register_pytree_node",
@@ -123,6 +124,12 @@ def without_modes() -> Generator[None]:
             if _stands_for_device(mode):
                 stays.enter_context(mode)
         yield
+
+
+def is_watched() -> bool:
+    """Whether a mode sees operations that does not stand for a device, such as selective recompute's."""
+    mode = current_mode()
+    return mode is not None and not _stands_for_device(mode)
 
 
 def _stands_for_device(mode: Any) -> bool:

@@ -37,6 +37,7 @@ LEFT_OUT = ("testing/paper/", "testing/graphs.py")
 NAMES: dict[str, tuple[str, ...] | None] = {
     "torch.Tensor._base": None,
     "torch.Tensor._version": None,
+    "torch.Tensor._make_wrapper_subclass": None,
     "torch.UntypedStorage._cdata": None,
     "torch.UntypedStorage._new_with_weak_ptr": None,
     "torch._C._autograd._get_sequence_nr": None,

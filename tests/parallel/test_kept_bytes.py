@@ -26,7 +26,9 @@ SPECS = {
     "experts": dataclasses.replace(LLAMA, num_experts=4, expert_ffn_dim=176, num_shared_experts=1),
 }
 PLANS = ("dp_shard=2 zero=3", "tp=2", "tp=2 sp=on", "tp=2 sp=on recompute=selective", "dp_replicate=2 compile=on",
-         "tp=2 sp=on compile=on")  # fmt: skip
+         "tp=2 sp=on compile=on", "tp=2 sp=on tp_chunks=3",
+         "tp=2 sp=on tp_chunks=3 recompute=selective")  # fmt: skip
+OF_DENSE = ("tp=2 sp=on tp_chunks=3 compile=on",)
 OF_EXPERTS = ("dp_shard=2 ep=2 zero=1", "dp_replicate=2 recompute=selective compile=on")
 
 
@@ -48,7 +50,7 @@ def _kept(plan: str, spec: DecoderSpec) -> int:
 @pytest.mark.parametrize("family", gate_runs(SPECS, 2))
 def test_a_layer_keeps_what_the_planner_says(family, ranks2):
     spec = SPECS[family]
-    texts = [f"{plan} precision=bf16" for plan in (*PLANS, *(OF_EXPERTS if spec.num_experts else ()))]
+    texts = [f"{plan} precision=bf16" for plan in (*PLANS, *(OF_EXPERTS if spec.num_experts else OF_DENSE))]
     job = Job(shape=Shape.of_decoder(spec), seq_len=SEQ, global_batch=2)
     columns = Columns.of([Plan.parse(text) for text in texts], job)
     planned = layer_bytes(job, columns).kept / columns.microbatch

@@ -150,6 +150,18 @@ def test_what_hides_is_not_seen():
     assert hidden.terms["contention"][0] > bare.terms["contention"][0] == 0
 
 
+def test_pieces_hide_traffic_of_tp_until_there_are_too_many():
+    """One piece is as before; of two, half hides where products take longer; a thousand cost as many starts."""
+    job = replace(JOB, seq_len=8192)
+    columns = Columns.make(5, tp=8, sp=[True, True, True, True, False], tp_chunks=[1, 2, 4, 1000, 1])
+    exposed = estimate(job, CLUSTER, columns, TABLES).terms["tp"]
+    assert exposed[0] > exposed[1] > exposed[2]
+    assert exposed[3] > exposed[0]
+    plain = estimate(job, CLUSTER, Columns.make(1, tp=8, sp=True), TABLES).terms["tp"]
+    assert exposed[0] == plain[0]
+    assert exposed[4] == estimate(job, CLUSTER, Columns.make(1, tp=8), TABLES).terms["tp"][0]
+
+
 def test_gathering_once_a_step_costs_less_with_many_passes():
     columns = Columns.make(3, dp_shard=64, zero=3, num_micro=8, reshard=[0, 1, 2])
     slow = replace(JOB, stack=Stack(overlap_grads=False, overlap_params=False))

@@ -143,6 +143,12 @@ CASES = [
      "multiple of 4. Use train.seq_len=1024, or sp=off.", "tp=4"),
     ("sp-needs-tp", "sp=on", Facts(),
      "sp=on: sequence parallelism needs tp of at least 2, and tp is 1. Use sp=off, or tp=2 or more.", ""),
+    ("chunks-need-sp", "tp=2 tp_chunks=4", Facts(),
+     "tp_chunks=4: pieces of a sequence travel over tp only where sp=on cuts sequences, and sp is off. "
+     "Use tp_chunks=1, or sp=on with tp=2 or more.", "tp=2"),
+    ("chunks-keep-half", "tp=2 sp=on tp_chunks=2 precision=fp8", Facts(),
+     "tp_chunks=2: with precision=fp8 the ranks agree on scales for whole products. "
+     "Use tp_chunks=1, or precision=bf16.", "tp=2 sp=on precision=fp8"),
     ("pp-layers", "pp=4 virtual_stages=2 schedule=interleaved", FACTS,
      "pp=4: 4 x 2 stages are more than the model's 6 layers. Use pp * virtual_stages of at most 6.",
      "pp=4"),

@@ -16,6 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
+from weft.comm.autograd import is_product
 from weft.memory.private_torch import GROUPED_MM, StoredValue, recompute_word, written_arguments
 from weft.private_torch import storage_key, tree_leaves, tree_map_only, version_of
 from weft.structure.cost import is_worth_keeping
@@ -34,6 +35,8 @@ def is_heavy(op: Any, args: Sequence[Any]) -> bool:
 
     Asked before the operation runs: torch 2.11 does not show a policy what an operation gave.
     """
+    if is_product(op):
+        return True
     packet = getattr(op, "overloadpacket", None)
     if packet not in flop_registry and packet is not GROUPED_MM and "scaled_dot_product" not in str(packet):
         return False

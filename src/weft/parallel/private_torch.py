@@ -236,3 +236,15 @@ def own_view(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     A step of autograd may give no view where what follows writes in place.
     """
     return torch.ops.aten._unsafe_view(x, shape)
+
+
+def without_memory(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """A tensor of a class of Weft's that has shape, format and device, and no elements."""
+    make: Any = torch.Tensor._make_wrapper_subclass
+    return make(kind, shape, dtype=like.dtype, device=like.device)
+
+
+def plain_call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch without asking the classes of its arguments."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)

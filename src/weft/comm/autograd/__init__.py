@@ -13,7 +13,9 @@ __all__ = [
     "gather_from",
     "gather_slice",
     "is_join",
+    "is_product",
     "max_over",
+    "operator_of",
     "prepare_operators",
     "scatter_sum",
     "slice_to",
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
         slice_to,
         sum_over,
     )
-    from weft.comm.autograd.operators import is_join, prepare_operators
+    from weft.comm.autograd.operators import is_join, is_product, operator_of, prepare_operators
 
 __getattr__ = loads(
     __name__,
@@ -43,7 +45,9 @@ __getattr__ = loads(
         "gather_from": ".functions",
         "gather_slice": ".functions",
         "is_join": ".operators",
+        "is_product": ".operators",
         "max_over": ".functions",
+        "operator_of": ".operators",
         "prepare_operators": ".operators",
         "scatter_sum": ".functions",
         "slice_to": ".functions",

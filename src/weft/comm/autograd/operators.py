@@ -7,7 +7,7 @@ makes those of one axis; from then on the functions of `comm.autograd` over that
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from weft.comm.collectives import all_gather, all_reduce, reduce_scatter
 from weft.errors import CommError
 from weft.mesh import Axis
 from weft.private_torch import split
+
+#: An operator: its schema, what it does with the axis and its arguments, and what shapes that gives.
+Operator = tuple[str, Callable[..., Any], Callable[..., Any]]
 
 #: How the names of the axes' spaces of operators begin.
 _SPACE = "weft_"
@@ -65,6 +68,12 @@ def sum_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return reduce_scatter(stacked, axis, out=x.new_empty(shape))
 
 
+def is_product(operator: Any) -> bool:
+    """Return whether an operator in a graph multiplies matrices and communicates meanwhile, over some axis."""
+    space, _, name = str(operator).partition(".")
+    return space.startswith(_SPACE) and name in ("gather_multiply.default", "multiply_scatter.default")
+
+
 def is_join(operator: Any) -> bool:
     """Return whether an operator in a graph is `join` over some axis."""
     space, _, name = str(operator).partition(".")
@@ -82,48 +91,67 @@ def share(x: Tensor, axis: Axis, dim: int) -> int:
     return size
 
 
-def prepare_operators(axis: Axis) -> None:
+def prepare_operators(axis: Axis, others: Mapping[str, Operator] | None = None) -> None:
     """Let compiled graphs hold collectives over this axis. They live with it, and torch forgets them with it.
 
-    Call it before what uses the axis is compiled.
+    Call it before what uses the axis is compiled. others: more operators by name, which `operator_of` finds; each a
+    schema, what it does with the axis and its arguments, and what shapes that gives.
     """
-    if axis.size > 1 and not axis.operators:
-        axis.operators.update(_Library(axis).operators())
+    if axis.size > 1 and "add_up" not in axis.operators:
+        functions: dict[str, Callable[..., Any]] = {
+            "add_up": add_up, "largest": largest, "join": join, "sum_part": sum_part
+        }  # fmt: skip
+        shaped = {
+            "add_up": torch.empty_like,
+            "largest": torch.empty_like,
+            "join": _scaled(axis.size, 1),
+            "sum_part": _scaled(1, axis.size),
+        }
+        own = {name: (_SCHEMAS[name], _axis_second(functions[name]), shaped[name]) for name in _SCHEMAS}
+        axis.operators.update(_Library(axis, own).operators())
+    missing = {name: each for name, each in (others or {}).items() if name not in axis.operators}
+    if axis.size > 1 and missing:
+        axis.operators.update(_Library(axis, missing).operators())
+
+
+def operator_of(axis: Axis, name: str) -> Callable[..., Any]:
+    """Return one of the `others` that `prepare_operators` made."""
+    return axis.operators[name]  # pyright: ignore[reportReturnType]  # kept as objects
 
 
 class _Library:
-    """The operators of one axis, in a name space of torch's that goes when this goes."""
+    """Operators of one axis, in a name space of torch's that goes when this goes."""
 
-    def __init__(self, axis: Axis):
+    def __init__(self, axis: Axis, known: Mapping[str, Operator]):
         self.axis = axis
+        self._known = known
         self._space = f"{_SPACE}{id(self)}"
         self._library: Any = torch.library.Library(self._space, "DEF")  # its methods have no types
 
     def operators(self) -> dict[str, object]:
         """By name, and the library itself: torch's own table of operators does not keep it."""
-        size = self.axis.size
-        known: weakref.ref[_Library] = weakref.ref(self)
+        this: weakref.ref[_Library] = weakref.ref(self)
         library: Any = torch.library  # whose functions have no types
-        functions: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
-            add_up: torch.empty_like,
-            largest: torch.empty_like,
-            join: _scaled(size, 1),
-            sum_part: _scaled(1, size),
-        }
-        for function, fake in functions.items():
-            name = function.__name__
-            self._library.define(f"{name}{_SCHEMAS[name]}")
-            self._library.impl(name, _on_axis(function, known), "CompositeExplicitAutograd")
+        for name, (schema, function, fake) in self._known.items():
+            self._library.define(f"{name}{schema}")
+            self._library.impl(name, _on_axis(function, this), "CompositeExplicitAutograd")
             library.register_fake(f"{self._space}::{name}", fake, lib=self._library)
         space = getattr(torch.ops, self._space)
-        return {"library": self, **{name: getattr(space, name).default for name in _SCHEMAS}}
+        return {f"library {self._space}": self, **{name: getattr(space, name).default for name in self._known}}
 
 
-def _on_axis(function: Callable[..., Tensor], known: weakref.ref[_Library]) -> Callable[..., Tensor]:
-    def call(*args: Any) -> Tensor:
+def _on_axis(function: Callable[..., Any], known: weakref.ref[_Library]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
         library = known()
         assert library is not None, "the mesh is gone, and so is what was compiled for it"
-        return function(args[0], library.axis, *args[1:])
+        return function(library.axis, *args)
+
+    return call
+
+
+def _axis_second(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(axis: Axis, x: Tensor, *others: Any) -> Tensor:
+        return function(x, axis, *others)
 
     return call
 

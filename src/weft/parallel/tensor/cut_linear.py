@@ -26,6 +26,7 @@ from weft.comm.autograd import scatter_sum, sum_over
 from weft.errors import PlanError
 from weft.mesh import Axis
 from weft.parallel.layers import Float8, HeldGradients, HeldProduct, product
+from weft.parallel.tensor.token_pieces import gather_multiply
 from weft.private_torch import Function, current_mode
 
 #: Where the tokens are in activations: (batch, tokens, features).
@@ -34,10 +35,14 @@ TOKENS = 1
 
 @dataclass(frozen=True, slots=True)
 class SharedLayer:
-    """The ranks that share a layer's matrices. cuts_tokens: between such layers each has 1/size of the tokens."""
+    """The ranks that share a layer's matrices.
+
+    cuts_tokens: between such layers each has 1/size of the tokens. pieces: of those, that travel one by one.
+    """
 
     axis: Axis
     cuts_tokens: bool = False
+    pieces: int = 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedLayer:
         return self  # a copy of the module runs on the same ranks
@@ -105,16 +110,17 @@ def with_sequences(x: torch.Tensor, sequences: int, axis: Axis) -> torch.Tensor:
 
 
 def columns(
-    x: torch.Tensor, whole: torch.Tensor, line: SharedLayer, members: list[Column], held: HeldGradients | None
+    x: torch.Tensor, whole: torch.Tensor | None, line: SharedLayer, members: list[Column], held: HeldGradients | None
 ) -> tuple[torch.Tensor, ...]:
     """Each member's product with the same input, whose gradient is added up over the line.
 
-    x: this rank's tokens, (B, S, D); the gradient goes to it. whole: the same with all tokens. held: what the gradients
+    x: this rank's tokens, (B, S, D); the gradient goes to it. whole: the same with all tokens; None: they are brought
+    together in pieces while these multiply. held: what the gradients
     of the weights may wait in; under sequence parallelism the gathered input then waits with them.
     """
     weights = [one.weight.t() if one.is_transposed else one.weight for one in members]
     biases = [one.bias for one in members]
-    return _Columns.apply(x, whole.detach(), line, (held, members), *weights, *biases)
+    return _Columns.apply(x, None if whole is None else whole.detach(), line, (held, members), *weights, *biases)
 
 
 class _Columns(Function):
@@ -122,7 +128,7 @@ class _Columns(Function):
     def forward(
         ctx: Any,
         x_BSD: torch.Tensor,
-        whole_BTD: torch.Tensor,
+        whole_BTD: torch.Tensor | None,
         line: SharedLayer,
         waiting: tuple[HeldGradients | None, list[Column]],
         *params: torch.Tensor | None,
@@ -134,6 +140,9 @@ class _Columns(Function):
         ctx.save_for_backward(x_BSD if keeps_input else None, *weights)
         ctx.line, ctx.waiting, ctx.shape = line, waiting, tuple(x_BSD.shape)
         ctx.set_materialize_grads(False)
+        if whole_BTD is None:
+            made = gather_multiply(x_BSD, weights, line.axis, line.pieces)
+            return tuple(out if bias is None else out.add_(bias) for out, bias in zip(made, biases, strict=True))
         forms = [member.form for member in waiting[1]]
         return tuple(product(whole_BTD, *of) for of in zip(weights, biases, forms, strict=True))
 

@@ -20,7 +20,17 @@ from weft.models.adapters import AdaptedLinear, Alone
 from weft.parallel.layers import Float8, HoldingLayer, linear
 from weft.parallel.randomness import CutPart
 from weft.parallel.tensor.cut_adapters import ColumnAdapter, GatheredAdapter, RowAdapter, TokenAdapter
-from weft.parallel.tensor.cut_linear import TOKENS, Column, SharedLayer, columns, row_sum, with_sequences
+from weft.parallel.tensor.cut_linear import (
+    TOKENS,
+    Column,
+    SharedLayer,
+    columns,
+    row_sum,
+    token_share,
+    with_sequences,
+)
+from weft.parallel.tensor.piece_layers import compiled_columns, compiled_row, row
+from weft.parallel.tensor.ungathered import Ungathered
 from weft.spec.model import number
 from weft.structure import Heads, layers
 from weft.structure.layouts import RmsForm
@@ -46,6 +56,7 @@ class Entry:
         self._inner: torch.Tensor | None = None
         self._outer: torch.Tensor | None = None
         self._products: dict[int, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}
 
     def enter(self, x: torch.Tensor, *, is_shared: bool = True) -> torch.Tensor:
         """All tokens of activations of which this rank has a part; the gradient is summed and cut again.
@@ -54,23 +65,38 @@ class Entry:
         """
         if self.line.cuts_tokens and x.dim() < 3:
             x = with_sequences(x, self.part.sequences if self.part is not None else 0, self.line.axis)
-            inner = gather_from(x, self.line.axis, TOKENS).flatten(0, 1)
+            inner = self._gathered(x, is_shared, is_flat=True)
         elif self.line.cuts_tokens:
-            inner = gather_from(x, self.line.axis, TOKENS)
+            inner = self._gathered(x, is_shared, is_flat=False)
             if self.part is not None:  # a replay of this block alone says it again
                 self.part.sequences = x.shape[0]
         else:
             inner = copy_to(x, self.line.axis)
         if not is_shared:
             self.close()
-        if is_shared and not self.is_compiled and not self.is_ahead:
+        if is_shared and not self.is_ahead and (self._in_pieces or not self.is_compiled):
             self._begin(inner, x)
         elif self.part is not None:
             self.part.is_open = True
         return inner
 
+    @property
+    def _in_pieces(self) -> bool:
+        return self.line.cuts_tokens and self.line.pieces > 1
+
+    def _gathered(self, x: torch.Tensor, is_shared: bool, *, is_flat: bool) -> torch.Tensor:
+        """All tokens, or where members bring them together in pieces what stands for them. A graph drops what nobody
+        reads."""
+        compiles = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+        if self._in_pieces and is_shared and not self.is_ahead and not compiles:
+            return Ungathered.of(x, self.line.axis, is_flat=is_flat)
+        inner = gather_from(x, self.line.axis, TOKENS)
+        return inner.flatten(0, 1) if is_flat else inner
+
     def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The member's product with x. Members that read the same tensor are one product with one collective."""
+        if self._in_pieces and x is self._inner and not torch.is_autocast_enabled(x.device.type):
+            return self._piecewise(member)
         if self.is_ahead:
             return _linear(member, x)  # autograd knows how it was made of what came in
         if self.is_compiled:
@@ -99,13 +125,38 @@ class Entry:
         if self.part is not None:
             self.part.is_open = True
 
-    def _multiply(self, members: list[nn.Module], inner: torch.Tensor, outer: torch.Tensor) -> dict[int, torch.Tensor]:
+    def _multiply(
+        self, members: list[nn.Module], inner: torch.Tensor | None, outer: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
         read = [
             Column(layers.stored_weight(one), layers.bias_of(one), layers.is_transposed(one), _form_of(one))
             for one in members
         ]
         made = columns(outer, inner, self.line, read, getattr(members[0], "_weft_held", None))
         return {id(one): product for one, product in zip(members, made, strict=True)}
+
+    def _piecewise(self, member: nn.Module) -> torch.Tensor:
+        """The member's part of one product in pieces of all members, kept for the others by place: graphs of blocks
+        that are alike shall be, too."""
+        place, inner, outer = member._weft_place, self._inner, self._outer
+        assert isinstance(place, int)
+        assert inner is not None
+        assert outer is not None
+        if place not in self._made:
+            is_flat = inner.dim() == 2
+            found = self._all_members(outer)
+            self._made = {at: out.flatten(0, 1) if is_flat else out for at, out in enumerate(found)}
+        product = self._made.pop(place)
+        if not self._made:
+            self.close()
+        return product
+
+    def _all_members(self, outer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not torch.compiler.is_compiling():
+            return tuple(self._multiply(self.members, None, outer).values())
+        made = compiled_columns(outer, self.line, [layers.weight_of(one) for one in self.members])
+        biases = [layers.bias_of(one) for one in self.members]
+        return tuple(out if bias is None else out + bias for out, bias in zip(made, biases, strict=True))
 
     def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, Alone]:
         """What the adapter of a layer reads in place of x, and who shares it: where tokens are cut, this rank's."""
@@ -118,7 +169,7 @@ class Entry:
     def close(self) -> None:
         """Forget what came in: it must not live longer than the module needs it."""
         self._inner = self._outer = None
-        self._products = {}
+        self._products, self._made = {}, {}
 
 
 def _form_of(member: nn.Module) -> Float8 | None:
@@ -186,6 +237,7 @@ class ColumnLinear(HoldingLayer):
 
     _weft_entry: Entry
     _weft_enters: bool
+    _weft_place: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., D) to (..., F)."""
@@ -208,6 +260,9 @@ class RowLinear(HoldingLayer):
         """(..., F) to (..., D)."""
         self._weft_part.is_open = False
         weight, held = self.weight, self._weft_held
+        line = self._weft_line
+        if line.cuts_tokens and line.pieces > 1 and not torch.is_autocast_enabled(x.device.type):
+            return self._piecewise(x)
         if held is not None and weight.dtype == x.dtype:
             product = linear(x, weight, None, held, transposed=layers.is_transposed(self), form=self._weft_float8)
         elif self._weft_float8 is not None:
@@ -219,6 +274,20 @@ class RowLinear(HoldingLayer):
         if is_flat := product.dim() == 2 and self._weft_line.cuts_tokens:
             product = with_sequences(product, self._weft_part.sequences, self._weft_line.axis)
         out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
+        out = out.flatten(0, 1) if is_flat else out
+        return out if self.bias is None else out + self.bias
+
+    def _piecewise(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum in pieces of the tokens, each on its way while the next one multiplies."""
+        line, is_flat = self._weft_line, x.dim() == 2
+        if is_flat:
+            x = with_sequences(x, self._weft_part.sequences, line.axis)
+        token_share(x.shape, line.axis)
+        if torch.compiler.is_compiling():
+            out = compiled_row(x, line, layers.weight_of(self))
+        else:
+            weight = layers.stored_weight(self)
+            out = row(x, weight, line, self._weft_held, transposed=layers.is_transposed(self))
         out = out.flatten(0, 1) if is_flat else out
         return out if self.bias is None else out + self.bias
 

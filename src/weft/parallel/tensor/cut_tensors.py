@@ -16,8 +16,9 @@ from torch import nn
 
 from weft.comm import broadcast
 from weft.comm.autograd import prepare_operators
-from weft.errors import LayoutError
+from weft.errors import LayoutError, PlanError, Problem
 from weft.mesh import Axis, Mesh
+from weft.models.adapters import AdaptedLinear
 from weft.parallel.layers import refuse_partial
 from weft.parallel.placement import Placement
 from weft.parallel.randomness import CutPart, keep_part
@@ -33,6 +34,7 @@ from weft.parallel.tensor.cut_modules import (
 )
 from weft.parallel.tensor.head import fuse_head, make_head
 from weft.parallel.tensor.head_loss import LossWay
+from weft.parallel.tensor.piece_layers import prepare_piece_operators
 from weft.parallel.tensor.read_layout import (
     check_sizes,
     find_heads,
@@ -135,7 +137,7 @@ class _Cutter:
         self.sequence: TokenCut | None = None
         if mesh.plan.sp:
             self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole)
-        self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp)
+        self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp, pieces=mesh.plan.tp_chunks)
         ends_cut = self.sequence is not None and self.sequence.with_ends
         self.ends = SharedLayer(self.axis, cuts_tokens=ends_cut)
         self.placed: dict[int, Placement] = {}
@@ -146,6 +148,8 @@ class _Cutter:
         self.is_compiled = mesh.plan.compile
         if self.is_compiled:
             prepare_operators(self.axis)
+            if mesh.plan.tp_chunks > 1:
+                prepare_piece_operators(self.axis)
 
     def cut(self) -> dict[str, Placement]:
         heads = find_heads(self.modules, self.styles)
@@ -228,6 +232,7 @@ class _Cutter:
         return self.entries[place]
 
     def _column(self, path: str, module: nn.Module, style: Style, heads: Heads) -> None:
+        self._check_pieces(path, module)
         entry = self._entry(path, module)
         weight = layers.weight_of(module)
         placement = self._rows(style, heads, weight.shape[0])
@@ -240,7 +245,8 @@ class _Cutter:
             self._partial(module, "lora_A")
         _set_sizes(module)
         self._float8(module, outer=self.axis)
-        become(module, ColumnLinear, entry=entry, enters=self.line.cuts_tokens and self.entries.get(path) is entry)
+        enters = self.line.cuts_tokens and self.entries.get(path) is entry
+        become(module, ColumnLinear, entry=entry, enters=enters, place=len(entry.members))
         entry.members.append(module)
 
     def _rows(self, style: Style, heads: Heads, total: int) -> Placement:
@@ -260,6 +266,7 @@ class _Cutter:
         become(module, CutNorm, form=form, axis=self.axis)
 
     def _row(self, path: str, module: nn.Module) -> None:
+        self._check_pieces(path, module)
         width = layers.weight_of(module).shape[1]
         if layers.is_packed(module) and width % (64 * self.axis.size):
             raise LayoutError(
@@ -272,6 +279,13 @@ class _Cutter:
         _set_sizes(module)
         self._float8(module, inner=self.axis)
         become(module, RowLinear, line=self.line, part=self.part, is_compiled=self.is_compiled)
+
+    def _check_pieces(self, path: str, module: nn.Module) -> None:
+        """PlanError where a layer is more than a product with a matrix, and shall multiply in pieces."""
+        if self.line.pieces > 1 and (isinstance(module, AdaptedLinear) or layers.is_packed(module)):
+            has = "has an adapter" if isinstance(module, AdaptedLinear) else "keeps its weight as bytes"
+            rule = f"layer {path} {has}, and only a plain product is made in pieces"
+            raise PlanError([Problem("tp_chunks", f"tp_chunks={self.line.pieces}: {rule}. Use tp_chunks=1.")])
 
     def _float8(self, module: nn.Module, **shared: Axis) -> None:
         """A layer chosen for float8 knows who shares what its scales span."""

@@ -56,7 +56,7 @@ class LayerCosts:
 
 
 #: The columns that everything here reads.
-_OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "microbatch", "precision", "compile", "graphs", "order")
+_OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "tp_chunks", "microbatch", "precision", "compile", "graphs", "order")
 
 
 def of_costs(columns: Columns) -> tuple[str, ...]:
@@ -98,7 +98,8 @@ def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -
     tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, made.gemm_f, made.dgrad + made.wgrad)
     cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, made.attn_f, made.attn_b)
     ep = _ep(job, columns, fabric, tokens)
-    calls = made.calls + np.where(t > 1, 4, 0) + context_cost.calls(columns)
+    # A piece more is a collective and a product more, four times in a layer.
+    calls = made.calls + np.where(t > 1, 8 * columns.tp_chunks - 4, 0) + context_cost.calls(columns)
     gathers_table = (t > 1) & (shape.vocab > 0)
     return LayerCosts(
         gemm_f=made.gemm_f * width,
@@ -166,15 +167,23 @@ def _tp(
     again = 2.0 if job.stack.regather_sp else 0.0
     forward = np.where(columns.sp, 4 * gather, 2 * whole)
     backward = np.where(columns.sp, (4 + again) * gather, 2 * whole)
+    slow = tables.overlap_compute - 1
+    under_f, under_b = gemm_f / tables.overlap_compute, gemm_b / tables.overlap_compute
     if not job.stack.overlap_tp:
         # What travels for the input's gradient hides under the matmul of the weight's, and the other way round.
-        beside = np.where(columns.sp, 4 * gather, backward) if job.stack.overlap_tp_backward else 0.0
-        return forward, backward - np.minimum(beside, gemm_b / tables.overlap_compute) * (2 - tables.overlap_compute)
+        beside = np.where(columns.sp, 4 * gather, backward) if job.stack.overlap_tp_backward else np.zeros_like(whole)
+        hidden_f, hidden_b = np.zeros_like(whole), np.minimum(beside, under_b)
+        if (columns.tp_chunks > 1).any():
+            # All of forward in pieces, of backward the gathers for row-cut layers: of each the first travels alone.
+            pieces = np.where(columns.sp, columns.tp_chunks, 1).astype(np.float64)
+            piece = fabric.ring_s("all_gather", size / pieces, t, stride)
+            later, more = (pieces - 1) * piece, np.where(pieces > 1, pieces * piece - gather, 0.0)
+            forward, backward = forward + 4 * more, backward + 2 * more
+            hidden_f, hidden_b = np.minimum(4 * later, under_f), np.minimum(beside + 2 * later, under_b)
+        return forward - hidden_f * (2 - tables.overlap_compute), backward - hidden_b * (2 - tables.overlap_compute)
     # In slices: the first travels alone, the others under the matmul of the slice before.
     slices = np.where(columns.sp, 1.0, 0.0) * (t - 1) / t
-    hidden_f = np.minimum(forward, gemm_f / tables.overlap_compute) * slices
-    hidden_b = np.minimum(backward, gemm_b / tables.overlap_compute) * slices
-    slow = tables.overlap_compute - 1
+    hidden_f, hidden_b = np.minimum(forward, under_f) * slices, np.minimum(backward, under_b) * slices
     return forward - hidden_f * (1 - slow), backward - hidden_b * (1 - slow)
 
 

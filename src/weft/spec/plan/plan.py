@@ -68,17 +68,14 @@ class Plan:
     # One field after another, in the order in which they are printed.
     # fmt: off
     pp: int = described(
-        Whole(star=True), 1,
-        "Pipeline parallel: ranks that share the model's blocks; a mesh axis.",
-        tried=sizes_tried, asks="use", probed=True,
+        Whole(star=True), 1, "Pipeline parallel: ranks that share the model's blocks; a mesh axis.", tried=sizes_tried,
+        asks="use", probed=True,
     )
-    dp_replicate: int = described(
-        Whole(star=True), 1,
+    dp_replicate: int = described(Whole(star=True), 1,
         "Data parallel: replicas that hold the same states and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
-    dp_shard: int = described(
-        Whole(star=True), 1,
+    dp_shard: int = described(Whole(star=True), 1,
         "Data parallel: ranks that shard states as `zero` says and read different samples; a mesh axis.",
         tried=sizes_tried,
     )
@@ -90,8 +87,7 @@ class Plan:
         Whole(star=True), 1, "Tensor parallel: ranks that share each layer; a mesh axis.", tried=sizes_tried,
         asks="use", probed=True,
     )
-    ep: int = described(
-        Whole(), 1,
+    ep: int = described(Whole(), 1,
         "Expert parallel: ranks that share the experts of a layer; a second view over dp_shard x cp x tp.",
         tried=sizes_tried, asks="use", probed=True,
     )
@@ -119,6 +115,11 @@ class Plan:
         Switch(), False, "Sequence parallelism between tensor-parallel regions.", needs=("tp",), searched=(False, True),
         tried=(False, True), asks="use", probed=True,
     )
+    tp_chunks: int = described(
+        Whole(dtype="int32"), 1,
+        "Pieces of each rank's tokens in which cut layers multiply under `sp=on`: one travels over tp while another "
+        "multiplies. `auto` never chooses more than 1.", needs=("tp",), tried=(1, 3), divides_work=False,
+    )
     cp_mode: str = described(
         OneOf(CP_MODES, open="auto", codes=CP_WAYS), "auto",
         "How attention reaches the whole sequence under cp: gather (all-gathers keys and values), ring (passes them "
@@ -138,8 +139,7 @@ class Plan:
         Whole(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule", tried=(1, 2),
         asks="value",
     )
-    split: tuple[int, ...] = described(
-        Counts(), (),
+    split: tuple[int, ...] = described(Counts(), (),
         "How many of the model's blocks each stage takes, in order (`3+4+4+3`); by default stages of equal work.",
         needs=("pp",), tried=((),), asks="value",  # uneven ones depend on the model: tests/parity/test_pipeline.py
     )

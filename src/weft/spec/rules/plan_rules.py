@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from weft.errors import PlanError, Problem
 from weft.spec.divisors import common_divisors, nearest
 from weft.spec.plan import Plan
-from weft.spec.rules.expert_rules import EXPERT_RULES
 from weft.spec.rules.graph_rules import GRAPH_RULES
+from weft.spec.rules.layer_rules import LAYER_RULES
 from weft.spec.rules.limit_rules import LIMIT_RULES, PRECISION_ON_DEVICE
 from weft.spec.rules.order_rules import ORDER_RULES
 from weft.spec.rules.pipeline_rules import PIPELINE_LASTING, PIPELINE_NOT_BUILT
@@ -299,7 +299,7 @@ LASTING: tuple[Rule, ...] = (
     *ORDER_RULES,
     *WIRE_RULES,
     *PIPELINE_LASTING,
-    *EXPERT_RULES,
+    *LAYER_RULES,
     *GRAPH_RULES,
     Rule(
         name="cp-divides-sequence",

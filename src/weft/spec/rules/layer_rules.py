@@ -1,10 +1,10 @@
-"""The rules of plans that concern experts."""
+"""The rules of plans that concern single layers: experts, and cut layers that multiply in pieces."""
 
 from __future__ import annotations
 
 from weft.spec.divisors import common_divisors, nearest
 from weft.spec.plan import Plan
-from weft.spec.rules.rule import Facts, Rule, alternatives
+from weft.spec.rules.rule import Facts, Rule, alternatives, asks
 
 
 def _ep_choices(plan: Plan, facts: Facts) -> list[int]:
@@ -14,7 +14,7 @@ def _ep_choices(plan: Plan, facts: Facts) -> list[int]:
     return common_divisors(facts.model.num_experts, plan.dp_shard * plan.cp * plan.tp)
 
 
-EXPERT_RULES: tuple[Rule, ...] = (
+LAYER_RULES: tuple[Rule, ...] = (
     Rule(
         name="ep-divides-ranks",
         field="ep",
@@ -49,5 +49,26 @@ EXPERT_RULES: tuple[Rule, ...] = (
         ),
         remedy=lambda plan, facts: alternatives(_ep_choices(plan, facts), "ep"),
         fix=lambda plan, facts: plan.replace(ep=nearest(_ep_choices(plan, facts), plan.ep)),
+    ),
+    Rule(
+        name="chunks-need-sp",
+        field="tp_chunks",
+        reason="Pieces of a sequence travel over tp only where sp=on cuts sequences, so tp_chunks needs sp=on.",
+        predicate=lambda plan, facts: plan.tp_chunks > 1 and (not plan.sp or not asks(plan, facts, "tp")),
+        finding=lambda plan, facts: (
+            f"pieces of a sequence travel over tp only where sp=on cuts sequences, and "
+            f"{'tp is 1' if plan.sp else 'sp is off'}"
+        ),
+        remedy=lambda plan, facts: "Use tp_chunks=1, or sp=on with tp=2 or more",
+        fix=lambda plan, facts: plan.replace(tp_chunks=1),
+    ),
+    Rule(
+        name="chunks-keep-half",
+        field="tp_chunks",
+        reason="The ranks agree on a scale of float8 for whole products, so precision=fp8 has no products in pieces.",
+        predicate=lambda plan, facts: plan.tp_chunks > 1 and plan.precision == "fp8",
+        finding=lambda plan, facts: "with precision=fp8 the ranks agree on scales for whole products",
+        remedy=lambda plan, facts: "Use tp_chunks=1, or precision=bf16",
+        fix=lambda plan, facts: plan.replace(tp_chunks=1),
     ),
 )
