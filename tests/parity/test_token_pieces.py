@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
 from tests.choice import gate_runs
+from tests.parity.adapter_cases import AdapterCase
 from tests.parity.cases import LLAMA, cases
 from tests.parity.compiled import compiled_plan, train_compiled
 from tests.parity.compiled_families import DEEP, SHALLOW, DeepFamily
 from tests.parity.test_tensor import DECODERS
-from weft.errors import CommError, PlanError
+from weft.errors import CommError
 from weft.mesh import build_mesh
-from weft.parallel import parallelize
 from weft.parallel.tensor.token_pieces import by_pieces, column_gradients, cuts, gather_multiply, multiply_scatter
 from weft.parallel.tensor.ungathered import Ungathered
 from weft.spec.plan import Plan
@@ -152,3 +150,9 @@ def test_a_hidden_gradient_is_refused(ranks2):
     case = {"hidden": HiddenCase(LLAMA, global_batch=16, num_steps=1)}
     with pytest.raises(CommError, match=r"hands its input to a step of autograd of its own.*Use tp_chunks=1"):
         ranks2.run(train_cases, "tp=2 sp=on tp_chunks=2 precision=fp64", case)
+
+
+def test_an_adapter_is_refused(ranks2):
+    adapted = {"adapter": AdapterCase(cases()["decoder"])}
+    with pytest.raises(CommError, match=r"blocks\.0\.attn\.q has an adapter, and only a plain product.*tp_chunks=1"):
+        ranks2.run(train_cases, "tp=2 sp=on tp_chunks=2 precision=fp64", adapted)

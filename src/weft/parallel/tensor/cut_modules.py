@@ -19,7 +19,6 @@ from weft.mesh import Axis
 from weft.models.adapters import AdaptedLinear, Alone
 from weft.parallel.layers import Float8, HoldingLayer, linear
 from weft.parallel.randomness import CutPart
-from weft.parallel.tensor.ungathered import Ungathered
 from weft.parallel.tensor.cut_adapters import ColumnAdapter, GatheredAdapter, RowAdapter, TokenAdapter
 from weft.parallel.tensor.cut_linear import (
     TOKENS,
@@ -31,6 +30,7 @@ from weft.parallel.tensor.cut_linear import (
     with_sequences,
 )
 from weft.parallel.tensor.piece_layers import compiled_columns, compiled_row, row
+from weft.parallel.tensor.ungathered import Ungathered
 from weft.spec.model import number
 from weft.structure import Heads, layers
 from weft.structure.layouts import RmsForm
