@@ -30,8 +30,8 @@ CASE = DecoderCase(SPEC, num_steps=3, global_batch=8, seq_len=16)
 #: Plans whose ranks, streams or orders NCCL has to take.
 NCCL_PLANS = {
     2: (
-        "dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2 sp=on", "tp=2 sp=on tp_chunks=2",
-        "cp=2 cp_mode=ring", "dp_shard=2 ep=2",
+        "dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3", "tp=2 sp=on",
+        "tp=2 sp=on tp_chunks=2", "cp=2 cp_mode=ring", "dp_shard=2 ep=2",
     ),
     3: ("pp=3 microbatches=4",),
 }  # fmt: skip

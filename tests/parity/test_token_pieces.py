@@ -7,7 +7,12 @@ import torch
 from torch import nn
 
 from tests.choice import gate_runs
+<<<<<<< HEAD
 from tests.parity.cases import LLAMA
+=======
+from tests.parity.adapter_cases import AdapterCase
+from tests.parity.cases import LLAMA, cases
+>>>>>>> w-async
 from tests.parity.compiled import compiled_plan, train_compiled
 from tests.parity.compiled_families import DEEP, SHALLOW, DeepFamily
 from tests.parity.test_tensor import DECODERS
@@ -149,3 +154,9 @@ def test_a_hidden_gradient_is_refused(ranks2):
     case = {"hidden": HiddenCase(LLAMA, global_batch=16, num_steps=1)}
     with pytest.raises(CommError, match=r"hands its input to a step of autograd of its own.*Use tp_chunks=1"):
         ranks2.run(train_cases, "tp=2 sp=on tp_chunks=2 precision=fp64", case)
+
+
+def test_an_adapter_is_refused(ranks2):
+    adapted = {"adapter": AdapterCase(cases()["decoder"])}
+    with pytest.raises(CommError, match=r"blocks\.0\.attn\.q has an adapter, and only a plain product.*tp_chunks=1"):
+        ranks2.run(train_cases, "tp=2 sp=on tp_chunks=2 precision=fp64", adapted)
