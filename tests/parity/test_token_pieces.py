@@ -7,12 +7,8 @@ import torch
 from torch import nn
 
 from tests.choice import gate_runs
-<<<<<<< HEAD
-from tests.parity.cases import LLAMA
-=======
 from tests.parity.adapter_cases import AdapterCase
 from tests.parity.cases import LLAMA, cases
->>>>>>> w-async
 from tests.parity.compiled import compiled_plan, train_compiled
 from tests.parity.compiled_families import DEEP, SHALLOW, DeepFamily
 from tests.parity.test_tensor import DECODERS
