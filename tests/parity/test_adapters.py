@@ -19,7 +19,7 @@ from weft.testing import train_case, train_plain
 from weft.testing.parity import microbatches_of_case
 from weft.train import TrainStep
 
-ONLY = {"recompute": ("none",), "offload": ((),), "order": ((),)}
+ONLY = {"recompute": ("none",), "offload": ((),), "order": ((),), "tp_chunks": (1,)}
 #: Plans that a choice by pairs may miss: replays and host memory with frozen weights, weights' gradients that wait.
 MORE = (
     "dp_shard=2 zero=3 recompute=full offload=params",

@@ -33,8 +33,7 @@ DENSE = {
     "cp=2 cp_mode=ring tp=2 dp_shard=2 zero=1 precision=bf16": (0, 0),
     "pp=2 tp=2 dp_shard=2 zero=1 microbatches=4 precision=bf16": (0, 0),
     "tp=2 sp=on dp_shard=2 zero=1 precision=fp8": (0, 0),
-    "recompute=selective dp_shard=2 zero=3 precision=fp8": (0, 0),
-    "recompute=selective precision=bf16": (0, 0),
+    "recompute=selective dp_shard=2 zero=3 precision=bf16": (0, 0),
     "recompute=full dp_shard=2 zero=3 precision=bf16": (0, 0),
     "offload=optimizer dp_shard=2 zero=1 precision=bf16": (2, 1),
     "offload=params dp_shard=2 zero=3 precision=bf16": (3, 1),
@@ -42,6 +41,8 @@ DENSE = {
 }
 #: Each technique of these is part of a plan above; together they are the table that is quoted.
 MORE = {
+    "recompute=selective dp_shard=2 zero=3 precision=fp8": (0, 0),
+    "recompute=selective precision=bf16": (0, 0),
     "cp=2 cp_mode=gather precision=bf16": (0, 0),
     "recompute=full cp=2 cp_mode=ring precision=bf16": (0, 0),
     "recompute=attention precision=bf16": (0, 0),
