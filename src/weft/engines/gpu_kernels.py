@@ -47,7 +47,7 @@ MOST_SHAPES = 8
 
 
 class GpuKernels:
-    """What the process is told, until it is closed.
+    """The settings of torch in this process, until it is closed.
 
     Args:
         config: of the run.

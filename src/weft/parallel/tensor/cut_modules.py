@@ -85,8 +85,7 @@ class Entry:
         return self.line.cuts_tokens and self.line.pieces > 1
 
     def _gathered(self, x: torch.Tensor, is_shared: bool, *, is_flat: bool) -> torch.Tensor:
-        """All tokens, or where members bring them together in pieces what stands for them. A graph drops what nobody
-        reads."""
+        """All tokens; where members gather in pieces, what stands for them. A graph drops results that are not read."""
         compiles = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
         if self._in_pieces and is_shared and not self.is_ahead and not compiles:
             return Ungathered.of(x, self.line.axis, is_flat=is_flat)

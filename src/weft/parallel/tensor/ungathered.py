@@ -1,4 +1,4 @@
-"""All tokens of activations that nobody has brought together yet.
+"""All tokens of activations that are not gathered yet.
 
 A module in front of cut layers is given these where they gather in pieces: it may ask for shape and format, and hands
 them to the layers. What else it does with them brings them together first.

@@ -30,7 +30,7 @@ TERM_WORDS = {
     "frozen": "forward passes without gradients",
 }
 _WIDTH = 32
-#: Share of a step in which kernels wait for the host from which on it is told what CUDA graphs would change.
+#: Where kernels wait for the host for at least this share of a step, the answer says what CUDA graphs would change.
 _WAITS = 0.05
 
 
