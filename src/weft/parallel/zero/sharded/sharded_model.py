@@ -123,7 +123,7 @@ class FullyShardedModel:
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
         self._sums: list[ReplicaSum] = []
         self._undivided: dict[nn.Module, ReplicaSum] = {}
-        short = None if self._defers else self.precision.compute  # passes add up in the format of sums
+        short = self.precision.compute if self.precision.is_mixed and not self._defers else None
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
             over_shard, over_replicas = unit_wires(self.coders, index, mesh.plan)

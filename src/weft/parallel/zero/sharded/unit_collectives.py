@@ -21,9 +21,6 @@ from weft.parallel.zero.sharded.gather_order import Act, Order
 from weft.spec import WireSpec, wire_spec
 from weft.spec.plan import Plan
 
-#: Formats of gradients whose sums are in fp32.
-SHORT = (torch.bfloat16, torch.float16)
-
 
 class UnitGather(GatherBase):
     """all_gather of one unit's parameters.
@@ -210,14 +207,14 @@ def connect_unit(
         order: of what all ranks do there.
         wire: what travels in place of gradients.
         mesh: of the ranks; its plan's `gather` says what travels in place of weights.
-        grads: format of every gradient that will be reduced; None: they may be in that of sums instead.
+        grads: format of every gradient that will be reduced, shorter than that of sums; None: they may be in that.
     """
     plan, device = mesh.plan, mesh.device
     near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None
     weights = None if plan.gather == "none" else wire_spec(plan.gather)
     gather = UnitGather(unit, axis, order, weights, functools.partial(gathered_parts, module), near)
     module.set_custom_all_gather(gather)
-    short = grads if grads in SHORT and sends_short_summands(axis, device) else None
+    short = grads if grads is not None and sends_short_summands(axis, device) else None
     module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, wire, short))
     # Sums, where it would make means.
     module.set_gradient_divide_factor(1.0)
