@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from tests.parallel.loops import mlp, rows
+from weft.mesh import Axis
 from weft.optim import StepDecision
 from weft.parallel.zero.adopt import step_by_decision, steps_in_parts
+from weft.parallel.zero.sharded.first_gathers import FirstGathers
+from weft.parallel.zero.sharded.gather_order import Order
 
 
 def decision(norm: float) -> StepDecision:
@@ -50,6 +54,19 @@ def test_two_parts_are_one_step(name):
     assert seen == [[True, *rest], [False, *rest], [True, *rest]]
     for one, other in zip(*(optimizer.state.values() for optimizer in optimizers), strict=True):
         assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_what_was_gathered_early_goes_where_shards_may_change_and_stays_where_a_pass_begins(handed_over):
+    first = FirstGathers([mlp()], [[]], Order(Axis("dp_shard", 1, 0, (0,)), ["root"]), torch.device("cpu"))
+    module, handle = Mock(), Mock()
+    first._early = [(module, handle)]
+    if handed_over:
+        first.hand_over()
+    first.drop()
+    first.drop()
+    for call in (handle.wait, module.reshard):
+        assert call.call_count == (0 if handed_over else 1)
 
 
 def test_an_optimizer_that_weft_does_not_know_steps_at_once():

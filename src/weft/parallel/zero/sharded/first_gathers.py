@@ -59,11 +59,15 @@ class FirstGathers:
         params = {id(shard.local) for number in first for shard in self._shards[number]}
         step_by_decision(optimizer, decision, params, functools.partial(self._gather, first, self._stream))
 
+    def hand_over(self) -> None:
+        """Leave what was gathered early to the pass that begins: it waits for it and lets it go as usual."""
+        self._early = []
+
     def drop(self) -> None:
-        """Forget what was gathered early and not used: shards are about to change, and it would not follow."""
+        """Forget what was gathered early, between steps: shards may change now, and it would not follow."""
         early, self._early = self._early, []
         for module, handle in early:
-            handle.wait()  # nothing where a forward has asked for it
+            handle.wait()  # nothing where an evaluation has asked for it
             module.reshard()
 
     def _first(self) -> list[int]:

@@ -105,7 +105,6 @@ class FullyShardedModel:
         self._adoption = ShardAdoption(self.shards, originals, self._axis, self._hosted)
         self._placed = ShardStretches(self.shards, kinds, axes)
         self.debts = ShardDebts(self._placed, self.shards, self.plain, axes, self.coders)
-        # All of them: fully_shard has made each a module of its own kind.
         self._modules = [unit.module for unit in self.units if isinstance(unit.module, FSDPModule)]
         shards = [[self.shards[name] for name in names] for names in members]
         self._connect(mesh, [[shard.param for shard in own] for own in shards])
@@ -121,8 +120,7 @@ class FullyShardedModel:
         axes = (self._axis, self._replicas, *self._unit_axes)
         orders = {axis.ranks: Order(axis, names) for axis in dict.fromkeys(axes)}
         self._orders = [orders[self._axis.ranks], *(orders[ranks] for ranks in orders if ranks != self._axis.ranks)]
-        self._sums: list[ReplicaSum] = []
-        self._undivided: dict[nn.Module, ReplicaSum] = {}
+        self._sums, self._undivided = list[ReplicaSum](), dict[nn.Module, ReplicaSum]()
         short = self.precision.compute if self.precision.is_mixed and not self._defers else None
         for index, module in enumerate(self._modules):
             axis = self._unit_axes[index]
@@ -146,6 +144,7 @@ class FullyShardedModel:
     def begin_step(self) -> None:
         """Drop all gradients, those of a step that broke off too."""
         self.in_step = True
+        self._first_gathers.hand_over()
         if self._places_missing:
             for module in self._modules:
                 module.unshard()
@@ -264,7 +263,8 @@ class FullyShardedModel:
         self._first_gathers.switch_on()
 
     def arrive(self) -> None:
-        """Do nothing: whoever reads weights gathers shards."""
+        """Forget what was gathered early: the caller may change the shards."""
+        self._first_gathers.drop()
 
     def publish(self, clip: float = 1.0, follow: bool = False) -> None:
         """Let the next forward gather the shards as the optimizer left them; statistics follow the first rank's."""
