@@ -1,4 +1,4 @@
-"""One file, one idea: no file above 400 lines, no function above 60."""
+"""One file, one idea: no file above 600 lines, no function above 60."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "weft"
 FILES = sorted(SOURCE.rglob("*.py"))
-MOST_LINES, MOST_FUNCTION_LINES = 400, 60
+MOST_LINES, MOST_FUNCTION_LINES = 600, 60
 
 
 def test_a_file_is_one_idea():
