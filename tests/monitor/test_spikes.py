@@ -67,3 +67,22 @@ def test_a_new_level_is_told_once() -> None:
 
 def test_what_is_not_finite_is_left_to_the_guard() -> None:
     assert told([2.0] * WINDOW + [math.nan, math.inf] + [2.0] * 10) == []
+
+
+def test_noise_around_a_converged_loss_is_no_spike() -> None:
+    chance = random.Random(0)
+    falls = [6.8 * math.exp(-step / 20) for step in range(400)]
+    converged = [2e-8 * math.exp(chance.gauss(0, 1.5)) for _ in range(2000)]
+    assert told(falls + converged) == []
+
+
+def test_spikes_that_end_by_themselves_become_rare() -> None:
+    chance = random.Random(0)
+    assert len(told([2e-8 * math.exp(chance.gauss(0, 1.5)) for _ in range(4000)])) <= 8
+
+
+def test_a_lasting_spike_is_told_within_the_quiet_steps() -> None:
+    curve = falling(400, 0.05)
+    curve[200:203] = [9.0] * 3
+    curve[215:300] = [9.0] * 85
+    assert told(curve) == [201, 235]

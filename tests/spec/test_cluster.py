@@ -191,3 +191,42 @@ def test_nodes_have_one_size():
         ClusterSpec.parse("8xh100+4xa100")
     with pytest.raises(ConfigError, match=r"--run and --tune all.*8xh100\+8xa100"):
         ClusterSpec.parse("8xh100,8xa100")
+
+
+@pytest.mark.parametrize(
+    ("text", "cluster"),
+    [
+        ("16xa100-40gb", "2x8xa100-40"),
+        ("a100-80gb", "1xa100"),
+        ("8xh100_80GB", "8xh100"),
+        ("h200-141gb", "1xh200"),
+        ("2x8xa100 80GB", "2x8xa100"),
+        ("rtx 4090", "1xrtx4090"),
+        ("64xh100", "8x8xh100"),
+        ("6xh100", "6xh100"),
+        ("64xgb200", "64xgb200"),
+    ],
+)
+def test_spellings_of_devices_and_counts(text, cluster):
+    assert str(ClusterSpec.parse(text)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "v100-16gb",
+            "device=v100-16gb: Weft knows the v100 with 32 GiB. "
+            'For another size write device = {like = "v100", memory_gib = 16} in a cluster file.',
+        ),
+        (
+            "12xh100",
+            "cluster=12xh100: a node has at most 8 h100, and 12 is not a multiple of 8. "
+            "Write nodes x devices, such as '2x6xh100'.",
+        ),
+    ],
+)
+def test_other_memory_and_uneven_nodes_are_refused(text, message):
+    with pytest.raises(ConfigError) as caught:
+        ClusterSpec.parse(text)
+    assert str(caught.value) == message

@@ -7,7 +7,10 @@ import pytest
 from weft.errors import ConfigError
 from weft.spec.config import STDLIB_SOURCE, RunConfig
 from weft.spec.files.config_file import load_config
+from weft.spec.files.expect import node_at
+from weft.spec.files.other_names import OTHER_NAMES
 from weft.spec.files.overrides import override_value
+from weft.spec.plan import PLAN_FIELDS
 
 
 def loaded(*overrides) -> RunConfig:
@@ -80,6 +83,18 @@ GOLDEN = {
     ),
     "optimizer.lerning_rate=3": "unknown key 'optimizer.lerning_rate'. Did you mean 'optimizer.lr'?",
     "optimzer.lr=3": "unknown key 'optimzer'. Did you mean 'optimizer'?",
+    "tp=2": "unknown key 'tp'. Did you mean 'plan.tp'?",
+    "precision=fp64x": "unknown key 'precision'. Did you mean 'plan.precision'?",
+    "lora_r=8": "unknown key 'lora_r'. Did you mean 'adapter.rank'?",
+    "load_in_4bit=true": "unknown key 'load_in_4bit'. Write adapter.base=nf4.",
+    "per_device_train_batch_size=4": (
+        "unknown key 'per_device_train_batch_size'. "
+        "Write train.global_batch=N: samples of one optimizer step over all ranks and accumulation."
+    ),
+    "optimizer.name=adamw_8bit": (
+        "optimizer.name=adamw_8bit: one of adamw, sgd, muon or a class as package.module:Class is needed. "
+        "Write optimizer.name=adamw with optimizer.states=fp8 (1 byte a state) or bf16."
+    ),
     "plan.tpp=3": "unknown plan field 'tpp'. Did you mean 'tp'?",
     "train.steps=many": "train.steps=many: a whole number from 1 to 2**63 - 1 is needed. Use e.g. train.steps=300.",
     "optimizer.lr=": 'optimizer.lr="": a number above 0 is needed. Use e.g. optimizer.lr=0.001.',
@@ -102,3 +117,14 @@ def test_an_override_cannot_reach_into_what_the_file_spoilt(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["optimizer.lr=1"])
     assert [problem.origin for problem in caught.value.problems] == [f"{path}:1", "command line"]
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_settings_of_other_tools_lead_to_settings_that_exist(name):
+    key, _, value = OTHER_NAMES[name].partition("=")
+    if key.startswith("plan"):
+        assert key == "plan" or key.removeprefix("plan.") in PLAN_FIELDS
+        if value and " " not in value:
+            loaded(f"{key}={value}")
+    else:
+        assert node_at(tuple(key.split("."))) is not None

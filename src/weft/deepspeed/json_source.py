@@ -18,6 +18,11 @@ _MOST_DEPTH = 40
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
+#: A string, a comment, a comma, a closing bracket, or a run of anything else.
+_LEXEME = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/|,|(?P<closing>[}\]])|\s+|[^\s"/#,}\]]+|.', re.DOTALL
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -65,7 +70,7 @@ def _read_text(path: Path, name: str) -> str:
 
 
 def _parsed(text: str, name: str) -> Source:
-    text = text.removeprefix("\ufeff")
+    text = _as_json(text.removeprefix("\ufeff"))
     try:
         tables: object = json.loads(text)
     except json.JSONDecodeError as error:
@@ -83,6 +88,24 @@ def _parsed(text: str, name: str) -> Source:
     return Source(cast(dict[str, object], tables), name, {dotted(path): line for path, line in lines.items()})
 
 
+def _as_json(text: str) -> str:
+    """Blank out comments and trailing commas, which DeepSpeed's reader (hjson) accepts; lines keep their numbers."""
+    kept: list[str] = []
+    for match in _LEXEME.finditer(text):
+        lexeme = match[0]
+        if lexeme.startswith(("//", "#", "/*")):
+            lexeme = "\n" * lexeme.count("\n")
+        elif match["closing"] and (last := _last_solid(kept)) is not None and kept[last] == ",":
+            kept[last] = ""
+        kept.append(lexeme)
+    return "".join(kept)
+
+
+def _last_solid(lexemes: list[str]) -> int | None:
+    """Return the index of the last lexeme that is not blank."""
+    return next((index for index in range(len(lexemes) - 1, -1, -1) if lexemes[index].strip()), None)
+
+
 _TOO_DEEP = f"tables are nested more than {_MOST_DEPTH} deep. Flatten them."
 
 
@@ -92,14 +115,10 @@ def _wrong(name: str, line: int, message: str) -> ConfigError:
 
 def _syntax(text: str, error: json.JSONDecodeError) -> str:
     """What is wrong at the place where reading stopped, and what to type instead."""
-    at, before = text[error.pos : error.pos + 1], text[: error.pos].rstrip()
+    at = text[error.pos : error.pos + 1]
     line = text.split("\n")[error.lineno - 1].strip()
     if not text.strip():
         return "the file is empty. A DeepSpeed config is a JSON object: { ... }."
-    if at in ("/", "#") or line.startswith(("//", "#", "/*")):
-        return f"JSON does not allow comments: {shown(line, 80)!r}. Remove it."
-    if (at in ("}", "]") and before.endswith(",")) or "trailing comma" in error.msg:
-        return "there is a comma before the closing bracket. Remove it."
     if at == "'":
         return f"JSON keys and strings have double quotes, not single ones: {shown(line, 80)!r}."
     reason = f"{error.msg[:1].lower()}{error.msg[1:]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -134,8 +135,8 @@ class Reading:
         self.follows(key, f"{target} ({default_text(target)} unless you set it)")
 
     def whole(self, key: str, low: int = 1, high: int = MOST) -> int | None:
-        """A whole number from low to high; 8.0 counts as 8, for DeepSpeed writes 5e8 and means a count."""
-        value = self._given(key)
+        """Return an integer from low to high. 8.0, 5e8 and numbers in quotes are accepted, as in DeepSpeed's files."""
+        value = _number_in_quotes(self._given(key))
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if value is None or (isinstance(value, int) and not isinstance(value, bool) and low <= value <= high):
@@ -145,8 +146,8 @@ class Reading:
         return None
 
     def number(self, key: str, *, above_zero: bool = False, below: float = math.inf) -> float | None:
-        """A number from 0 (or above 0), and below a limit."""
-        value = self._given(key)
+        """Return a number from 0 (or above 0) and below a limit. Numbers in quotes are accepted."""
+        value = _number_in_quotes(self._given(key))
         if value is None or is_number(value, above_zero=above_zero, below=below):
             return None if value is None else float(cast(float, value))
         low = "above 0" if above_zero else "from 0"
@@ -182,6 +183,13 @@ class Reading:
             self.leave_open(key)
             return None
         return value
+
+
+def _number_in_quotes(value: object) -> object:
+    """Return the number that a text holds, or the value unchanged."""
+    if not isinstance(value, str) or len(value) > 40 or not re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?", value):
+        return value
+    return int(value) if value.isdecimal() else float(value)
 
 
 def is_number(value: object, *, above_zero: bool = False, below: float = math.inf) -> bool:

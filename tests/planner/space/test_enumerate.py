@@ -17,11 +17,12 @@ from weft.spec.plan import RECOMPUTES, RESHARDS, SCHEDULES, Plan
 from weft.spec.rules.plan_rules import LASTING, RULES, check
 
 WORLDS = (1, 6, 8, 12)
+CLUSTERS = {12: "2x6xh100"}
 
 
 @cache
 def enumerated(world: int, built_only: bool = False, fixed: str = "") -> tuple[Question, Space, Columns, Tally]:
-    question = Question.of("small", f"{world}xh100", seq_len=1024, global_batch=48, built_only=built_only, fixed=fixed)
+    question = Question.of("small", CLUSTERS.get(world, f"{world}xh100"), seq_len=1024, global_batch=48, built_only=built_only, fixed=fixed)
     space = Space.whole(question.job, question.cluster, question.fixed)
     tally = Tally(question.facts)
     blocks = enumerate_space(space, question.job, question.cluster, question.rules, tally)
@@ -151,7 +152,7 @@ def test_mixtures_divide_their_experts():
 
     shape = Shape(vocab=32_000, hidden=1024, layers=8, heads=16, kv_heads=4, head_dim=64, ffn=0, num_experts=6, top_k=2,
                   expert_ffn=2048)  # fmt: skip
-    question = Question.of(shape, "12xh100", seq_len=1024, global_batch=48, built_only=False)
+    question = Question.of(shape, "2x6xh100", seq_len=1024, global_batch=48, built_only=False)
     tally = Tally(question.facts)
     space = Space.whole(question.job, question.cluster)
     blocks = enumerate_space(space, question.job, question.cluster, question.rules, tally)

@@ -23,6 +23,9 @@ TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
 _SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
 #: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
 _POWER_EXPONENT = 0.85
+#: A memory size behind the name of a device, as in "a100-40gb"; sizes are GB or GiB, so they may differ by 7 %.
+_MEMORY_SUFFIX = re.compile(r"(.+?)-?([0-9]{1,3})-?gi?b")
+_MEMORY_TOLERANCE = 0.07
 #: What people write beside a device's name: numbers, and signs for "times".
 _BESIDE = re.compile(r"[0-9]{1,7}")
 _BEFORE, _AFTER = re.compile(r"[0-9x*:\s]*"), re.compile(r"([x*:\s][0-9x*:\s]*)?")
@@ -72,6 +75,7 @@ class ClusterSpec:
     def parse(cls, text: str) -> ClusterSpec:
         """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
 
+        A single count above the largest node of the device is divided into such nodes: "64xh100" is "8x8xh100".
         "8xh100+2x8xa100" has nodes of several kinds; all work at the pace of the slowest.
 
         Raises:
@@ -79,19 +83,22 @@ class ClusterSpec:
         """
         if "+" in text:
             return _of_kinds(text, [cls.parse(part) for part in text.split("+")])
-        match = _SHORTHAND.fullmatch(text.strip().lower())
+        match = _SHORTHAND.fullmatch(re.sub(r"\s+", "-", text.strip().lower()))
         if "," in text:
             rule = "a list of clusters is for --run and --tune all"
             raise _error(f"cluster={text!r}: {rule}. For one job on all of them write '{text.replace(',', '+')}'.")
         first, second, name = match.groups() if match else ("", "", "")
-        if not _is_known(name):
+        if _known_device(name or "") is None:
             _expect_order(text)
         if match is None:
             raise _error(f"cluster={text!r}: a cluster is [nodes x] devices x name. Write e.g. '2x8xh100'.")
         nodes, devices = (first, second) if second else ("1", first or "1")
         if int(nodes) < 1 or int(devices) < 1:
             raise _error(f"cluster={text}: a cluster has at least one device. Write e.g. '8x{name}'.")
-        return cls(nodes=int(nodes), devices_per_node=int(devices), device=device(name))
+        spec = device(name)
+        if not second:
+            nodes, devices = _largest_nodes(text, int(devices), spec)
+        return cls(nodes=int(nodes), devices_per_node=int(devices), device=spec)
 
     @classmethod
     def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
@@ -163,10 +170,15 @@ def device(name: str) -> DeviceSpec:
     Raises:
         ConfigError: for any other; it lists the known ones.
     """
+    found = _known_device(name)
+    if found is not None:
+        return found
     wanted = name.strip().lower()
-    for spec in devices().values():
-        if wanted == spec.name or wanted in spec.aliases:
-            return spec
+    sized = _MEMORY_SUFFIX.fullmatch(wanted)
+    if sized and (base := _known_device(sized[1])) is not None:
+        rule = f"Weft knows the {base.name} with {base.memory_bytes / 2**30:.0f} GiB"
+        remedy = f'device = {{like = "{base.name}", memory_gib = {sized[2]}}} in a cluster file'
+        raise _error(f"device={shown(name)}: {rule}. For another size write {remedy}.", "device")
     known = [*devices(), *(alias for spec in devices().values() for alias in spec.aliases)]
     hint = did_you_mean(wanted, known)
     raise _error(f"device={shown(name)}: not a device that Weft knows.{hint} Known: {', '.join(devices())}.", "device")
@@ -194,8 +206,30 @@ def _of_kinds(text: str, parts: Sequence[ClusterSpec]) -> ClusterSpec:
     return ClusterSpec(nodes=nodes, devices_per_node=size, device=found, kinds=tuple(counts.items()))
 
 
-def _is_known(name: str) -> bool:
-    return any(name == one.name or name in one.aliases for one in devices().values())
+def _known_device(name: str) -> DeviceSpec | None:
+    """Return the device with this name or alias; a size of memory behind it ("h100-80gb") must be the device's."""
+    wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
+    sized = _MEMORY_SUFFIX.fullmatch(wanted)
+    for candidate in [wanted, *([f"{sized[1]}-{sized[2]}", sized[1]] if sized else [])]:
+        for spec in devices().values():
+            if candidate != spec.name and candidate not in spec.aliases:
+                continue
+            gib = (spec.memory_bytes or 0) / 2**30
+            if sized is None or abs(float(sized[2]) - gib) <= _MEMORY_TOLERANCE * gib:
+                return spec
+    return None
+
+
+def _largest_nodes(text: str, count: int, spec: DeviceSpec) -> tuple[int, int]:
+    """Return (nodes, devices per node) of a cluster that was written as one count."""
+    most = spec.scale_up_domain
+    if most <= 1 or count <= most:
+        return 1, count
+    if count % most:
+        size = next(size for size in range(most, 0, -1) if count % size == 0)
+        rule = f"a node has at most {most} {spec.name}, and {count} is not a multiple of {most}"
+        raise _error(f"cluster={text}: {rule}. Write nodes x devices, such as '{count // size}x{size}x{spec.name}'.")
+    return count // most, most
 
 
 def _sharing_host_link(spec: DeviceSpec | None, count: object, problems: list[Problem]) -> DeviceSpec | None:

@@ -28,7 +28,8 @@ STANDARD: tuple[StandardAlert, ...] = (
         "Lower optimizer.lr, or go back with `weft ask RUN roll_back`.",
     ),
     StandardAlert(
-        "loss-spike", "loss > 8 sigma over 200 steps for 3 steps and loss > 1.1 of median over 200 steps for 3 steps",
+        "loss-spike", "loss > 8 sigma over 200 steps for 3 steps and loss > 1.1 of median over 200 steps for 3 steps "
+        "and loss > 0.001",
         "warning", "If it stays high, go back with `weft ask RUN skip_data`, or lower optimizer.lr.", 50,
     ),
     StandardAlert(

@@ -11,50 +11,11 @@ from typing import cast
 
 from weft.errors import did_you_mean, nearest_name
 from weft.spec.config import RunConfig
+from weft.spec.files.other_names import OTHER_NAMES, OTHER_VALUES
+from weft.spec.plan import PLAN_FIELDS
 from weft.spec.written import KeyPath, as_toml, dotted, shown
 
 Node = dict[str, object]
-
-#: The user, the password and the query of a URL: what people type there is not printed.
-
-#: What other frameworks call things, and the key that means it here.
-_OTHER_NAMES = {
-    "learning_rate": "optimizer.lr",
-    "max_lr": "optimizer.lr",
-    "max_learning_rate": "optimizer.lr",
-    "grad_clip": "optimizer.max_grad_norm",
-    "clip_grad_norm": "optimizer.max_grad_norm",
-    "gradient_clipping": "optimizer.max_grad_norm",
-    "lr_scheduler": "schedule.kind",
-    "lr_scheduler_type": "schedule.kind",
-    "warmup": "schedule.warmup_steps",
-    "warmup_iters": "schedule.warmup_steps",
-    "batch_size": "train.global_batch",
-    "train_batch_size": "train.global_batch",
-    "global_batch_size": "train.global_batch",
-    "max_steps": "train.steps",
-    "max_iters": "train.steps",
-    "num_steps": "train.steps",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "max_epochs": "train.epochs",
-    "sequence_length": "train.seq_len",
-    "block_size": "train.seq_len",
-    "context_length": "train.seq_len",
-    "n_layer": "model.num_layers",
-    "n_layers": "model.num_layers",
-    "n_head": "model.num_heads",
-    "n_heads": "model.num_heads",
-    "n_embd": "model.dim",
-    "hidden_size": "model.dim",
-    "save_steps": "checkpoint.every",
-    "save_interval": "checkpoint.every",
-    "eval_steps": "eval.every",
-    "eval_interval": "eval.every",
-    "precision": "plan",
-    "dtype": "plan",
-    "gradient_accumulation_steps": "plan",
-}
 
 
 @functools.cache
@@ -141,19 +102,23 @@ def unknown_key(path: KeyPath) -> str:
     names = cast(dict[str, list[str]], node.get("propertyNames", {})).get("enum", [])
     siblings = [*keys_of(node), *names]
     near = nearest_name(name, siblings)
-    meant = dotted((*parent, near)) if near else _elsewhere(name)
+    meant = dotted((*parent, near)) if near else _setting_like(name)
+    if "=" in meant:
+        return f"{text} Write {meant}."
     if meant:
         return f"{text} Did you mean '{meant}'?"
     place = f"[{dotted(parent)}]" if parent else "A config"
     return f"{text} {place} has {', '.join(siblings)}."
 
 
-def _elsewhere(name: str) -> str:
-    """The key of another section that carries this name, or what other frameworks call so."""
+def _setting_like(name: str) -> str:
+    """Return the setting that a key of another section or another tool stands for, or ''."""
+    if name in PLAN_FIELDS:
+        return f"plan.{name}"
     meanings = {
         key: f"{section}.{key}" for section, node in reversed(keys_of(_schema()).items()) for key in keys_of(node)
     }
-    meanings.update(_OTHER_NAMES)
+    meanings.update(OTHER_NAMES)
     near = nearest_name(name.lower(), meanings)
     return meanings[near] if near else ""
 
@@ -221,6 +186,9 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
     key = dotted(path)
     names = [name for branch in _branches(node) for name in _names(branch)]
     if isinstance(value, str):
+        meant = OTHER_VALUES.get(key, {}).get(value.lower())
+        if meant:
+            return f"Write {meant}."
         hint = did_you_mean(value, names)
         if hint:
             return hint.strip()
