@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -188,3 +190,24 @@ def test_the_matrix_sees_a_wait_that_is_missing(monkeypatch):
     monkeypatch.setattr(offload.HostPart, "arrive", lambda self: None)
     with pytest.raises(AssertionError, match="forward sees other weights"):
         train_quietly("precision=fp64 offload=optimizer", {"cnn": ImageCase()})
+
+
+ONE_RANK = """
+from tests.parity.plans import train_quietly
+from tests.parity.test_offload import chosen_cases
+from weft.testing import train_cases
+
+references = train_cases("precision=fp64", chosen_cases())
+for offloads in ("params", "optimizer+params", "activations+optimizer+params"):
+    found = train_quietly(f"zero=3 accumulation=2 precision=fp64 offload={offloads}", chosen_cases())
+    for name, numbers in found.items():
+        print(offloads, name, numbers.largest_difference(references[name]))
+"""
+
+
+def test_one_rank_loads_parameters_block_by_block():
+    """In a process that was started without ranks, as a laptop's or a single GPU's is."""
+    done = subprocess.run([sys.executable, "-c", ONE_RANK], capture_output=True, text=True, check=False, timeout=300)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 6, done.stderr
+    assert all(float(difference) < RTOL for *_, difference in lines), lines

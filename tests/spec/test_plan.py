@@ -41,6 +41,7 @@ def test_one_line_of_sharding_is_for_any_number_of_ranks():
     text = "dp_shard=* zero=3 reshard=after_step precision=bf16"
     assert Plan.parse(text, 1) == Plan.parse("precision=bf16")
     assert Plan.parse(text, 8) == Plan.parse("dp_shard=8 zero=3 reshard=after_step precision=bf16")
+    assert Plan.parse("dp_shard=* zero=3 offload=params", 1).zero == 3  # parameters come block by block
     assert Plan.parse("cp=2 dp_shard=* zero=3", 2).zero == 3  # shards lie over cp too
 
 

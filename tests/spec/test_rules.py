@@ -110,7 +110,7 @@ CASES = [
      "split=2+5: there are 2 stages and 6 layers. Use 2 numbers that add up to 6, or leave split out.", "pp=2"),
     ("offload-params-needs-zero-3", "offload=params:0.25", Facts(),
      "offload=params:0.25: zero=0 needs all parameters on the device in every pass; zero=3 loads them block by "
-     "block. Use zero=3 with dp_shard=2 or more, or offload=optimizer.", "offload=optimizer:0.25"),
+     "block. Use zero=3, or offload=optimizer.", "offload=optimizer:0.25"),
     ("world-size", "dp_replicate=2 tp=2", FACTS,
      "world_size=8: the plan needs 4 ranks (dp_replicate=2 * tp=2), but 8 were started. "
      "Start 4 ranks, or put dp_replicate=* in the plan.", "dp_replicate=4 tp=2"),
@@ -118,7 +118,8 @@ CASES = [
      "train.global_batch=16: 4 data-parallel ranks x 3 microbatches "
      "need a multiple of 12 sequences. Use train.global_batch=12 or 24.", "dp_replicate=4 accumulation=2"),
     ("zero-needs-shard", "zero=2", Facts(),
-     "zero=2: ZeRO shards over dp_shard and cp, and both are 1. Use zero=0, or dp_shard=2 or more.", ""),
+     "zero=2: ZeRO shards over dp_shard and cp, and both are 1. Use zero=0, dp_shard=2 or more, or "
+     "offload=params with zero=3.", ""),
     ("shard-needs-zero", "dp_shard=4", Facts(),
      "dp_shard=4: zero=0 shards nothing, so these ranks would be replicas. Use zero=1, 2 or 3, or dp_replicate=4 for "
      "replicas.",

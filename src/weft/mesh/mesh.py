@@ -203,6 +203,8 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
     A group holds sockets and threads, so a later mesh over the same ranks takes the one that is there. Only the
     members need to call.
     """
+    if not dist.is_initialized():
+        _start_single_rank()
     description = f"weft {purpose} {' '.join(map(str, ranks))}"
     for group in groups_made():
         if group.group_desc == description:
@@ -213,6 +215,11 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
             list(ranks), timeout=default_timeout(), use_local_synchronization=True, group_desc=description
         )
     return made
+
+
+def _start_single_rank() -> None:
+    """Start the default process group of a process that trains alone; fully_shard needs one."""
+    dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def build_mesh(

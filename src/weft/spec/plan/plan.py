@@ -303,7 +303,8 @@ class Plan:
     def parse(cls, text: str, world_size: int | None = None) -> Plan:
         """Read the text form. One mesh axis may be `*`: it takes the ranks that the others leave.
 
-        Where they leave one rank for `dp_shard=*`, zero is 0: "dp_shard=* zero=3" is a plan for any number of ranks.
+        If they leave one rank for `dp_shard=*`, zero becomes 0, so "dp_shard=* zero=3" fits any number of ranks.
+        zero=3 with offload=params stays, since it loads parameters block by block on one rank too.
 
         world_size: number of ranks; needed only where the text holds a `*`.
 
@@ -332,8 +333,8 @@ class Plan:
                 f"Change them, or start a multiple of {rest} ranks.",
             )
         found: dict[str, object] = {open_axis: world_size // rest}
-        if open_axis == "dp_shard" and world_size == rest and plan.cp == 1 and plan.zero:
-            # One line from laptop to cluster: with nobody to share with, ZeRO has nothing to do.
+        streams = plan.zero == 3 and plan.offload_share("params") > 0
+        if open_axis == "dp_shard" and world_size == rest and plan.cp == 1 and plan.zero and not streams:
             found |= {"zero": 0, "reshard": PLAN_FIELDS["reshard"].default}
         return plan.replace(**found)
 

@@ -132,12 +132,16 @@ LASTING: tuple[Rule, ...] = (
     Rule(
         name="zero-needs-shard",
         field="zero",
-        reason="ZeRO shards states over the ranks of dp_shard and cp, so it needs more than one of them.",
+        reason="ZeRO shards states over the ranks of dp_shard and cp, so it needs more than one of them; zero=3 with "
+        "offload=params also loads parameters block by block on a single rank.",
         predicate=lambda plan, facts: (
-            plan.zero > 0 and not asks(plan, facts, "dp_shard") and not asks(plan, facts, "cp")
+            plan.zero > 0
+            and not asks(plan, facts, "dp_shard")
+            and not asks(plan, facts, "cp")
+            and not (plan.zero == 3 and plan.offload_share("params") > 0)
         ),
         finding=lambda plan, facts: "ZeRO shards over dp_shard and cp, and both are 1",
-        remedy=lambda plan, facts: "Use zero=0, or dp_shard=2 or more",
+        remedy=lambda plan, facts: "Use zero=0, dp_shard=2 or more, or offload=params with zero=3",
         fix=lambda plan, facts: plan.replace(zero=0),
     ),
     Rule(
@@ -185,7 +189,7 @@ LASTING: tuple[Rule, ...] = (
         finding=lambda plan, facts: (
             f"zero={plan.zero} needs all parameters on the device in every pass; zero=3 loads them block by block"
         ),
-        remedy=lambda plan, facts: "Use zero=3 with dp_shard=2 or more, or offload=optimizer",
+        remedy=lambda plan, facts: "Use zero=3, or offload=optimizer",
         fix=lambda plan, facts: _with_offload(plan, "params", "optimizer"),
     ),
     Rule(

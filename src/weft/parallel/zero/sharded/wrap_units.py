@@ -29,7 +29,7 @@ NEEDED = (
 
 
 def check_torch(mesh: Mesh) -> None:
-    if mesh.plan.dp_shard * mesh.plan.cp == 1:
+    if mesh.plan.dp_shard * mesh.plan.cp == 1 and not mesh.plan.offload_share("params"):
         raise PlanError("zero=3: it shards over dp_shard, and dp_shard is 1. Use dp_shard=2 or more, or zero=0.")
     missing = [name for name in NEEDED if not hasattr(FSDPModule, name)]
     if missing:
