@@ -218,6 +218,7 @@ def misused_batch(kind, batch):
     changes = {
         "labels": lambda: {"labels": batch["input_ids"]},
         "mask": lambda: {"attention_mask": torch.ones(8, 1, 16, 16)},
+        "image": lambda: {"pixel_values": torch.ones(8, 3, 16, 16)},
         "again": lambda: {"document_ids": torch.tensor([[0, 0, 1, 0, 0, 0, 0, 0] * 2]).repeat(8, 1)},
     }
     if kind == "nothing":
@@ -261,6 +262,8 @@ REFUSALS = {
     "the sequences to a multiple of 2 tokens.",
     "mask": "cp=2: the batch holds a mask of shape (8, 1, 16, 16) over pairs of tokens, which cannot be cut along the "
     "sequence. Give document_ids, or an attention_mask of shape (batch, sequence).",
+    "image": "cp=2: the last two dims of pixel_values (8, 3, 16, 16) both equal the sequence length 16, so Weft cannot "
+    "tell an image from a mask over pairs of tokens. Use cp=1, or another length.",
     "nothing": "cp=2: the batch has no tensor of shape (batch, sequence) that could be cut. Use cp=1 for this model.",
     "again": "document_ids: document 0 continues after another one has begun, and a cut sequence needs each document "
     "in one piece. Give each piece an id of its own.",

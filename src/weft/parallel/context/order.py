@@ -5,13 +5,14 @@ B sequences, S tokens of a whole sequence, T of them on this rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weft.data.batch import host_values, map_tensors, parts_of, remember_host
+from weft.data.batch import host_values, map_tensors, parts_of, remember_host, with_parts
 from weft.errors import ModelError
 from weft.private_torch import version_of
 from weft.spec.shares import chunks_of, num_chunks
@@ -69,18 +70,32 @@ def sequence_length(batch: Any) -> int | None:
 
 
 def cut_batch(batch: Any, order: SequenceOrder) -> Any:
-    """The same batch with each tensor whose dim 1 is the sequence cut to this rank's tokens.
+    """Return the batch with every tensor whose dim 1 is the sequence reduced to this rank's tokens.
 
-    Raises ModelError for a mask over pairs of tokens, which has the sequence in two dims.
+    Raises:
+        ModelError: for a mask over pairs of tokens, which has the sequence in two dims.
     """
+    if isinstance(batch, Mapping):
+        parts = [map_tensors(functools.partial(cut_tensor, order=order, name=str(name)), batch[name]) for name in batch]
+        return with_parts(batch, parts)
     return map_tensors(lambda tensor: cut_tensor(tensor, order), batch)
 
 
-def cut_tensor(tensor: torch.Tensor, order: SequenceOrder) -> torch.Tensor:
-    """This rank's tokens of it, where dim 1 is the sequence; itself where it is not."""
+def cut_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> torch.Tensor:
+    """Return this rank's tokens if dim 1 is the sequence, else the tensor.
+
+    Raises:
+        ModelError: for a tensor with the sequence in its last two dims. `name` is its name in the batch.
+    """
     if tensor.ndim >= 3 and list(tensor.shape[-2:]) == [order.seq_len] * 2:
+        shape = tuple(tensor.shape)
+        if name and "mask" not in name and "bias" not in name:
+            raise ModelError(
+                f"cp={order.cp}: the last two dims of {name} {shape} both equal the sequence length {order.seq_len}, "
+                f"so Weft cannot tell an image from a mask over pairs of tokens. Use cp=1, or another length."
+            )
         raise ModelError(
-            f"cp={order.cp}: the batch holds a mask of shape {tuple(tensor.shape)} over pairs of tokens, which cannot "
+            f"cp={order.cp}: the batch holds a mask of shape {shape} over pairs of tokens, which cannot "
             f"be cut along the sequence. Give document_ids, or an attention_mask of shape (batch, sequence)."
         )
     if tensor.ndim < 2 or tensor.shape[1] != order.seq_len:
