@@ -176,7 +176,7 @@ class _OpenFile:
     chunk_bytes = 4 * 2**20
 
     def __init__(self, path: Path):
-        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(self._handle)
         self.num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else -1
 
