@@ -31,7 +31,7 @@ def here(monkeypatch) -> None:
     """Read in this process: starting one that loads torch takes seconds, and only walls need it."""
 
     def read(kind: str, source: Path, work: Path, limit_s: float) -> None:
-        taken = Taken(work)
+        taken = Taken(work, 2**30)
         try:
             (read_dcp if kind == "dcp" else read_zero)(source, taken)
         except NotTaken as error:
