@@ -10,6 +10,7 @@ from weft.checkpoint.folders import folder_name, step_in_name
 from weft.checkpoint.load import (
     Checkpoint,
     Found,
+    PassedOver,
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
@@ -22,6 +23,7 @@ from weft.checkpoint.save import require_space, save_checkpoint
 __all__ = [
     "Checkpoint",
     "Found",
+    "PassedOver",
     "SavedPiece",
     "Together",
     "folder_name",

@@ -44,6 +44,13 @@ class FolderTarget:
         self.hold(held)
         folders.remove_debris(self._root)
 
+    def clear_debris(self) -> None:
+        if not self._root.is_dir():
+            return
+        # Another process is saving, or nothing can be written here: the next save that can will clear it.
+        with contextlib.suppress(CheckpointError, OSError), folders.writer_lock(self._root):
+            folders.remove_debris(self._root)
+
     def free_bytes(self) -> int | None:
         return shutil.disk_usage(self._root).free
 
