@@ -52,7 +52,8 @@ class FolderTarget:
             folders.remove_debris(self._root)
 
     def free_bytes(self) -> int | None:
-        return shutil.disk_usage(self._root).free
+        existing = next(path for path in (self._root, *self._root.absolute().parents) if path.exists())
+        return shutil.disk_usage(existing).free
 
     def begin(self, step: int) -> Location:
         return folders.new_temp_folder(self._root, step)

@@ -74,7 +74,7 @@ def _limit_memory(num_bytes: int) -> None:
     with suppress(OSError, ValueError):
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         # Files are mapped, parts are put together, and a shard is written from memory.
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + 2 * num_bytes + _SPARE_BYTES,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + num_bytes + _SPARE_BYTES,) * 2)
 
 
 def _give_up_rights() -> None:

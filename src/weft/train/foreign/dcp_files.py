@@ -116,9 +116,7 @@ def _value(source: Path, name: str, place: Any, stored: list[tuple[_Index, _Stor
             taken.value(place, value)
 
 
-def _whole(
-    source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _Stored]], taken: Taken
-) -> torch.Tensor:
+def _whole(source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _Stored]], taken: Taken) -> torch.Tensor:
     """Join a tensor from its chunks, each element from one of them."""
     properties, shape = entry.get("properties"), entry.get("size")
     dtype = properties.get("dtype", 0) if isinstance(properties, _Record) else None

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 _SHARD_BYTES = 2**30
 TABLE = "taken.json"
 #: What may be handed over, in bytes of the source: a tensor may have several names, and be stored once.
-_MOST_TIMES, _MOST_MORE = 4, 2**28
+_MOST_TIMES, _MOST_MORE = 8, 2**28
 #: How files of torch.save begin since torch 1.6: they are zip archives.
 _ZIP = b"PK\x03\x04"
 _GLOBAL = re.compile(r"(?:GLOBAL|global|class|type)[: ]+`?([A-Za-z_][\w.]*\.[\w.]+)`?")

@@ -95,6 +95,7 @@ def _copy_tree(source: Path, target: Path) -> None:
             dirs_exist_ok=True,
             copy_function=lambda file, copy: copy_regular(Path(file), Path(copy), source),
         )
+        draft.chmod(target.parent.stat().st_mode & 0o777)
     except CheckpointError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise DataError(f"tokenizer: {error}") from error
