@@ -10,7 +10,6 @@ from weft.checkpoint.folders import folder_name, step_in_name
 from weft.checkpoint.load import (
     Checkpoint,
     Found,
-    PassedOver,
     list_checkpoints,
     load_checkpoint,
     newest_checkpoint,
@@ -23,7 +22,6 @@ from weft.checkpoint.save import require_space, save_checkpoint
 __all__ = [
     "Checkpoint",
     "Found",
-    "PassedOver",
     "SavedPiece",
     "Together",
     "folder_name",

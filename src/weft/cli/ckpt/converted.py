@@ -8,7 +8,7 @@ from pathlib import Path
 
 from weft.cli.ckpt.whole_weights import refuse_existing, write_files
 from weft.errors import CheckpointError
-from weft.regular_files import copy_companions
+from weft.files import copy_companions
 
 
 def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: float) -> tuple[list[Path], list[str]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weft.checkpoint import Checkpoint
 from weft.checkpoint.arrays import RawArray, write_blocks
 from weft.errors import CheckpointError, ConfigError, MissingExtra
-from weft.regular_files import copy_companions
+from weft.files import copy_companions
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from weft.errors import DataError
-from weft.regular_files import open_regular
+from weft.files import open_regular
 from weft.units import format_bytes
 
 #: Open archives of a process; more are closed, the longest unused first.

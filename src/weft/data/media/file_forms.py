@@ -22,7 +22,7 @@ import numpy as np
 from weft.data.media.encoded import Encoded
 from weft.data.media.media_kinds import PICTURE, MediaKind, class_files
 from weft.errors import DataError, WeftError
-from weft.regular_files import open_regular
+from weft.files import open_regular
 
 #: Suffixes of files of records.
 RECORD_SUFFIXES = (".tar", ".jsonl", ".ndjson", ".parquet")

@@ -20,7 +20,7 @@ import numpy as np
 from weft.data.read import Turn
 from weft.data.tokens.chat_template import ChatTemplate, TrainedSpan
 from weft.errors import DataError
-from weft.regular_files import read_regular
+from weft.files import read_regular
 
 END, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END, PAD, TURN_START, TURN_END)

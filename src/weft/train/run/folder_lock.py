@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weft.errors import ConfigError, LaunchError
-from weft.file_lock import try_lock
+from weft.files import try_lock
 
 _NAME = ".lock"
 #: How often a folder that others take away at the same moment is made anew.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from weft.checkpoint import (
-    PassedOver,
+    Found,
     SavedPiece,
     Together,
     list_checkpoints,
@@ -143,8 +143,8 @@ class Keeper:
             assert found is not None
         elif verify != "start" and not self._config.resume.step:
             self._digests = DigestsBehind(path, self._together.rank, number, functools.partial(self._stop, found.step))
-        skipped = found.passed_over
-        return found.step, [*notes, *self._engine.on_first(lambda: _set_skipped_aside(self._folder, skipped))]
+        newest = found
+        return found.step, [*notes, *self._engine.on_first(lambda: _set_skipped_aside(self._folder, newest))]
 
     def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
         """Begin to write a checkpoint, each rank its part; `ended` tells what becomes of it.
@@ -382,8 +382,9 @@ def go_back(folder: RunFolder, step: int, problems: Sequence[str]) -> list[str]:
     ]
 
 
-def _set_skipped_aside(folder: RunFolder, skipped: Sequence[PassedOver]) -> list[str]:
+def _set_skipped_aside(folder: RunFolder, found: Found) -> list[str]:
     """Set damaged checkpoints aside, so that they do not count for `checkpoint.keep`, and return lines for the log."""
+    skipped = found.passed_over
     paths = {one.path for one in skipped}
     moved = set_aside(folder.checkpoints, lambda one: one.committed and one.path in paths) if paths else []
     lines = [f"skipped checkpoint: {one}" for one in skipped[:_MOST_SHOWN]]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.data import PreparedData
 from weft.errors import CheckpointError, DataError
-from weft.regular_files import copy_companions, copy_regular
+from weft.files import copy_companions, copy_regular
 from weft.spec import DecoderSpec
 from weft.train.folder import RunFolder, free_name
 

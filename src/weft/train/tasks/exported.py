@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from weft.checkpoint import Checkpoint
 from weft.checkpoint.arrays import RawArray, block_of, tensor_of
 from weft.data import Tokenizer
+from weft.files import copy_companions
 from weft.models.adapters import Adapted
-from weft.regular_files import copy_companions
 from weft.train.folder import RunFolder
 from weft.train.tasks.decoder_files import base_of, data_of, decoder_of, tokenizer_of
 from weft.train.tasks.task_choice import find_task

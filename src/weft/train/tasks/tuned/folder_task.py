@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from weft.errors import ConfigError, DataError, Problem
-from weft.regular_files import COMPANIONS, read_regular
+from weft.files import COMPANIONS, read_regular
 from weft.spec.rules import Facts
 from weft.spec.traced import Limit
 from weft.train.folder import RunFolder, free_name, run_folder

@@ -1,8 +1,9 @@
-"""Open and copy regular files only: no pipes, no devices, no links that leave their folder."""
+"""Lock files, and open and copy regular files only: no pipes, no devices, no links that leave their folder."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -16,6 +17,29 @@ from weft.units import format_bytes
 COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 #: Companion files larger than this are refused.
 MAX_COMPANION_BYTES = 2**30
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock an open file and return whether that was possible. The system releases the lock when its last holder ends.
+
+    On a file system without locks nothing is locked, and the result is True.
+
+    Args:
+        descriptor: of the open file.
+        shared: other processes may hold it too, if they also share it.
+
+    Raises:
+        OSError: for any other failure than a lock that is held.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:

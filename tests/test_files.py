@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import CheckpointError
-from weft.regular_files import copy_companions, open_regular, read_regular
+from weft.files import copy_companions, open_regular, read_regular
 
 
 @pytest.fixture
