@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import soundfile
+import zstandard
 from PIL import Image
 
 from weft.data.media.encoded import Encoded
@@ -27,6 +29,8 @@ from weft.data.media.mixed.record_forms import mixed_in
 from weft.data.media.mixed.sample_parts import MixedColumns
 from weft.data.media.pixels import Look, picture_size, read_picture
 from weft.data.media.sound import Hearing, hear, sound_file, sound_size
+from weft.data.read.records import Broken, RecordReader
+from weft.data.read.source import find_files
 from weft.errors import DataError
 
 LOOK = Look(side=8)
@@ -291,3 +295,44 @@ def test_random_damage_raises_nothing_but_data_errors(tmp_path: Path, rounds: in
                 pass
             except Exception as error:
                 raise AssertionError(f"{form}: {bad!r}") from error
+
+
+def text_seeds() -> Iterator[tuple[str, bytes]]:
+    lines = b"".join(json.dumps({"text": f"line {one} \u00e9"}).encode() + b"\n" for one in range(5))
+    plain = {
+        ".jsonl": lines,
+        ".json": b'[{"text": "a"}, {"text": "b", "n": [1, {"c": null}]}]',
+        ".csv": b'id,text\n1,"a, b"\n2,"c ""q"" d"\n3,x\n',
+        ".txt": "some text \u00e9\n".encode() * 20,
+    }
+    for suffix, data in plain.items():
+        yield suffix, data
+        yield f"{suffix}.gz", gzip.compress(data)
+        yield f"{suffix}.zst", zstandard.compress(data)
+    out = io.BytesIO()
+    pq.write_table(pa.table({"text": ["a b", "d\u00e9j\u00e0"], "day": pa.array([1, 2], pa.date32())}), out)
+    yield ".parquet", out.getvalue()
+
+
+@pytest.mark.parametrize("rounds", [20, pytest.param(1000, marks=pytest.mark.full)])
+def test_random_damage_of_text_files_raises_nothing_but_data_errors(tmp_path: Path, rounds: int) -> None:
+    rng = random.Random(8)
+    for suffix, data in text_seeds():
+        path = tmp_path / f"x{suffix}"
+        for bad in (data, *(damaged(data, rng) for _ in range(rounds))):
+            path.write_bytes(bad)
+            try:
+                for file in find_files(str(path), "data.train.0").files:
+                    list(RecordReader(file, max_record_bytes=1000))
+            except DataError:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{suffix}: {bad!r}") from error
+
+
+def test_a_row_without_a_value_in_python_is_one_broken_record(tmp_path: Path) -> None:
+    days = pa.array([1, 2**31 - 1, 2], pa.date32())
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "day": days}), tmp_path / "x.parquet")
+    (file,) = find_files(str(tmp_path / "x.parquet"), "data.train.0").files
+    found = list(RecordReader(file, max_record_bytes=1000))
+    assert [isinstance(one, Broken) for one in found] == [False, True, False]

@@ -250,24 +250,38 @@ class RecordReader:
                     for row in _rows(batch):
                         number += 1
                         yield (
-                            Broken.of(name, number, "invalid UTF-8", row)
-                            if isinstance(row, bytes)
+                            Broken.of(name, number, row.reason, row.excerpt)
+                            if isinstance(row, _BadRow)
                             else Record(name, number, row)
                         )
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise self._damaged(error) from error
 
 
-def _rows(batch: Any) -> Iterator[dict[str, Any] | bytes]:
-    """The rows of an arrow batch; bytes stand for a row whose text is not UTF-8."""
+@dataclass(frozen=True, slots=True)
+class _BadRow:
+    """A row that has no Python values. excerpt: the bytes or the message that show why."""
+
+    reason: str
+    excerpt: object
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any] | _BadRow]:
+    """Yield the rows of an arrow batch."""
     try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
-        for index in range(batch.num_rows):
-            try:
-                yield batch.slice(index, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield bytes(error.object)
+        rows: list[dict[str, Any] | _BadRow] = batch.to_pylist()
+    except (ValueError, OverflowError, TypeError, KeyError, ImportError):
+        rows = [_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
+    yield from rows
+
+
+def _row(batch: Any) -> dict[str, Any] | _BadRow:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return _BadRow("invalid UTF-8", bytes(error.object))
+    except (ValueError, OverflowError, TypeError, KeyError, ImportError) as error:  # such as a date in the year 300,000
+        return _BadRow("invalid value", error)
 
 
 def _json_record(name: str, number: int, line: bytes) -> Record | Broken:

@@ -70,11 +70,12 @@ def _source_bytes(source: Path) -> int:
 
 def _limit_memory(num_bytes: int) -> None:
     """Limit address space and the size of files. On Linux alone: elsewhere the first is unknown or not kept."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes + _SPARE_BYTES,) * 2)
+    most = num_bytes + _SPARE_BYTES
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     with suppress(OSError, ValueError):
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         # Files are mapped, parts are put together, and a shard is written from memory.
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + num_bytes + _SPARE_BYTES,) * 2)
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + most, in_use + most))
 
 
 def _give_up_rights() -> None:
