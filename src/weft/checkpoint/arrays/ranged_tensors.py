@@ -78,6 +78,8 @@ class RangedTensors:
             if one.offset != end:
                 raise ValueError(f"tensor {name[:200]!r} overlaps another one, or leaves a gap")
             end += one.num_bytes
+            if end > size:
+                raise ValueError(f"tensor {name[:200]!r} does not fit")
         if end != size:
             raise ValueError(f"its tensors end at byte {end}, and the file has {size}")
         return found
