@@ -34,24 +34,45 @@ def test_the_newest_and_the_best_stay(tmp_path):
     assert prune_checkpoints(tmp_path / "missing", 1) == []
 
 
-def test_the_last_whole_one_stays_even_when_it_is_old(tmp_path):
+def test_damaged_ones_do_not_count_and_stay_until_enough_good_ones_are_newer(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step)
     for step in (3, 4):
         flip(tmp_path / f"step_0000000{step}" / "model.safetensors", -1)
-    prune_checkpoints(tmp_path, 2)
+    assert prune_checkpoints(tmp_path, 2) == []
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    prune_checkpoints(tmp_path, 1)
     assert steps(tmp_path) == [2, 3, 4]
     found = newest_checkpoint(tmp_path)
     assert found is not None
     assert found.step == 2
+    save(tmp_path, 5)
+    prune_checkpoints(tmp_path, 1, whole=5)
+    assert steps(tmp_path) == [5]
 
 
-def test_one_whole_one_among_the_kept_is_enough(tmp_path):
-    for step in (1, 2, 3):
+def test_many_unreadable_ones_of_later_steps_push_no_good_one_out(tmp_path):
+    for step in (40, 50, 60):
         save(tmp_path, step)
-    flip(tmp_path / "step_00000003" / "state.json", 2)
-    prune_checkpoints(tmp_path, 2)
-    assert steps(tmp_path) == [2, 3]
+    for step in range(1000, 1030):
+        folder = tmp_path / f"step_{step:08d}"
+        folder.mkdir()
+        (folder / "COMMIT").write_text("no digest")
+    save(tmp_path, 62)
+    prune_checkpoints(tmp_path, 2, whole=62)
+    assert steps(tmp_path) == [60, 62, *range(1000, 1030)]
+
+
+def test_damage_of_later_steps_is_found_by_their_bytes_and_of_older_ones_by_their_sizes(tmp_path):
+    for step in (1, 2, 3, 9):
+        save(tmp_path, step)
+    flip(tmp_path / "step_00000009" / "model.safetensors", -1)
+    (tmp_path / "step_00000002" / "model.safetensors").write_bytes(b"cut")
+    save(tmp_path, 4)
+    prune_checkpoints(tmp_path, 3, whole=4)
+    assert steps(tmp_path) == [1, 2, 3, 4, 9]
+    prune_checkpoints(tmp_path, 2, whole=4)
+    assert steps(tmp_path) == [3, 4, 9]
 
 
 def test_one_that_is_being_read_stays_until_it_is_let_go(tmp_path):

@@ -154,7 +154,7 @@ def test_the_verbs_take_addresses_in_stores(root, tmp_path, capsys):
 
 def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypatch):
     def read(kind, source, work, limit_s):
-        taken = Taken(work)
+        taken = Taken(work, 2**30)
         read_dcp(source, taken)
         taken.close()
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,26 @@ def test_position_grows_to_the_size_of_the_file(tmp_path: Path) -> None:
         positions = [reader.position() for _ in reader]
         assert positions == sorted(positions)
         assert reader.position() == file.size_bytes
+
+
+@pytest.mark.parametrize("compression", [".gz", ".zst"])
+def test_a_bomb_is_one_record_that_is_too_long_in_linear_time(tmp_path: Path, compression: str) -> None:
+    path = tmp_path / f"a.jsonl{compression}"
+    path.write_bytes(COMPRESS[compression](b"a" * 2**27 + b'\n{"text": "next"}\n'))
+    positions: list[int] = []
+    began = time.process_time()
+    assert values(path, on_progress=positions.append) == [(1, "too long"), {"text": "next"}]
+    assert time.process_time() - began < 20  # the old way took minutes
+    assert len(positions) > 50
+
+
+def test_zstd_frames_follow_each_other_and_a_cut_or_a_huge_window_is_refused(tmp_path: Path) -> None:
+    path, compress = tmp_path / "a.jsonl.zst", COMPRESS[".zst"]
+    data = compress(b'{"text": "one"}\n') + compress(b"") + compress(b'{"text": "two"}\n')
+    path.write_bytes(data)
+    assert values(path) == [{"text": "one"}, {"text": "two"}]
+    far = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=31)).compressobj()
+    for bad in (data[:-1], data[:10], data + b"more", b"no zstd", far.compress(b"x" * 99) + far.flush()):
+        path.write_bytes(bad)
+        with pytest.raises(DataError, match=r"a\.jsonl\.zst: the file is damaged or cut off"):
+            values(path)

@@ -287,7 +287,7 @@ def pickled(home, tmp_path) -> Path:
 def read_here(kind: str, source: Path, work: Path, limit_s: float, remedy: str) -> None:
     """Read in this process: starting one that loads torch takes seconds, and only walls need it."""
     assert kind == "pickled"
-    taken = Taken(work)
+    taken = Taken(work, 2**30)
     try:
         read_pickled(source, taken)
     except NotTaken as error:

@@ -21,8 +21,9 @@ from weft.cli.app import run
 from weft.errors import CheckpointError
 from weft.train.foreign import bring_in
 from weft.train.foreign.dcp_files import read_dcp
+from weft.train.foreign.pickled_files import read_pickled
 from weft.train.foreign.sorted_names import sorted_names
-from weft.train.foreign.taken import NotTaken, Taken
+from weft.train.foreign.taken import NotTaken, Taken, most_bytes
 from weft.train.foreign.zero_files import read_zero
 
 
@@ -31,7 +32,7 @@ def here(monkeypatch) -> None:
     """Read in this process: starting one that loads torch takes seconds, and only walls need it."""
 
     def read(kind: str, source: Path, work: Path, limit_s: float) -> None:
-        taken = Taken(work)
+        taken = Taken(work, 2**30)
         try:
             (read_dcp if kind == "dcp" else read_zero)(source, taken)
         except NotTaken as error:
@@ -282,3 +283,44 @@ def test_names_are_told_apart():
     assert dict(sorted_names([("x", "w"), ("y", "w")], "y").weights) == {"w": ("y", "w")}
     with pytest.raises(CheckpointError, match="are keyed by number instead of by name"):
         sorted_names([("model", "w"), ("optim", "state", 0, "exp_avg")], "model")
+
+
+def _old_format(path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+
+
+HOSTILE_PICKLES: dict[str, Any] = {
+    r"a: it expands to 900000000 bytes": lambda path: torch.save({"a": torch.zeros(1).expand(15000, 15000)}, path),
+    r"8: it expands to": lambda path: torch.save(dict.fromkeys(map(str, range(20)), torch.ones(2**20)), path),
+    r"not in the format of torch\.save since torch 1\.6\. If you trust it": _old_format,
+    r"not in the format of torch\.save since": lambda path: path.write_bytes(b"hello"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HOSTILE_PICKLES)
+def test_pickles_that_expand_or_have_an_old_format_are_refused_in_a_sentence(tmp_path, text, monkeypatch):
+    monkeypatch.setattr("weft.train.foreign.taken._MOST_MORE", 2**20)
+    file = tmp_path / "pytorch_model.bin"
+    HOSTILE_PICKLES[text](file)
+    with pytest.raises(NotTaken, match=text):
+        read_pickled(tmp_path, Taken(tmp_path, most_bytes(file.stat().st_size)))
+
+
+def test_names_of_one_tensor_may_be_several(tmp_path):
+    weight = torch.ones(2**18)
+    torch.save({"a": weight, "b": weight, "c": torch.arange(4).expand(100, 4)}, tmp_path / "pytorch_model.bin")
+    taken = Taken(tmp_path, most_bytes((tmp_path / "pytorch_model.bin").stat().st_size))
+    read_pickled(tmp_path, taken)
+    taken.close()
+    assert (tmp_path / "0.safetensors").stat().st_size > 2 * 2**20
+
+
+def test_the_confined_process_has_a_limit_of_memory():
+    code = (
+        "import numpy; from weft.train.foreign.confined import _limit_memory\n"
+        "_limit_memory(2**20)\n"
+        "try: numpy.ones(2**30)\n"
+        "except MemoryError: print('refused')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.stdout == "refused\n" or sys.platform != "linux", ended.stderr

@@ -187,3 +187,17 @@ def test_what_makes_tensors_useless_is_found_while_it_is_written(group, value, t
     with nullcontext() if not told else pytest.raises(UnfitError, match=re.escape(told)):
         save_pieces(tmp_path, 1, pieces, {}, Together(), look=keeping.refuse_unfit)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *([] if told else ["step_00000001"])]
+
+
+def test_a_damaged_checkpoint_is_set_aside_when_it_is_skipped(start):
+    keep = ("checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_best=false", "eval.every=0")
+    folder, _, _ = start("train.steps=4", *keep)
+    file = folder.checkpoint(4) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    left = folder.checkpoints / ".tmp-step_00000009-1-abcd"
+    left.mkdir()
+    start("train.steps=3", *keep)
+    assert asides(folder) == ["step_00000004.aside"]
+    assert not left.exists()
+    start("train.steps=4", *keep)
+    assert saved_steps(folder) == [3, 4]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from weft.errors import ConfigError, LaunchError
-from weft.train.run import run_lock
+from weft.monitor import EventLog
+from weft.train.run import new_files_like, run_lock
 
 
 def test_a_folder_has_one_holder_and_names_it(tmp_path):
@@ -87,3 +89,31 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     told = r"run.dir=.*/file: cannot write '.*/file/a' \(Not a directory\). Use another run.dir."
     with pytest.raises(ConfigError, match=told), run_lock(tmp_path / "file" / "a"):
         pass
+
+
+@pytest.mark.parametrize(("mode", "rights"), [("private", 0o700), ("group", 0o750), ("umask", 0o755)])
+def test_a_new_run_folder_and_the_files_in_it_have_the_rights_of_run_mode(tmp_path, mode, rights):
+    old = os.umask(0o022)
+    try:
+        for path in (tmp_path / "runs" / "a", tmp_path / "runs" / "b" / "replica_1"):
+            with run_lock(path, mode):
+                assert stat.S_IMODE((path / ".lock").stat().st_mode) == rights & 0o666
+                for folder in {path, *path.parents} - {tmp_path / "runs", *(tmp_path / "runs").parents}:
+                    assert stat.S_IMODE(folder.stat().st_mode) == rights
+                with new_files_like(path):
+                    (path / "x").write_text("")
+                    (path / "y").mkdir()
+                EventLog(path / "events.jsonl")
+            for name, wanted in (("x", rights & 0o666), ("y", rights), ("events.jsonl", rights & 0o644)):
+                assert stat.S_IMODE((path / name).stat().st_mode) == wanted, name
+        assert stat.S_IMODE((tmp_path / "runs").stat().st_mode) == 0o755
+        # An existing folder keeps its rights, which a user may have changed.
+        path = tmp_path / "runs" / "a"
+        path.chmod(0o750)
+        with run_lock(path, mode), new_files_like(path):
+            (path / "z").write_text("")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o750
+        assert stat.S_IMODE((path / "z").stat().st_mode) == 0o640
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(old)

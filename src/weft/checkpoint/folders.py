@@ -22,7 +22,7 @@ from typing import Any
 
 from weft.checkpoint.manifest import COMMIT_NAME
 from weft.errors import CheckpointError
-from weft.file_lock import try_lock
+from weft.files import try_lock
 
 _STEP_FOLDER = re.compile(r"step_(\d{8,15})(?:\.again(\d*))?")
 _TEMP_PREFIX = ".tmp-"

@@ -1,4 +1,4 @@
-"""Delete old checkpoints, and never the last whole one; or set them aside: out of the way of resuming and pruning."""
+"""Delete old checkpoints but never the last good one, or set them aside, where resuming and pruning ignore them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ def prune_checkpoints(
     whole: int | None = None,
     delete: bool = True,
 ) -> list[Location]:
-    """Delete all checkpoints but some, and return where they were.
+    """Delete old checkpoints and return their paths.
 
-    Before anything is deleted the kept ones are verified, newest first, until one proves whole; when none does, the
-    newest whole one of the others stays too. One that is being read stays until the next time.
-    Deleting is a rename out of sight first, so that a crash in between leaves no half-deleted checkpoint to be found.
-    Folders without COMMIT that are older than the newest checkpoint are left by killed writers, and go too.
+    The newest `keep` good checkpoints stay. A damaged one does not count, and stays until `keep` good ones are newer.
+    A checkpoint that is being read stays until the next call. Folders without COMMIT that are older than the newest
+    checkpoint were left by killed writers, and are deleted too. Each folder is renamed before it is deleted, so that a
+    crash leaves no half-deleted checkpoint.
 
     Args:
         root: the folder of the steps' folders.
-        keep: how many of the newest stay, at least 1.
+        keep: number of good checkpoints to keep, at least 1.
         best_step: stays too.
         spared: further steps that stay.
-        whole: a step that was written and digested just now, and is not read again.
-        delete: False only says what would go.
+        whole: a step that was just written and digested, which is not verified again. Of older steps only sizes and
+            headers are verified then. None: all bytes are verified.
+        delete: False returns what would be deleted.
 
     Raises:
-        CheckpointError: where `keep` is below 1, another process is saving there, or a folder cannot be deleted.
+        CheckpointError: if `keep` is below 1, another process is saving there, or a folder cannot be deleted.
     """
     target = target_at(located(root))
     if type(keep) is not int or keep < 1:
@@ -57,20 +58,26 @@ def prune_checkpoints(
 def _doomed(
     target: Target, keep: int, spared: Collection[int | None], proven: int | None
 ) -> tuple[list[StepFolder], list[StepFolder]]:
-    """The checkpoints to delete, and the older folders that were never finished."""
+    """Return the checkpoints to delete, and the older folders that were never finished."""
     found = target.step_folders()
     committed = [folder for folder in found if folder.committed]
-    kept_steps = set(sorted({folder.step for folder in committed})[-keep:]) | {*spared}
-    # An `.again` folder is a replacement that the next save finishes: it counts as its step does.
-    doomed = [folder for folder in committed if folder.step not in kept_steps and not target.is_being_read(folder.path)]
-    kept = [folder for folder in committed if folder.step in kept_steps]
 
-    def is_whole(folder: StepFolder) -> bool:
-        return folder.step == proven or not verify_checkpoint(folder.path)
+    def is_good(folder: StepFolder) -> bool:
+        if folder.step == proven:
+            return True
+        # A later step than the one just saved is there only if resuming skipped it: it is read in full.
+        return not verify_checkpoint(folder.path, digests=proven is None or folder.step > proven)
 
-    if doomed and not any(is_whole(folder) for folder in reversed(kept)):
-        whole = next((folder for folder in reversed(doomed) if is_whole(folder)), None)
-        doomed = [folder for folder in doomed if folder is not whole]
+    doomed: list[StepFolder] = []
+    num_good = 0
+    for step in sorted({folder.step for folder in committed}, reverse=True):
+        # An `.again` folder is a replacement that the next save finishes: it counts as its step does.
+        of_step = [folder for folder in committed if folder.step == step]
+        if num_good >= keep:
+            doomed += [one for one in of_step if step not in spared and not target.is_being_read(one.path)]
+        elif any(is_good(folder) for folder in reversed(of_step)):
+            num_good += 1
+    doomed.sort()
     dead = [folder for folder in found if not folder.committed and folder < committed[-1]]
     return doomed, dead
 
@@ -86,11 +93,16 @@ def set_aside(root: Location, chosen: Callable[[StepFolder], bool]) -> list[Loca
 
 
 def set_unfinished_aside(root: Location) -> list[Location]:
-    """Set those without COMMIT aside: a writer was killed, or a copy left files out.
+    """Set folders without COMMIT aside, and delete what killed writers left where no reader looks.
 
-    The second save of a step is left alone. In an object store they stay, and go with the next pruning.
+    A folder without COMMIT is left by a killed writer or by a copy that left files out. The second save of a step is
+    left alone. In an object store they stay, and are deleted by the next pruning.
+
+    Raises:
+        CheckpointError: if another process is saving there, or a folder cannot be set aside.
     """
     target = target_at(located(root))
+    target.clear_debris()
     found = [folder for folder in target.step_folders() if not folder.again and not folder.committed]
     return _each_aside(target, found, target.set_unfinished_aside)
 

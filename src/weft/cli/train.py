@@ -142,7 +142,7 @@ def train_world(
             from weft.train.run import run_lock
 
         # Held before the first write, and by the ranks too: who is refused has changed nothing.
-        lock = held.enter_context(run_lock(own.path))
+        lock = held.enter_context(run_lock(own.path, config.run.mode))
         copies = CopyServer() if config.checkpoint.peer_every and config.launch.restarts else None
         home = asdict(copies.home) if copies is not None else None
 
@@ -210,7 +210,7 @@ def _prepared_by_the_first(
 
     said: dict[str, object] = {"exit_code": 1}
     try:
-        held.enter_context(run_lock(run_folder(config).path))
+        held.enter_context(run_lock(run_folder(config).path, config.run.mode))
         config = for_those_there(config, place.world_size)
         folder = _preparation(config, place.world_size, place.local_world_size, world).here()
         if world is not None:

@@ -40,7 +40,8 @@ class EventLog:
         self._full: OSError | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            mode = self.path.parent.stat().st_mode & 0o666  # as private as its folder
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
             _cut_torn_line(self._handle)
         except OSError as error:
             raise self._halted(error) from error

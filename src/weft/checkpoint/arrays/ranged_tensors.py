@@ -1,17 +1,22 @@
-"""A safetensors file of which ranges are read, wherever it lies: what is cut off is an error, and nothing is mapped."""
+"""Read byte ranges of a safetensors file in any target. Nothing is mapped, so a file that is cut off is an error.
+
+Headers are held to the rules of the safetensors package, which itself reads files of a file system only.
+"""
 
 from __future__ import annotations
 
-import json
-import math
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
+from weft.checkpoint import strict_json
 from weft.checkpoint.manifest import DTYPE_BYTES
 from weft.checkpoint.targets import Location, target_at
 from weft.errors import CheckpointError
 
-_MOST_HEADER = 2**28
+#: The limit of the safetensors package.
+_MAX_HEADER_BYTES = 100_000_000
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +61,27 @@ class RangedTensors:
 
     def _header(self, size: int) -> dict[str, StoredTensor]:
         length = int.from_bytes(self._bytes(8, 0), "little")
-        if not 2 <= length <= min(size - 8, _MOST_HEADER):
+        if not 2 <= length <= size - 8:
             raise ValueError("its header has no length")
-        raw = json.loads(self._bytes(length, 8))
-        raw.pop("__metadata__", None)
-        found: dict[str, StoredTensor] = {}
-        for name, entry in raw.items():
-            start, end = entry["data_offsets"]
-            num_bytes = math.prod(entry["shape"]) * DTYPE_BYTES[entry["dtype"]]
-            if type(start) is not int or not 0 <= start <= end <= size - 8 - length or num_bytes != end - start:
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"its header has {length} bytes, more than {_MAX_HEADER_BYTES}")
+        text = self._bytes(length, 8)
+        raw = strict_json.decode(text, f"{self.name}: its header")
+        if not text.startswith(b"{") or not isinstance(raw, dict):
+            raise ValueError("its header is not an object of JSON")
+        metadata = raw.pop("__metadata__", None)
+        if metadata is not None and not _is_text_table(metadata):
+            raise ValueError("its __metadata__ is not a table of text")
+        found = {name: _stored(name, entry, 8 + length) for name, entry in raw.items()}
+        end = 8 + length
+        for name, one in sorted(found.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+            if one.offset != end:
+                raise ValueError(f"tensor {name[:200]!r} overlaps another one, or leaves a gap")
+            end += one.num_bytes
+            if end > size:
                 raise ValueError(f"tensor {name[:200]!r} does not fit")
-            found[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + start, num_bytes)
+        if end != size:
+            raise ValueError(f"its tensors end at byte {end}, and the file has {size}")
         return found
 
     def _bytes(self, size: int, offset: int) -> bytes:
@@ -85,3 +100,36 @@ class RangedTensors:
             if not number:
                 raise CheckpointError(f"{self.name} ended while it was read: it was cut off")
             target, offset = target[number:], offset + number
+
+
+def _stored(name: str, entry: Any, data_start: int) -> StoredTensor:
+    """Check one entry of a header. ValueError for anything that the format does not allow."""
+    shown = name[:200]
+    name.encode()  # fails for half of a surrogate pair
+    if not isinstance(entry, dict) or not set(entry) >= _FIELDS:
+        raise ValueError(f"tensor {shown!r} does not have all of {', '.join(sorted(_FIELDS))}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ValueError(f"tensor {shown!r} has the unknown dtype {str(dtype)[:40]!r}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"tensor {shown!r} has a shape or offsets that are not whole numbers")
+    num_bytes = DTYPE_BYTES[dtype]
+    for size in shape:
+        num_bytes *= size
+        if num_bytes >= 2**63:
+            raise ValueError(f"tensor {shown!r} is too large")
+    if offsets[1] - offsets[0] != num_bytes:
+        raise ValueError(f"tensor {shown!r} needs {num_bytes} bytes, and has {offsets[1] - offsets[0]}")
+    return StoredTensor(dtype, tuple(shape), data_start + offsets[0], num_bytes)
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(one) is int and 0 <= one < 2**63 for one in values)
+
+
+def _is_text_table(values: Any) -> bool:
+    if not isinstance(values, dict) or not all(isinstance(one, str) for one in values.values()):
+        return False
+    for one in (*values, *values.values()):
+        one.encode()  # fails for half of a surrogate pair
+    return True

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shlex
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.checkpoint import strict_json
 from weft.checkpoint.arrays import RangedTensors
 from weft.checkpoint.manifest import FileEntry, TensorEntry
 from weft.errors import CheckpointError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+#: An index of a million tensors has about 100 MB.
+_MAX_INDEX_BYTES = 2**29
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -41,8 +44,8 @@ def stored_weights(folder: Path) -> StoredWeights:
         folder: of a Hugging Face model.
 
     Raises:
-        CheckpointError: names the file or the tensor that is missing, cut off or not what the index says, and what to
-            do about weights in pickles.
+        CheckpointError: names the file or the tensor that is missing, cut off, damaged or not what the index says, and
+            what to do about weights in pickles.
     """
     if not folder.is_dir():
         raise CheckpointError(no_folder(folder))
@@ -56,7 +59,7 @@ def stored_weights(folder: Path) -> StoredWeights:
     sizes: dict[str, FileEntry] = {}
     for name in sorted(set(place.values())) if place is not None else [_SINGLE]:
         try:
-            size = (folder / name).stat().st_size
+            size = _size(folder / name)
             tensors = RangedTensors(folder / name, size).tensors
         except FileNotFoundError:
             raise CheckpointError(
@@ -79,19 +82,30 @@ def stored_weights(folder: Path) -> StoredWeights:
 
 def _index(file: Path) -> dict[str, str]:
     try:
-        read: Any = json.loads(file.read_text("utf-8"))
-        place = read["weight_map"]
+        if _size(file) > _MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {_MAX_INDEX_BYTES} bytes")
+        read: Any = strict_json.decode(file.read_bytes(), file.name)
+        place = read.get("weight_map") if isinstance(read, dict) else None
         if not isinstance(place, dict) or not all(_is_file_name(name) for name in place.values()):
             raise ValueError("weight_map is not a table of file names")
         return place
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, CheckpointError) as error:
         raise CheckpointError(
             f"model.path={file.parent}: {file.name} cannot be read ({error}). Download it again."
         ) from error
 
 
 def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and name.endswith(".safetensors") and name == Path(name).name
+    is_text = isinstance(name, str) and name.isprintable() and len(name) < 256
+    return is_text and name.endswith(".safetensors") and name == Path(name).name
+
+
+def _size(file: Path) -> int:
+    """The bytes of a regular file. CheckpointError for a pipe, a device and the like."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file.name} is not a regular file")
+    return found.st_size
 
 
 def _no_weights(folder: Path) -> str:

@@ -44,8 +44,16 @@ class FolderTarget:
         self.hold(held)
         folders.remove_debris(self._root)
 
+    def clear_debris(self) -> None:
+        if not self._root.is_dir():
+            return
+        # Another process is saving, or nothing can be written here: the next save that can will clear it.
+        with contextlib.suppress(CheckpointError, OSError), folders.writer_lock(self._root):
+            folders.remove_debris(self._root)
+
     def free_bytes(self) -> int | None:
-        return shutil.disk_usage(self._root).free
+        existing = next(path for path in (self._root, *self._root.absolute().parents) if path.exists())
+        return shutil.disk_usage(existing).free
 
     def begin(self, step: int) -> Location:
         return folders.new_temp_folder(self._root, step)
@@ -176,7 +184,7 @@ class _OpenFile:
     chunk_bytes = 4 * 2**20
 
     def __init__(self, path: Path):
-        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         status = os.fstat(self._handle)
         self.num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else -1
 

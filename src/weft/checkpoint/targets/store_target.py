@@ -52,6 +52,9 @@ class StoreTarget:
     def prepare(self, held: contextlib.ExitStack) -> None:
         pass
 
+    def clear_debris(self) -> None:
+        pass
+
     def free_bytes(self) -> int | None:
         probe = self._root / _PROBE
         ask(probe, "pipe_file", key_of(probe), b"")

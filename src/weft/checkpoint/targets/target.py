@@ -57,6 +57,9 @@ class Target(Protocol):
     def prepare(self, held: contextlib.ExitStack) -> None:
         """Make the place, hold it, and clear what killed writers left where no reader looks."""
 
+    def clear_debris(self) -> None:
+        """Delete what killed writers left where no reader looks, unless another process is saving."""
+
     def free_bytes(self) -> int | None:
         """Return how much it has room for; None where that is unknown. OSError where nothing can be written at all."""
         ...

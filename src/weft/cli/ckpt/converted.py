@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
-from weft.cli.ckpt.whole_weights import COMPANIONS, refuse_existing, write_files
+from weft.cli.ckpt.whole_weights import refuse_existing, write_files
 from weft.errors import CheckpointError
+from weft.files import copy_companions
 
 
 def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: float) -> tuple[list[Path], list[str]]:
@@ -28,10 +28,7 @@ def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: floa
             draft.mkdir()
             tensors, left_out = pickled_weights(source, read, limit_s)
             write_files(tensors, "model", draft, dtype)
-            for pattern in COMPANIONS:
-                for file in source.glob(pattern):
-                    if not file.name.endswith(".index.json"):
-                        shutil.copyfile(file, draft / file.name)
+            copy_companions(source, draft)
             if out.exists():
                 out.rmdir()
             os.rename(draft, out)

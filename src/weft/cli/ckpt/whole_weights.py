@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from weft.checkpoint import Checkpoint
 from weft.checkpoint.arrays import RawArray, write_blocks
 from weft.errors import CheckpointError, ConfigError, MissingExtra
+from weft.files import copy_companions
 
 if TYPE_CHECKING:
     import torch
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 #: What Hugging Face splits its files at.
 MAX_FILE_BYTES = 4 * 2**30
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-#: Beside the weights in a Hugging Face folder.
-COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def export_weights(
@@ -179,7 +177,4 @@ def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str 
     else:
         whole = checkpoint.tensors(group)
     pretrained_from_whole(model, whole, out, wanted)
-    for pattern in COMPANIONS:
-        for file in like.glob(pattern):
-            if not (out / file.name).exists() and not file.name.endswith(".index.json"):
-                shutil.copyfile(file, out / file.name)
+    copy_companions(like, out, overwrite=False)

@@ -12,7 +12,7 @@ from weft.cli.doctor.line import CheckLine
 from weft.errors import install_extra
 
 _NEEDED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers", "pyarrow", "psutil", "matplotlib",
-           "zstandard", "tomli-w", "nvidia-ml-py")  # fmt: skip
+           "tomli-w", "nvidia-ml-py")  # fmt: skip
 _OPTIONAL = ("transformers",)
 
 

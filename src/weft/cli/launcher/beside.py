@@ -19,6 +19,7 @@ from typing import IO
 from weft import env
 from weft.monitor.alerts import Companion
 from weft.spec import RunConfig
+from weft.train.run import new_files_like, restrict_new_files
 
 #: How long (s) it sends what is left once the command is over, and how long the command waits for that.
 _GRACE_S, _WAIT_S = 10.0, 15.0
@@ -38,7 +39,9 @@ def process_beside(folder: Path, config: RunConfig, say: Callable[[str], None]) 
         yield
         return
     logs = folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    with new_files_like(folder):
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "beside.log").touch()
     with open(logs / "beside.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "weft.cli.launcher.beside", str(folder)],
@@ -75,6 +78,7 @@ def main() -> None:
     """Entry of the process beside the ranks."""
     line = sys.stdin.buffer
     config = RunConfig.model_validate_json(line.readline(), strict=False)
+    restrict_new_files(Path(sys.argv[1]))
     sys.exit(follow(Path(sys.argv[1]), config, line))
 
 

@@ -27,7 +27,7 @@ from weft.cli.launcher.failure import Failure, error_path, log_path, write_failu
 from weft.cli.launcher.switchboard import LauncherLine, launcher_line
 from weft.env import RankEnv
 from weft.monitor.screen import busy
-from weft.train.run import STOP_SIGNALS
+from weft.train.run import STOP_SIGNALS, restrict_new_files
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -52,7 +52,9 @@ def run_as_rank(logs: Path, place: RankEnv, body: RankBody, line: LauncherLine |
     die_with(env.parent_pid())
     outcry = None
     try:
-        logs.mkdir(parents=True, exist_ok=True)
+        logs.parent.mkdir(parents=True, exist_ok=True)
+        restrict_new_files(logs.parent)
+        logs.mkdir(exist_ok=True)
         error_path(logs, place.rank).unlink(missing_ok=True)
         terminal, outcry = _redirect(log_path(logs, place.rank), place)
         body(terminal)

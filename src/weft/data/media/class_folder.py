@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weft.data.media.encoded import Encoded
+from weft.data.media.file_forms import printable
 from weft.data.media.media_kinds import PICTURE, class_files
 from weft.data.media.pixels import picture_size
 from weft.data.order import permutation
@@ -130,9 +132,9 @@ def find_pictures(root: Path, report: Callable[[int, int], None] | None = None) 
 def _unreadable(root: Path, path: Path) -> str | None:
     """Why a picture is left out; None: it is not."""
     try:
-        if path.is_symlink() and not path.resolve().is_relative_to(root.resolve()):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root.resolve()):
             return f"{path}: it links out of the folder"
         picture_size(path)
     except DataError as error:
-        return str(error)
+        return printable(str(error))
     return None

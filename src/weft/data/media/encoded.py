@@ -8,9 +8,13 @@ from functools import lru_cache
 from pathlib import Path
 
 from weft.errors import DataError
+from weft.files import open_regular
+from weft.units import format_bytes
 
 #: Open archives of a process; more are closed, the longest unused first.
 _MOST_OPEN = 256
+#: Encoded pictures and recordings larger than this are refused where all bytes are needed.
+_MAX_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,10 @@ class Encoded:
         try:
             if self.length >= 0:
                 return self._read(0, size), self._read(max(0, self.length - size), size)
-            with open(self.path, "rb", buffering=0) as file:
+            with os.fdopen(open_regular(self.path), "rb", buffering=0) as file:
                 head, length = file.read(size), os.fstat(file.fileno()).st_size
                 return head, head if length <= size else os.pread(file.fileno(), size, length - size)
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise self._unread(error) from error
 
     def size(self) -> int:
@@ -58,7 +62,7 @@ class Encoded:
             return len(self.held)
         try:
             return self.length if self.length >= 0 else os.stat(self.path).st_size
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self._unread(error) from error
 
     def part(self, start: int, size: int) -> bytes:
@@ -76,22 +80,28 @@ class Encoded:
         try:
             most = size if self.length < 0 else max(0, min(size, self.length - start))
             return os.pread(_opened(self.path).fd, most, self.offset + start)
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise self._unread(error) from error
 
     def whole(self) -> bytes:
         """Return all bytes.
 
         Raises:
-            DataError: where the file cannot be read, or ends before the stretch does.
+            DataError: if the file cannot be read, is larger than 1 GiB, or ends before the stretch does.
         """
         if self.held is not None:
             return self.held
+        size = self.size()
+        if size > _MAX_BYTES:
+            raise DataError(
+                f"{self.name}: it has {format_bytes(size)}, and {format_bytes(_MAX_BYTES)} can be read. Delete it."
+            )
         try:
             if self.length < 0:
-                return Path(self.path).read_bytes()
+                with os.fdopen(open_regular(self.path), "rb") as file:
+                    return file.read(_MAX_BYTES)
             found = self._read(0, self.length)
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise self._unread(error) from error
         if len(found) < self.length:
             raise DataError(f"{self.name}: {self.path} ends before it does. Copy that file again.")
@@ -100,8 +110,9 @@ class Encoded:
     def _read(self, start: int, size: int) -> bytes:
         return os.pread(_opened(self.path).fd, min(size, self.length - start), self.offset + start)
 
-    def _unread(self, error: OSError) -> DataError:
-        return DataError(f"{self.name}: it cannot be read ({error.strerror or error}). Bring it back, or leave it out.")
+    def _unread(self, error: Exception) -> DataError:
+        reason = getattr(error, "strerror", None) or error
+        return DataError(f"{self.name}: it cannot be read ({reason}). Bring it back, or leave it out.")
 
 
 class _Open:
@@ -109,7 +120,7 @@ class _Open:
 
     def __init__(self, path: str):
         self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = open_regular(path)
 
     def __del__(self) -> None:
         if self.fd >= 0:

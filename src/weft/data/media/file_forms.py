@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
+import struct
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +17,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from weft.data.media.encoded import Encoded
 from weft.data.media.media_kinds import PICTURE, MediaKind, class_files
-from weft.errors import DataError
+from weft.errors import DataError, WeftError
+from weft.files import open_regular
 
 #: Suffixes of files of records.
 RECORD_SUFFIXES = (".tar", ".jsonl", ".ndjson", ".parquet")
@@ -27,8 +32,13 @@ STRETCH, FILE, LINE, ROW, BELOW = range(5)
 _LABELS = ("label", "cls", "class", "category", "label_name", "class_name")
 _TEXTS = ("text", "transcription", "transcript", "sentence", "txt", "normalized_text", "caption")
 _MOST_LABEL_BYTES = 2**16
+#: Lines of JSON longer than this are left out: a picture in base64 is far smaller.
+_MOST_LINE_BYTES = 256 * 2**20
+_READ_BYTES = 2**20
 #: Row groups of media that a process holds.
 _GROUPS = 4
+#: What a damaged row of a parquet file raises when it is converted to Python values.
+_BAD_ROW = (ValueError, OverflowError, TypeError, KeyError, ImportError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,8 @@ class RecordColumns:
 
     def label_of(self, value: Any) -> int | str | None:
         """Return a class by number or name, or a text; None for anything else."""
+        if isinstance(value, str) and not is_valid_text(value):
+            return None
         if self.is_text:
             return value.strip() or None if isinstance(value, str) else None
         return class_label(value)
@@ -88,7 +100,7 @@ def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
         columns: where media and labels are.
 
     Raises:
-        DataError: where the file is damaged, cut off or has no such columns.
+        DataError: if the file is damaged or cut off, or its first record has no such columns.
     """
     try:
         if path.is_dir():
@@ -124,8 +136,8 @@ def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns
     if kind == STRETCH:
         return Encoded(f"{path}, {name}", str(path), offset, length)
     if kind == LINE:
-        record = json.loads(Encoded(name, str(path), offset, length).whole())
-        held = held_bytes(record[columns.media_column(record, path)])
+        record = line_object(Encoded(name, str(path), offset, length).whole())
+        held = None if record is None else held_bytes(record[columns.media_column(record, path)])
     else:
         held = _row(path, offset, columns)
     if held is None:
@@ -140,7 +152,7 @@ def _folder_records(root: Path, columns: RecordColumns) -> Iterator[FoundRecord]
     inside = root.resolve()
     for number, (name, label) in enumerate(class_files(root, columns.kind)):
         file = root / name
-        if file.is_symlink() and not file.resolve().is_relative_to(inside):
+        if file.is_symlink() and not Path(os.path.realpath(file)).is_relative_to(inside):
             yield FoundRecord(str(file), path=str(file), reason="it links out of the folder")
         else:
             yield FoundRecord(name, BELOW, number, -1, str(file), Encoded.of_file(file), label)
@@ -165,11 +177,21 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
     sample: dict[str, tarfile.TarInfo] = {}
     stem = ""
     try:
+        size, before = path.stat().st_size, -1
         with tarfile.open(path, "r:") as tar:
             for member in tar:
                 vars(tar)["members"].clear()  # it would remember every member
+                if tar.offset <= before or member.size < 0:  # it would be read again and again
+                    raise _cut_off(path, f"the size of {member.name[:200]!r} is {member.size}")
+                before = tar.offset
                 if not member.isreg():
                     continue
+                if member.issparse():
+                    raise DataError(
+                        f"{path}: {member.name[:200]!r} is stored with holes. Pack the archive again, without --sparse."
+                    )
+                if member.offset_data + member.size > size:
+                    raise _cut_off(path, "unexpected end of data")
                 folder, slash, file = member.name.rpartition("/")
                 first, _, suffix = file.partition(".")
                 if folder + slash + first != stem and sample:
@@ -180,7 +202,11 @@ def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, ta
             if sample:
                 yield tar, stem, sample
             _check_end(path, tar.offset)
-    except tarfile.TarError as error:
+    except (tarfile.TarError, struct.error, RecursionError, MemoryError) as error:
+        raise _cut_off(path, str(error) or type(error).__name__) from error
+    except (ValueError, OverflowError, TypeError, IndexError) as error:  # of tarfile, for numbers in headers
+        if isinstance(error, WeftError):
+            raise
         raise _cut_off(path, str(error)) from error
 
 
@@ -240,27 +266,61 @@ def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], colu
 # --- jsonl ---
 
 
-def _line_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
-    offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            length = len(line)
-            if not line.isspace():
-                yield _line_record(path, number, line, offset, columns)
-            offset += length
+def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
+    """Yield (number from 1, offset, line) of the lines that are not blank; None for a line that is too long.
+
+    path: of the file.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    number = offset = 0
+    with os.fdopen(open_regular(path), "rb") as file:
+        while line := file.readline(_MOST_LINE_BYTES):
+            number, start = number + 1, offset
+            offset += len(line)
+            if len(line) == _MOST_LINE_BYTES and not line.endswith(b"\n"):
+                while rest := file.readline(_READ_BYTES):
+                    offset += len(rest)
+                    if rest.endswith(b"\n"):
+                        break
+                yield number, start, None
+            elif not line.isspace():
+                yield number, start, line
 
 
-def _line_record(path: Path, number: int, line: bytes, offset: int, columns: RecordColumns) -> FoundRecord:
-    name = f"line {number}"
+def line_object(line: bytes | None) -> dict[str, Any] | None:
+    """Return the object of a line of JSON, or None if the line is anything else."""
     try:
-        record = json.loads(line)
+        found = None if line is None else json.loads(line)
     except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
-        return FoundRecord(f"{path}, {name}", reason="it is not an object of JSON")
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _line_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
+    is_first = True
+    for number, offset, line in lines_of(path):
+        record = line_object(line)
+        if line is None or record is None:
+            reason = "it is not an object of JSON" if line is not None else "the line is too long"
+            yield FoundRecord(f"{path}, line {number}", reason=reason)
+            continue
+        try:
+            yield _line_record(path, number, line, offset, record, columns)
+        except DataError as error:
+            if is_first:  # a wrong name for all of them
+                raise
+            yield FoundRecord(f"{path}, line {number}", reason=str(error).removeprefix(f"{path}: "))
+        is_first = False
+
+
+def _line_record(
+    path: Path, number: int, line: bytes, offset: int, record: dict[str, Any], columns: RecordColumns
+) -> FoundRecord:
     media = record[columns.media_column(record, path)]
     label = columns.label_of(record[columns.label_column(record, path)])
-    return _record(path, name, media, label, (LINE, offset, len(line)), columns)
+    return _record(path, f"line {number}", media, label, (LINE, offset, len(line)), columns)
 
 
 def _record(
@@ -278,10 +338,10 @@ def _record(
         return FoundRecord(where, reason=f"it has neither a path nor bytes of a {columns.kind.one}")
     try:
         file = inside(path.parent, media)
+        if not file.is_file():
+            return FoundRecord(where, path=str(file), reason=f"there is no file {media[:200]!r} beside it")
     except DataError as error:
         return FoundRecord(where, reason=str(error))
-    if not file.is_file():
-        return FoundRecord(where, path=str(file), reason=f"there is no file {media!r} beside it")
     return FoundRecord(media, FILE, 0, -1, str(file), Encoded.of_file(file), label)
 
 
@@ -293,11 +353,17 @@ def inside(root: Path, path: str) -> Path:
         path: as the record has it.
 
     Raises:
-        DataError: where it lies outside of the folder.
+        DataError: if it lies outside of the folder, or the text cannot be the name of a file.
     """
-    file = root / path
-    if not file.resolve().is_relative_to(root.resolve()):
-        raise DataError(f"{path!r} lies outside of {root}, the folder of the records")
+    try:
+        file = root / path
+        is_inside = file.resolve().is_relative_to(root.resolve())
+        file.is_file()  # fails for names that are too long
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{path[:200]!r} cannot be the name of a file ({why})") from error
+    if not is_inside:
+        raise DataError(f"{path[:200]!r} lies outside of {root}, the folder of the records")
     return file
 
 
@@ -329,15 +395,33 @@ def _parquet_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord
             media, label = columns.media_column(names, path), columns.label_column(names, path)
             classes, number = _class_names(schema.metadata or {}, label), 0
             for batch in parquet.iter_batches(batch_size=64, columns=[media, label], use_threads=False):
-                for record in batch.to_pylist():
-                    value = columns.label_of(record[label])
-                    if isinstance(value, int) and 0 <= value < len(classes):
-                        value = classes[value]
-                    yield _record(path, f"row {number}", record[media], value, (ROW, number, -1), columns)
+                for record in rows_of(batch):
+                    if record is None:
+                        yield FoundRecord(f"{path}, row {number}", reason="its values cannot be read")
+                    else:
+                        value = columns.label_of(record[label])
+                        if isinstance(value, int) and 0 <= value < len(classes):
+                            value = classes[value]
+                        yield _record(path, f"row {number}", record[media], value, (ROW, number, -1), columns)
                     number += 1
-    except pa.ArrowException as error:
+    except (pa.ArrowException, MemoryError, UnicodeDecodeError) as error:
         first = str(error).partition("\n")[0]
         raise DataError(f"{path}: it is damaged or cut off ({first}). Copy it again, or leave it out.") from error
+
+
+def rows_of(batch: Any) -> list[dict[str, Any] | None]:
+    """Return the rows of an arrow batch as Python values; None for a damaged one, such as text that is not UTF-8."""
+    try:
+        return batch.to_pylist()
+    except _BAD_ROW:
+        return [_row_of(batch, index) for index in range(batch.num_rows)]
+
+
+def _row_of(batch: Any, index: int) -> dict[str, Any] | None:
+    try:
+        return batch.slice(index, 1).to_pylist()[0]
+    except _BAD_ROW:
+        return None
 
 
 def _class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
@@ -345,14 +429,20 @@ def _class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
     try:
         features = json.loads(metadata[b"huggingface"])["info"]["features"]
         return [str(name) for name in features[label]["names"]]
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, RecursionError):
         return ()
 
 
 def _row(path: Path, number: int, columns: RecordColumns) -> bytes | None:
-    starts, media = _groups(str(path), columns)
-    group = max(index for index, start in enumerate(starts) if start <= number)
-    return held_bytes(_group(str(path), group, media)[number - starts[group]].as_py())
+    import pyarrow as pa
+
+    try:
+        starts, media = _groups(str(path), columns)
+        group = max(index for index, start in enumerate(starts) if start <= number)
+        return held_bytes(_group(str(path), group, media)[number - starts[group]].as_py())
+    except (pa.ArrowException, OSError, *_BAD_ROW, IndexError, MemoryError) as error:
+        first = str(error).partition("\n")[0]
+        raise DataError(f"{path}: row {number} cannot be read ({first}). Start a new run for changed data.") from error
 
 
 @lru_cache(maxsize=256)
@@ -392,8 +482,32 @@ def class_label(value: Any) -> int | str | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
-        return value
+        return value if abs(value) < 2**63 else None
     if not isinstance(value, str):
         return None
     text = value.strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text or None
+
+
+def is_valid_text(text: str) -> bool:
+    """Return False for text with half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def name_bytes(name: str) -> np.ndarray:
+    """Return the name of a file or a record as bytes, uint8 (B,); also of one that is not UTF-8 on the disk."""
+    return np.frombuffer(name.encode("utf-8", "surrogateescape"), np.uint8)
+
+
+def name_text(data: np.ndarray) -> str:
+    """Return the name that `name_bytes` encoded."""
+    return data.tobytes().decode("utf-8", "surrogateescape")
+
+
+def printable(text: str) -> str:
+    """Return a message with what cannot be printed escaped, such as a name that is not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()

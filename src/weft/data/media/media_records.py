@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 
 from weft.data.media.class_folder import MOST_BAD
 from weft.data.media.encoded import Encoded
-from weft.data.media.file_forms import RECORD_SUFFIXES, FoundRecord, RecordColumns, media_at, records_in
+from weft.data.media.file_forms import (
+    RECORD_SUFFIXES,
+    FoundRecord,
+    RecordColumns,
+    media_at,
+    name_bytes,
+    name_text,
+    printable,
+    records_in,
+)
 from weft.data.media.media_kinds import KINDS, PICTURE, MediaKind, class_files
 from weft.data.media.pixels import picture_size
 from weft.data.media.sound import sound_size
@@ -143,13 +152,13 @@ class MediaRecords:
         """Return where a picture or a recording lies."""
         row = self._row(index)
         kind, file, offset, length = map(int, row["place"][:4])
-        name = row["name"].tobytes().decode()
+        name = name_text(row["name"])
         return media_at(Path(self.files[file]), name, kind, offset, length, self.columns)
 
     def file(self, index: int) -> str:
         """Say where a sample is found."""
         row = self._row(index)
-        return f"{self.files[int(row['place'][1])]}, {row['name'].tobytes().decode()}"
+        return f"{self.files[int(row['place'][1])]}, {printable(name_text(row['name']))}"
 
 
 def record_files(path: str, kind: MediaKind = PICTURE) -> list[Path]:
@@ -331,7 +340,7 @@ class _Writer:
                     writer.add(row)
                 else:
                     num_bad += 1
-                    reasons += [reason] if len(reasons) < _MOST_REASONS else []
+                    reasons += [printable(reason)] if len(reasons) < _MOST_REASONS else []
                     if record.path and len(missing) < _MOST_REASONS:
                         missing.append((record.path, file_state(record.path)))
                 if self._told is not None and not count % _TOLD_EVERY:
@@ -360,7 +369,7 @@ class _Writer:
         if reason:
             return None, f"{record.encoded.name}: {reason}"
         place = np.array([record.kind, file, record.offset, record.length, *size, label], np.int64)
-        return {"place": place, "name": np.frombuffer(record.name.encode(), np.uint8), **more}, ""
+        return {"place": place, "name": name_bytes(record.name), **more}, ""
 
 
 def file_state(path: str) -> list[int]:

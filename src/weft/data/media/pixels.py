@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import io
 import warnings
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ from numpy.typing import NDArray
 
 from weft.data.media.encoded import Encoded
 from weft.data.media.sample_draws import drawn_from
-from weft.errors import DataError, MissingExtra
+from weft.errors import DataError, MissingExtra, WeftError
 
 #: Pixels of a picture above which it is taken for a mistake, or for a bomb: a few bytes that decode to gigabytes.
 MOST_PIXELS = 100_000_000
 #: A random crop covers at least this share of a picture, and is at most so much wider than high, or higher than wide.
 _LEAST_SHARE, _MOST_RATIO = 0.35, 4 / 3
+#: Formats that Pillow may open, all decoded within the process. Others may start programs: EPS starts Ghostscript.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "QOI")
+#: Scans of a progressive JPEG times its pixels: each scan goes over all pixels, and a few bytes make one.
+_MAX_SCANNED_PIXELS = 2_000_000_000
 #: Bytes that are read for a header, and looked at for the mark that ends a file of a format.
 _HEAD_BYTES, _TAIL_BYTES = 16384, 64
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}
@@ -62,10 +66,10 @@ def pillow() -> Any:
 
 
 def picture_size(source: Path | Encoded) -> tuple[int, int]:
-    """Return width and height, from the header alone; of a file whose end looks cut off, all is decoded once.
+    """Return width and height from the header. A file whose end seems to be missing is decoded once.
 
     Raises:
-        DataError: where the file is no picture, has no pixels or too many, or is cut off.
+        DataError: if the file is not a picture of one of the `FORMATS`, has no pixels or too many, or is cut off.
     """
     encoded = _encoded(source)
     head, tail = encoded.ends(_HEAD_BYTES)
@@ -75,6 +79,8 @@ def picture_size(source: Path | Encoded) -> tuple[int, int]:
         # What stands before the size, such as a preview, may be long.
         picture = _opened(encoded.whole(), encoded.name)
     with picture:
+        if picture.info.get("progressive") and len(head) < encoded.size():
+            _refuse_many_scans(picture, encoded.whole(), encoded.name)
         end = _ENDS.get(picture.format or "")
         if end is not None and end not in tail[-_TAIL_BYTES:]:
             with _opened(encoded.whole(), encoded.name) as whole:
@@ -91,7 +97,7 @@ def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] 
         key: what is drawn follows from it.
 
     Raises:
-        DataError: where the pixels cannot be decoded.
+        DataError: if the pixels cannot be decoded.
     """
     image, encoded = pillow(), _encoded(source)
     rng = drawn_from(key)
@@ -103,12 +109,12 @@ def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] 
             # A JPEG is decoded at a half, a quarter or an eighth where that is still large enough.
             scale = look.side / min(right - left, bottom - top)
             picture.draft("RGB", (int(width * scale) or 1, int(height * scale) or 1))
-            return _rgb(picture, image)
+            seen = _rgb(picture, image)
+            across, down = seen.width / width, seen.height / height
+            box = (left * across, top * down, right * across, bottom * down)
+            return seen.resize((look.side, look.side), image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
 
-        seen = _decoded(picture, encoded.name, decode)
-    across, down = seen.width / width, seen.height / height
-    box = (left * across, top * down, right * across, bottom * down)
-    square = seen.resize((look.side, look.side), image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
+        square = _decoded(picture, encoded.name, decode)
     pixels = np.asarray(square, dtype=np.uint8).transpose(2, 0, 1)
     if look.mirrors and rng.random() < 0.5:
         pixels = pixels[:, :, ::-1]
@@ -122,37 +128,67 @@ def _encoded(source: Path | Encoded) -> Encoded:
 
 
 def _opened(data: bytes, name: str) -> Any:
-    """The picture of some bytes, whose header alone was read. DataError where its size is no picture's."""
+    """Open encoded bytes with Pillow, which reads the header. DataError for other formats and wrong sizes."""
     image = pillow()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", image.DecompressionBombWarning)
-            picture = image.open(io.BytesIO(data))
+            warnings.simplefilter("ignore")
+            picture = image.open(io.BytesIO(data), formats=_formats())
     except image.DecompressionBombError as error:
         raise DataError(f"{name}: it has more than {MOST_PIXELS:,} pixels. Make it smaller, or delete it.") from error
-    except (OSError, ValueError, SyntaxError) as error:
-        why = "it is empty" if not data else "no known format" if "cannot identify" in str(error) else error
+    except WeftError:
+        raise
+    except Exception as error:  # decoders raise almost anything for damaged headers
+        why = "it is empty" if not data else "no known format" if "cannot identify" in str(error) else _reason(error)
         raise DataError(f"{name}: it cannot be read as a picture ({why}). Repair it, or delete it.") from error
     width, height = picture.size
-    if not width * height:
+    if width <= 0 or height <= 0:
         raise DataError(f"{name}: it has {width} x {height} pixels. Delete it.")
     if width * height > MOST_PIXELS:
         raise DataError(
             f"{name}: it has {width} x {height} pixels, more than {MOST_PIXELS:,}. Make it smaller, or delete it."
         )
+    _refuse_many_scans(picture, data, name)
     return picture
 
 
-def _decoded(picture: Any, name: str, decode: Callable[[], Any]) -> Any:
-    """What decoding an open picture returns. DataError where its pixels are damaged or cut off."""
+@cache
+def _formats() -> list[str]:
+    """Names of the `FORMATS` that this installation of Pillow has."""
     image = pillow()
+    image.init()
+    return [name for name in FORMATS if name in image.OPEN]
+
+
+def _refuse_many_scans(picture: Any, data: bytes, name: str) -> None:
+    """Refuse a progressive JPEG that would take minutes to decode."""
+    if not picture.info.get("progressive"):
+        return
+    scans, pixels = data.count(b"\xff\xda"), picture.size[0] * picture.size[1]
+    if scans * pixels > _MAX_SCANNED_PIXELS:
+        raise DataError(
+            f"{name}: its {pixels:,} pixels are stored in {scans:,} scans, and pixels times scans may be "
+            f"{_MAX_SCANNED_PIXELS:,}. Save it as a plain JPEG, or delete it."
+        )
+
+
+def _reason(error: Exception) -> str:
+    """An exception's first line, or its type if it has no text."""
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
+
+
+def _decoded(picture: Any, name: str, decode: Callable[[], Any]) -> Any:
+    """Return the result of `decode` on an open picture. DataError if its pixels are damaged or cut off."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", image.DecompressionBombWarning)
+            warnings.simplefilter("ignore")
             picture.seek(0)
             return decode()
-    except (OSError, ValueError, SyntaxError, EOFError, zlib.error, image.DecompressionBombError) as error:
-        raise DataError(f"{name}: its pixels cannot be decoded ({error}). Repair it, or delete it.") from error
+    except WeftError:
+        raise
+    except Exception as error:  # decoders raise almost anything for damaged pixels
+        why = _reason(error)
+        raise DataError(f"{name}: its pixels cannot be decoded ({why}). Repair it, or delete it.") from error
 
 
 def _recoloured(pixels: NDArray[np.uint8], look: Look, rng: np.random.Generator) -> NDArray[np.uint8]:

@@ -15,13 +15,14 @@ from weft.data.read.csv_form import comma_or_tab, sniff_delimiter
 from weft.data.read.json_array import BadArray, read_array
 from weft.data.read.source import SourceFile
 from weft.errors import DataError
+from weft.units import format_bytes
 
 _READ_BYTES = 2**20
 _EXCERPT_CHARS = 200
 #: Why a piece of a text file with NUL bytes is broken.
 BINARY = "binary, not text (NUL bytes)"
-#: Small, because what one read expands to is held in memory.
-_ZSTD_READ_BYTES = 8192
+#: A record that is left out because it is too long may have so many bytes.
+_MOST_SKIPPED_BYTES = 2**34
 _SNIFF_BYTES = 65536
 
 
@@ -72,6 +73,7 @@ class RecordReader:
         max_record_bytes: longer lines and rows come as Broken, without being held in memory.
         piece_bytes: text files come in pieces of about this size, cut at line ends.
         columns: of a parquet file, read only these; None reads all.
+        on_progress: called with `position()` now and then while a record that is too long is skipped.
     """
 
     def __init__(
@@ -81,12 +83,14 @@ class RecordReader:
         max_record_bytes: int,
         piece_bytes: int = _READ_BYTES,
         columns: Sequence[str] | None = None,
+        on_progress: Callable[[int], None] | None = None,
     ):
         self._file = file
         self._max_record_bytes = max_record_bytes
         # A piece must be able to hold a character.
         self._piece_bytes = max(8, piece_bytes)
         self._columns = list(columns) if columns is not None else None
+        self._on_progress = on_progress
         self._tell: Callable[[], int] = lambda: 0
         self.delimiter = ""
 
@@ -107,6 +111,8 @@ class RecordReader:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise self._damaged(error) from error
         except OSError as error:
+            if error.errno is None:  # of pyarrow, for compressed data
+                raise self._damaged(error) from error
             raise DataError(
                 f"{self._file.name}: cannot be read ({error.strerror or error}). Repair it or leave it out."
             ) from error
@@ -140,15 +146,27 @@ class RecordReader:
         while line := stream.readline(limit + 1):
             number += 1
             if len(line) > limit and not line.endswith(b"\n"):
+                self._skip_line(stream, number)
                 yield Broken.of(name, number, "too long", line[: 4 * _EXCERPT_CHARS])
-                while (rest := stream.readline(_READ_BYTES)) and not rest.endswith(b"\n"):
-                    pass
                 continue
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.isspace():
                 continue
             yield _json_record(name, number, line)
+
+    def _skip_line(self, stream: BinaryIO, number: int) -> None:
+        """Read up to the end of a line."""
+        skipped = 0
+        while (rest := stream.readline(_READ_BYTES)) and not rest.endswith(b"\n"):
+            skipped += len(rest)
+            if skipped > _MOST_SKIPPED_BYTES:
+                raise DataError(
+                    f"{self._file.name}: line {number} has more than {format_bytes(_MOST_SKIPPED_BYTES)}. "
+                    "Write one record per line, or leave the file out."
+                )
+            if self._on_progress is not None:
+                self._on_progress(self.position())
 
     def _json(self, stream: BinaryIO) -> Iterator[Record | Broken]:
         """An array of objects; a file that starts with an object has one a line, whatever its suffix says."""
@@ -232,24 +250,38 @@ class RecordReader:
                     for row in _rows(batch):
                         number += 1
                         yield (
-                            Broken.of(name, number, "invalid UTF-8", row)
-                            if isinstance(row, bytes)
+                            Broken.of(name, number, row.reason, row.excerpt)
+                            if isinstance(row, _BadRow)
                             else Record(name, number, row)
                         )
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise self._damaged(error) from error
 
 
-def _rows(batch: Any) -> Iterator[dict[str, Any] | bytes]:
-    """The rows of an arrow batch; bytes stand for a row whose text is not UTF-8."""
+@dataclass(frozen=True, slots=True)
+class _BadRow:
+    """A row that has no Python values. excerpt: the bytes or the message that show why."""
+
+    reason: str
+    excerpt: object
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any] | _BadRow]:
+    """Yield the rows of an arrow batch."""
     try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
-        for index in range(batch.num_rows):
-            try:
-                yield batch.slice(index, 1).to_pylist()[0]
-            except UnicodeDecodeError as error:
-                yield bytes(error.object)
+        rows: list[dict[str, Any] | _BadRow] = batch.to_pylist()
+    except (ValueError, OverflowError, TypeError, KeyError, ImportError):
+        rows = [_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
+    yield from rows
+
+
+def _row(batch: Any) -> dict[str, Any] | _BadRow:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return _BadRow("invalid UTF-8", bytes(error.object))
+    except (ValueError, OverflowError, TypeError, KeyError, ImportError) as error:  # such as a date in the year 300,000
+        return _BadRow("invalid value", error)
 
 
 def _json_record(name: str, number: int, line: bytes) -> Record | Broken:
@@ -277,7 +309,11 @@ def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
         file = gzip.GzipFile(fileobj=raw)
         return io.BufferedReader(file, _READ_BYTES)  # pyright: ignore[reportArgumentType] - the stub of its mode is narrower
     if compression == "zst":
-        return io.BufferedReader(_ZstdStream(raw), _READ_BYTES)
+        import pyarrow as pa
+
+        # Unlike the stream reader of the zstandard package, it raises for a file that is cut off.
+        stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+        return io.BufferedReader(stream, _READ_BYTES)
     return raw
 
 
@@ -295,46 +331,6 @@ class _Joined(io.RawIOBase):
         self._head = self._head[len(buffer) :]
         buffer[: len(taken)] = taken
         return len(taken)
-
-
-class _ZstdStream(io.RawIOBase):
-    """A zstd file as a raw stream that tells a cut-off file from a finished one (the library's reader does not)."""
-
-    def __init__(self, raw: BinaryIO):
-        import zstandard
-
-        self._raw = raw
-        self._error = zstandard.ZstdError
-        self._library = zstandard.ZstdDecompressor()
-        self._frame: Any = None
-        self._left = b""
-        self._out = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._out:
-            chunk = self._left or self._raw.read(_ZSTD_READ_BYTES)
-            self._left = b""
-            if not chunk:
-                if self._frame is not None:
-                    raise EOFError("zstd frame ended too early")
-                return 0
-            self._feed(chunk)
-        size = min(len(buffer), len(self._out))
-        buffer[:size], self._out = self._out[:size], self._out[size:]
-        return size
-
-    def _feed(self, chunk: bytes) -> None:
-        if self._frame is None:
-            self._frame = self._library.decompressobj()
-        try:
-            self._out = self._frame.decompress(chunk)
-        except self._error as error:
-            raise EOFError(str(error)) from error
-        if self._frame.eof:
-            self._left, self._frame = self._frame.unused_data, None
 
 
 def _pieces(stream: BinaryIO, piece_bytes: int) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from weft.file_lock import try_lock
+from weft.files import try_lock
 
 _POLL_S = 0.05
 

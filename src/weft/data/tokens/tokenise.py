@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections import Counter
@@ -131,6 +132,7 @@ class DocumentStream:
                 max_record_bytes=self._limits.max_record_bytes,
                 piece_bytes=self._limits.piece_bytes or piece_bytes(self._files, self._limits.holdout),
                 columns=self._schema.columns,
+                on_progress=functools.partial(self._report_position, done_bytes),
             )
             for record in reader:
                 document = (
@@ -140,18 +142,21 @@ class DocumentStream:
                 if isinstance(document, Broken) and self._schema.file_text and document.reason == "empty":
                     continue
                 self.num_records += 1
-                if self._report is not None and self.num_records % 64 == 0:
-                    self._report(done_bytes + reader.position())
+                if self.num_records % 64 == 0:
+                    self._report_position(done_bytes, reader.position())
                 if isinstance(document, Broken):
                     self._count(document)
                 else:
                     yield from _in_parts(document)
             done_bytes += file.size_bytes
-            if self._report is not None:
-                self._report(done_bytes)
+            self._report_position(done_bytes, 0)
             _check_unchanged(file)
         self.is_complete = True
         self._check_share(self.num_records)
+
+    def _report_position(self, bytes_before: int, position: int) -> None:
+        if self._report is not None:
+            self._report(bytes_before + position)
 
     def _count(self, broken: Broken) -> None:
         self.broken[broken.reason] += 1

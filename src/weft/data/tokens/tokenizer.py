@@ -20,6 +20,7 @@ import numpy as np
 from weft.data.read import Turn
 from weft.data.tokens.chat_template import ChatTemplate, TrainedSpan
 from weft.errors import DataError
+from weft.files import read_regular
 
 END, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END, PAD, TURN_START, TURN_END)
@@ -368,7 +369,7 @@ def _chat(folder: Path, settings: Mapping[str, Any]) -> dict[str, str] | None:
     """The chat template of a folder, with the names of tokens that it may use; None where there is none."""
     file, found = folder / "chat_template.jinja", settings.get("chat_template")
     if file.is_file():
-        found = file.read_text("utf-8")
+        found = read_regular(file, folder).decode("utf-8", "replace")
     elif isinstance(found, list):
         found = next((one.get("template") for one in found if one.get("name") == "default"), None)
     if not isinstance(found, str):

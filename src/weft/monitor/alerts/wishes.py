@@ -71,7 +71,8 @@ def ask(folder: Path, wish: Wish) -> None:
         )
     line = json.dumps({"time": round(time.time(), 3), **wish.as_json()}) + "\n"
     try:
-        handle = os.open(folder / WISHES, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        mode = folder.stat().st_mode & 0o666  # as private as its folder
+        handle = os.open(folder / WISHES, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
         try:
             os.write(handle, line.encode())
         finally:

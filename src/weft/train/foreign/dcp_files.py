@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft.train.foreign.taken import NotTaken, Taken, load_weights, reason_of, within
+from weft.train.foreign.taken import NotTaken, Taken, load_weights, numel, reason_of, within
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MOST_DIMS = 32
@@ -102,7 +102,7 @@ def read_dcp(source: Path, taken: Taken) -> None:
         if not isinstance(name, str) or not all(isinstance(one, str | int) for one in place):
             raise NotTaken(f".metadata: {str(name)[:80]!r} is not a tensor name")
         if isinstance(entry, _Tensor):
-            taken.tensor(place, _whole(source, name, entry, stored[name]))
+            taken.tensor(place, _whole(source, name, entry, stored[name], taken))
         else:
             _value(source, name, place, stored[name], taken)
 
@@ -116,12 +116,13 @@ def _value(source: Path, name: str, place: Any, stored: list[tuple[_Index, _Stor
             taken.value(place, value)
 
 
-def _whole(source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _Stored]]) -> torch.Tensor:
-    """A tensor from its chunks, each element from one of them."""
+def _whole(source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _Stored]], taken: Taken) -> torch.Tensor:
+    """Join a tensor from its chunks, each element from one of them."""
     properties, shape = entry.get("properties"), entry.get("size")
     dtype = properties.get("dtype", 0) if isinstance(properties, _Record) else None
     if not isinstance(dtype, torch.dtype) or not _is_shape(shape):
         raise NotTaken(f"{name}: .metadata gives no dtype or shape")
+    taken.reserve(name, numel(shape) * dtype.itemsize)
     found: torch.Tensor | None = None
     seen = torch.zeros(0, dtype=torch.bool)
     for index, info in stored:

@@ -39,8 +39,8 @@ def read_pickled(source: Path, taken: Taken) -> None:
 def _files(source: Path) -> list[str]:
     if (source / _INDEX).is_file():
         try:
-            return sorted(set(json.loads((source / _INDEX).read_text("utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return sorted(set(json.loads(within(source, _INDEX).read_text("utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise NotTaken(f"{_INDEX} cannot be read ({error})") from error
     if (source / _SINGLE).is_file():
         return [_SINGLE]

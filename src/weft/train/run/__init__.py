@@ -13,13 +13,15 @@ __all__ = [
     "Start",
     "circumstances",
     "heeded_signals",
+    "new_files_like",
     "prepare_run",
+    "restrict_new_files",
     "run_lock",
     "run_rank",
 ]
 
 if TYPE_CHECKING:
-    from weft.train.run.folder_lock import run_lock
+    from weft.train.run.folder_lock import new_files_like, restrict_new_files, run_lock
     from weft.train.run.preparation import prepare_run
     from weft.train.run.rank_run import RunResult, Start, run_rank
     from weft.train.run.save_thread import Save
@@ -35,7 +37,9 @@ __getattr__ = loads(
         "Start": ".rank_run",
         "circumstances": ".surroundings",
         "heeded_signals": ".signals",
+        "new_files_like": ".folder_lock",
         "prepare_run": ".preparation",
+        "restrict_new_files": ".folder_lock",
         "run_lock": ".folder_lock",
         "run_rank": ".rank_run",
     },

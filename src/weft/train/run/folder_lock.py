@@ -8,30 +8,60 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weft.errors import ConfigError, LaunchError
-from weft.file_lock import try_lock
+from weft.files import try_lock
 
 _NAME = ".lock"
 #: How often a folder that others take away at the same moment is made anew.
 _TRIES = 100
+#: Rights of a new run folder by `run.mode`, before the umask.
+_RIGHTS = {"private": 0o700, "group": 0o750, "umask": 0o777}
+_REPLICA = re.compile(r"replica_[1-9]\d*")
+
+
+def restrict_new_files(folder: Path) -> int:
+    """Give the files that this process creates from now on no more rights than a folder has, and return the old umask.
+
+    folder: an existing run folder.
+    """
+    rights = stat.S_IMODE(folder.stat().st_mode)
+    before = os.umask(0o077)
+    os.umask(before | (~rights & 0o077))
+    return before
 
 
 @contextmanager
-def run_lock(folder: Path) -> Generator[int]:
-    """Hold the folder, made where it is missing, and give the descriptor of the lock; others may be given it too.
+def new_files_like(folder: Path) -> Generator[None]:
+    """Give the files that this process creates in the block no more rights than a folder has."""
+    before = restrict_new_files(folder)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
-    When an error ends the block before anything was written, a folder that was made here is taken away again.
+
+@contextmanager
+def run_lock(folder: Path, mode: str = "private") -> Generator[int]:
+    """Hold a run folder and return the descriptor of its lock, which child processes may inherit.
+
+    If an error ends the block before anything was written, a folder that was created here is removed again.
+
+    Args:
+        folder: of the run; created if it is missing.
+        mode: `run.mode`, the rights of a new folder.
 
     Raises:
-        LaunchError: when another command holds the folder.
+        LaunchError: if another command holds the folder.
         ConfigError: where it cannot be written to.
     """
     try:
-        descriptor, made = _acquire(folder)
+        descriptor, made = _acquire(folder, _RIGHTS[mode])
     except OSError as error:
         raise ConfigError(
             f"run.dir={folder.parent}: cannot write {str(folder)!r} ({error.strerror}). Use another run.dir."
@@ -46,13 +76,15 @@ def run_lock(folder: Path) -> Generator[int]:
         os.close(descriptor)
 
 
-def _acquire(folder: Path) -> tuple[int, list[Path]]:
-    """The descriptor of the lock, and the folders that were made for it."""
+def _acquire(folder: Path, rights: int) -> tuple[int, list[Path]]:
+    """Return the descriptor of the lock, and the folders that were created for it."""
     for tries_left in reversed(range(_TRIES)):
         try:
             made = [path for path in (folder, *folder.parents) if not path.exists()]
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if _REPLICA.fullmatch(folder.name):
+                folder.parent.mkdir(rights, parents=True, exist_ok=True)
+            folder.mkdir(rights, parents=True, exist_ok=True)
+            descriptor = os.open(folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, rights & 0o666)
         except (FileExistsError, FileNotFoundError):
             # Its last holder took the folder away just now: before our open, or while mkdir looked at what is there.
             if tries_left == 0 or folder.is_file():

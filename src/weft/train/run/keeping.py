@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from weft.checkpoint import (
+    Found,
     SavedPiece,
     Together,
     list_checkpoints,
@@ -42,6 +43,8 @@ from weft.units import counted
 
 #: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
 _LARGEST_WEIGHT = 1e18
+#: Skipped checkpoints that are named in the log.
+_MOST_SHOWN = 8
 
 
 class Keeper:
@@ -140,7 +143,8 @@ class Keeper:
             assert found is not None
         elif verify != "start" and not self._config.resume.step:
             self._digests = DigestsBehind(path, self._together.rank, number, functools.partial(self._stop, found.step))
-        return found.step, [*notes, *(f"skipped checkpoint: {one}" for one in found.passed_over)]
+        newest = found
+        return found.step, [*notes, *self._engine.on_first(lambda: _set_skipped_aside(self._folder, newest))]
 
     def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
         """Begin to write a checkpoint, each rank its part; `ended` tells what becomes of it.
@@ -376,6 +380,21 @@ def go_back(folder: RunFolder, step: int, problems: Sequence[str]) -> list[str]:
         f"resume.step={step}: newer checkpoints are set aside as {names}",
         "        leave resume.step out of the next command, or the run goes back again",
     ]
+
+
+def _set_skipped_aside(folder: RunFolder, found: Found) -> list[str]:
+    """Set damaged checkpoints aside, so that they do not count for `checkpoint.keep`, and return lines for the log."""
+    skipped = found.passed_over
+    paths = {one.path for one in skipped}
+    moved = set_aside(folder.checkpoints, lambda one: one.committed and one.path in paths) if paths else []
+    lines = [f"skipped checkpoint: {one}" for one in skipped[:_MOST_SHOWN]]
+    if more := len(skipped) - len(lines):
+        lines.append(f"skipped checkpoint: {more} more, down to {skipped[-1].path.name}")
+    if moved:
+        names = ", ".join(path.name for path in moved[-_MOST_SHOWN:])
+        more = f" and {len(moved) - _MOST_SHOWN} more" if len(moved) > _MOST_SHOWN else ""
+        lines.append(f"        kept as {names}{more} in checkpoints/; delete or repair by hand")
+    return lines
 
 
 def _told_unfinished(moved: list[Location]) -> list[str]:

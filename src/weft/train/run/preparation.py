@@ -18,7 +18,7 @@ from weft.spec.written import as_toml
 from weft.train.folder import RunFolder, free_name, run_folder
 from weft.train.loop import LEFT_OUT
 from weft.train.run.epochs import with_steps
-from weft.train.run.folder_lock import run_lock
+from weft.train.run.folder_lock import new_files_like, run_lock
 from weft.train.task import Report, Task, with_adapter
 from weft.train.tasks import find_task
 
@@ -53,7 +53,7 @@ def prepare_run(
         LaunchError: where another command trains in the folder.
     """
     folder = run_folder(config, replica)
-    with contextlib.nullcontext() if locked else run_lock(folder.path):
+    with contextlib.nullcontext() if locked else run_lock(folder.path, config.run.mode):
         return _prepare(folder, config, world_size, report)
 
 
@@ -73,11 +73,13 @@ def _prepare(folder: RunFolder, config: RunConfig, world_size: int, report: Repo
     _check_plan(plan, task, world_size)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        texts = {"plan.txt": plan.format() + "\n", **task.keep(folder, notes), "config.toml": format_config(config)}
-        if (folder.path / LEFT_OUT).is_file():
-            texts[LEFT_OUT] = (folder.path / LEFT_OUT).read_text()
-        for name, text in texts.items():
-            _write(folder.path / name, text)
+        with new_files_like(folder.path):
+            texts = {"plan.txt": plan.format() + "\n", **task.keep(folder, notes)}
+            texts["config.toml"] = format_config(config)
+            if (folder.path / LEFT_OUT).is_file():
+                texts[LEFT_OUT] = (folder.path / LEFT_OUT).read_text()
+            for name, text in texts.items():
+                _write(folder.path / name, text)
     except OSError as error:
         raise ConfigError(
             f"run.dir={config.run.dir}: cannot write {str(folder.path)!r} ({error.strerror}). Use another run.dir."

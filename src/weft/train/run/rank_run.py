@@ -93,7 +93,7 @@ def run_rank(
     is_first = place is None or place.rank == 0
     with contextlib.ExitStack() as until_left:
         if is_first and not start.locked:
-            until_left.enter_context(run_lock(folder.path))
+            until_left.enter_context(run_lock(folder.path, folder.config().run.mode))
         config = folder.config()
         voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
         job = EngineJob(

@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from weft.data import PreparedData
-from weft.errors import DataError
+from weft.errors import CheckpointError, DataError
+from weft.files import copy_companions, copy_regular
 from weft.spec import DecoderSpec
 from weft.train.folder import RunFolder, free_name
-
-#: Files of a Hugging Face folder that are no weights.
-BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def decoder_of(folder: RunFolder) -> DecoderSpec:
@@ -35,15 +33,21 @@ def base_of(folder: RunFolder) -> Path:
 
 
 def keep_base(folder: RunFolder, source: Path) -> None:
-    """Copy what lies beside the weights of a pretrained folder into the run's, which then can go anywhere."""
+    """Copy the files beside the weights of a pretrained folder into the run folder, which can then be moved.
+
+    Raises:
+        CheckpointError: for a file that is not a regular one, or a link that leaves the folder.
+    """
     if base_of(folder).is_dir():
         return
     draft = folder.path / f".base.{os.getpid()}"
+    shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    for pattern in BESIDE_WEIGHTS:
-        for file in source.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copyfile(file, draft / file.name)
+    try:
+        copy_companions(source, draft)
+    except CheckpointError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(f"model.path={source}: {error}") from error
     os.rename(draft, base_of(folder))
 
 
@@ -84,7 +88,17 @@ def refuse_other_data(folder: RunFolder, data: PreparedData) -> None:
 
 def _copy_tree(source: Path, target: Path) -> None:
     draft = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.copytree(source, draft, dirs_exist_ok=True)
+    try:
+        shutil.copytree(
+            source,
+            draft,
+            dirs_exist_ok=True,
+            copy_function=lambda file, copy: copy_regular(Path(file), Path(copy), source),
+        )
+        draft.chmod(target.parent.stat().st_mode & 0o777)
+    except CheckpointError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise DataError(f"tokenizer: {error}") from error
     try:
         os.rename(draft, target)
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from weft.checkpoint import Checkpoint
 from weft.checkpoint.arrays import RawArray, block_of, tensor_of
 from weft.data import Tokenizer
+from weft.files import copy_companions
 from weft.models.adapters import Adapted
 from weft.train.folder import RunFolder
-from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, data_of, decoder_of, tokenizer_of
+from weft.train.tasks.decoder_files import base_of, data_of, decoder_of, tokenizer_of
 from weft.train.tasks.task_choice import find_task
 from weft.train.tasks.transformers_layout import layout_config, layout_tensors, write_tokenizer
 
@@ -117,9 +117,7 @@ def write_beside(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype: st
         dtype: of the weights, as safetensors names it.
     """
     if base_of(folder).is_dir():
-        for pattern in BESIDE_WEIGHTS:
-            for file in base_of(folder).glob(pattern):
-                shutil.copyfile(file, out / file.name)
+        copy_companions(base_of(folder), out)
         config = json.loads((out / "config.json").read_text("utf-8"))
     else:
         tokenizer = Tokenizer.load(tokenizer_of(folder))

@@ -111,9 +111,9 @@ def _serve(samples: Decodable, ring: Any, jobs: BinaryIO, answers: Any) -> None:
             in_slot(ring, slot, made.shape, samples.dtype)[...] = made
             status, text = DONE, json.dumps(made.shape).encode()
         except DataError as error:
-            status, text = FAULTY, str(error).encode()
+            status, text = FAULTY, str(error).encode("utf-8", "backslashreplace")
         except Exception as error:  # a decoder may raise anything, and the rank says of which sample
-            status, text = BROKEN, f"{type(error).__name__}: {error}".encode()
+            status, text = BROKEN, f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
         try:
             answers.write(ANSWER.pack(slot, status, len(text)) + text)
         except BrokenPipeError:

@@ -146,7 +146,7 @@ class FeatureShards:
                 fields = json.loads(file.read(size))
                 whole = 8 + size + max(fields[name]["data_offsets"][1] for name in ("values", "counts"))
                 return (fields, 8 + size) if os.fstat(file.fileno()).st_size == whole else None
-        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
+        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, RecursionError):
             return None
 
     def _damaged(self, path: Path) -> DataError:

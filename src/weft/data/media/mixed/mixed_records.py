@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.media.encoded import Encoded
-from weft.data.media.file_forms import FILE, RecordColumns
+from weft.data.media.file_forms import FILE, RecordColumns, name_bytes, name_text, printable
 from weft.data.media.media_kinds import SAMPLE
 from weft.data.media.media_records import MediaRecords, Told, file_state, records_table, refuse_unusable
 from weft.data.media.mixed.record_forms import FoundSample, mixed_at, mixed_in
@@ -73,7 +73,7 @@ class MixedRecords(MediaRecords):
         """Return where a picture or a recording of a sample lies. number: among those of the sample."""
         row = self._row(index)
         _, kind, file, offset, length, own = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
-        name = row["names"].tobytes().decode().split("\n")[number]
+        name = name_text(row["names"]).split("\n")[number]
         return mixed_at(Path(self.files[file]), name, kind, offset, length, own, self.mixed_columns())
 
     def origin(self, index: int, number: int) -> list[Any]:
@@ -87,13 +87,13 @@ class MixedRecords(MediaRecords):
         _, kind, file, *place = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
         path = Path(self.files[file])
         if kind == FILE:
-            path = path.parent / row["names"].tobytes().decode().split("\n")[number]
+            path = path.parent / name_text(row["names"]).split("\n")[number]
         return [str(path), *file_state(str(path)), *place]
 
     def file(self, index: int) -> str:
         """Say where a sample is found."""
         row = self._row(index)
-        return row["name"].tobytes().decode()
+        return printable(name_text(row["name"]))
 
 
 #: Of a sample's tokens and (whether it is a sound, size) of its media: why it is left out; "": it is not.
@@ -155,7 +155,7 @@ class _Writer:
                     writer.add(row)
                 else:
                     num_bad += 1
-                    reasons += [reason] if len(reasons) < _MOST_REASONS else []
+                    reasons += [printable(reason)] if len(reasons) < _MOST_REASONS else []
                     if sample.missing and len(missing) < _MOST_REASONS:
                         missing.append((sample.missing, file_state(sample.missing)))
                 if self._told is not None and not count % _TOLD_EVERY:
@@ -183,8 +183,8 @@ class _Writer:
         names = "\n".join(one.name for one in sample.media)
         return {
             "places": np.array(places, np.int64),
-            "name": np.frombuffer(sample.name.encode(), np.uint8),
-            "names": np.frombuffer(names.encode(), np.uint8),
+            "name": name_bytes(sample.name),
+            "names": name_bytes(names),
             "tokens": made.tokens,
             "learnt": made.learnt,
         }, ""

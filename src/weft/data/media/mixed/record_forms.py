@@ -17,6 +17,9 @@ from weft.data.media.file_forms import (
     STRETCH,
     held_bytes,
     inside,
+    line_object,
+    lines_of,
+    rows_of,
     tar_samples,
 )
 from weft.data.media.media_kinds import PICTURE, SOUND
@@ -70,6 +73,9 @@ def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
             yield from _tar_mixed(path, columns)
         elif path.suffix == ".parquet":
             for number, record in _parquet_rows(path):
+                if record is None:
+                    yield FoundSample(f"{path}, row {number}", number, reason="its values cannot be read")
+                    continue
                 yield _sample(path, f"row {number}", record, (ROW, number, -1), columns)
         else:
             yield from _line_mixed(path, columns)
@@ -98,9 +104,13 @@ def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number:
         return Encoded(name, str(inside(path.parent, name)))
     if kind == STRETCH:
         return Encoded(f"{path}, {name}", str(path), offset, length)
-    record = json.loads(Encoded(name, str(path), offset, length).whole()) if kind == LINE else \
+    record = line_object(Encoded(name, str(path), offset, length).whole()) if kind == LINE else \
         _parquet_row(path, offset)  # fmt: skip
-    media = [part for part in columns.parts(record) if part.what in ("picture", "recording")]
+    try:
+        parts = columns.parts(record or {})
+    except UnusableSample:
+        parts = []
+    media = [part for part in parts if part.what in ("picture", "recording")]
     held = held_bytes(media[number].media) if number < len(media) else None
     if held is None:
         raise DataError(f"{path}, {name}: it holds no media any more. Start a new run for changed data.")
@@ -108,21 +118,15 @@ def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number:
 
 
 def _line_mixed(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
-    offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.isspace():
-                yield _line_sample(path, number, line, offset, columns)
-            offset += len(line)
+    for number, offset, line in lines_of(path):
+        yield _line_sample(path, number, line, offset, columns)
 
 
-def _line_sample(path: Path, number: int, line: bytes, offset: int, columns: MixedColumns) -> FoundSample:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
-        return FoundSample(f"{path}, line {number}", offset, reason="it is not an object of JSON")
+def _line_sample(path: Path, number: int, line: bytes | None, offset: int, columns: MixedColumns) -> FoundSample:
+    record = line_object(line)
+    if line is None or record is None:
+        reason = "it is not an object of JSON" if line is not None else "the line is too long"
+        return FoundSample(f"{path}, line {number}", offset, reason=reason)
     return _sample(path, f"line {number}", record, (LINE, offset, len(line)), columns)
 
 
@@ -149,12 +153,14 @@ def _sample(
             reason = f"{part.what} {number + 1} has neither a path nor bytes"
             return FoundSample(where, place[1], reason=reason)
         file = file.removeprefix("file://")
+        if "\n" in file:
+            return FoundSample(where, place[1], reason=f"the file name {file[:200]!r} has a line break")
         try:
             found = inside(path.parent, file)
         except DataError as error:
             return FoundSample(where, place[1], reason=str(error))
         if not found.is_file():
-            return FoundSample(where, place[1], reason=f"there is no file {file!r} beside it", missing=str(found))
+            return FoundSample(where, place[1], reason=f"there is no file {file[:200]!r} beside it", missing=str(found))
         media.append(FoundMedia(is_sound, file, FILE, 0, -1, number, Encoded.of_file(found), str(found)))
     return FoundSample(where, place[1], tuple(parts), tuple(media))
 
@@ -171,7 +177,8 @@ def _tar_mixed(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
             is_sound = last in SOUND.suffixes
             if last in PICTURE.suffixes or is_sound:
                 encoded = Encoded(f"{path}, {member.name}", str(path), member.offset_data, member.size)
-                one = FoundMedia(is_sound, member.name, STRETCH, member.offset_data, member.size, 0, encoded)
+                name = member.name.replace("\n", " ")
+                one = FoundMedia(is_sound, name, STRETCH, member.offset_data, member.size, 0, encoded)
                 record["audios" if is_sound else "images"].append(one)
             elif suffix in ("txt", "cls", "json") and member.size <= _MOST_TEXT_BYTES:
                 held = Encoded(member.name, str(path), member.offset_data, member.size).whole()
@@ -200,7 +207,7 @@ def _tar_text(suffix: str, text: str, columns: MixedColumns) -> dict[str, Any]:
         if isinstance(found, dict) else {}  # fmt: skip
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -208,18 +215,24 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as parquet:
             for batch in parquet.iter_batches(batch_size=64, use_threads=False):
-                for record in batch.to_pylist():
+                for record in rows_of(batch):
                     yield number, record
                     number += 1
-    except pa.ArrowException as error:
+    except (pa.ArrowException, MemoryError, UnicodeDecodeError) as error:
         first = str(error).partition("\n")[0]
         raise DataError(f"{path}: it is damaged or cut off ({first}). Copy it again, or leave it out.") from error
 
 
-def _parquet_row(path: Path, number: int) -> dict[str, Any]:
-    starts = _group_starts(str(path))
-    group = max(index for index, start in enumerate(starts) if start <= number)
-    return _group(str(path), group).slice(number - starts[group], 1).to_pylist()[0]
+def _parquet_row(path: Path, number: int) -> dict[str, Any] | None:
+    import pyarrow as pa
+
+    try:
+        starts = _group_starts(str(path))
+        group = max(index for index, start in enumerate(starts) if start <= number)
+        return rows_of(_group(str(path), group).slice(number - starts[group], 1))[0]
+    except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
+        first = str(error).partition("\n")[0]
+        raise DataError(f"{path}: row {number} cannot be read ({first}). Start a new run for changed data.") from error
 
 
 @lru_cache(maxsize=256)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weft.data.media.file_forms import is_valid_text
 from weft.data.media.media_kinds import PICTURE, SOUND
 
 #: Columns of a record that hold media, without those that say nothing of its kind.
@@ -66,6 +67,8 @@ class MixedColumns:
         chat = next((record[name] for name in _CHATS if isinstance(record.get(name), list)), None)
         found = list(_chat_parts(chat, given) if chat is not None else self._plain_parts(record, given))
         given.check_all_used()
+        if not all(is_valid_text(part.text) for part in found):
+            raise UnusableSample("its text is not valid Unicode: it has half of a surrogate pair")
         if not any(part.is_learnt for part in found):
             raise UnusableSample("it has no text that could be learnt")
         return found
@@ -145,7 +148,7 @@ def _content_part(each: Any, given: _Media, is_learnt: bool) -> Iterator[SampleP
         yield SamplePart("text", str(each.get("text", "")), is_learnt=is_learnt)
         return
     marks = {"image": "<image>", "image_url": "<image>", "audio": "<audio>", "audio_url": "<audio>"}
-    if kind not in marks:
+    if not isinstance(kind, str) or kind not in marks:
         raise UnusableSample(f"a part of its chat is of type {kind!r}, and text, image and audio are read")
     held = next((each[name] for name in ("bytes", "base64") if each.get(name) is not None), None)
     names = (kind, kind.partition("_")[0], "url", "path")

@@ -19,12 +19,20 @@ from numpy.typing import NDArray
 
 from weft.data.media.encoded import Encoded
 from weft.data.media.sound.ogg_header import PAGE_BYTES, vorbis_size
-from weft.errors import DataError, MissingExtra
+from weft.errors import DataError, MissingExtra, WeftError
 
 #: Frames a second that a recording may have.
 RATES = range(1000, 768_001)
 #: Frames that are looked at for a sample that is not 0, first and at most.
 _FIRST_BLOCK, _LARGEST_BLOCK = 256, 65536
+#: First bytes of the formats that libsndfile may open; it has decoders for many more, some hardly ever used.
+_MAGIC = (
+    b"RIFF", b"RIFX", b"RF64", b"riff", b"fLaC", b"OggS", b"FORM", b".snd", b"dns.", b"caff", b"ID3", b"NIST",
+    *(bytes((0xFF, second)) for second in range(0xE0, 0x100)),  # frames of MP3
+)  # fmt: skip
+_MAX_CHANNELS = 64
+#: Values that are looked at for one that is not 0.
+_MAX_SILENCE = 2**28
 #: A header that promises more does not know.
 _MOST_FRAMES = 2**48
 #: Sizes that programs write where they do not know how much will follow.
@@ -62,6 +70,8 @@ def sound_size(source: Path | Encoded) -> tuple[int, int, int]:
             raise DataError(f"{encoded.name}: it has no samples. Delete it.")
         if frames >= _MOST_FRAMES:
             raise DataError(f"{encoded.name}: its header does not say how long it is. Write it again.")
+        if channels > _MAX_CHANNELS:
+            raise DataError(f"{encoded.name}: it has {channels} channels, more than {_MAX_CHANNELS}. Mix it down.")
         if rate not in RATES:
             raise DataError(
                 f"{encoded.name}: it has {rate} frames a second, and {RATES.start} to {RATES.stop - 1} can be read. "
@@ -146,12 +156,14 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
     stream = _Stream(encoded)
     if not encoded.size():
         raise DataError(f"{encoded.name}: it cannot be read as sound (it is empty). Repair it, or delete it.")
+    if not encoded.part(0, 4).startswith(_MAGIC):
+        raise DataError(f"{encoded.name}: it cannot be read as sound (no known format). Repair it, or delete it.")
     try:
         with _reader(library)(stream) as sound:
             yield sound
-    except DataError:
+    except WeftError:
         raise
-    except (library.SoundFileError, ValueError, TypeError) as error:
+    except Exception as error:  # soundfile raises assertions and errors of cffi too
         if stream.fault is not None:
             raise stream.fault from error
         said = str(getattr(error, "error_string", error)).strip().rstrip(".")
@@ -162,14 +174,15 @@ def _opened(encoded: Encoded) -> Iterator[Any]:
 def _refuse_silence(sound: Any, frames: int, name: str) -> None:
     """Read up to the first sample that is not 0."""
     done, size = 0, _FIRST_BLOCK
-    while done < frames:
+    while done < min(frames, _MAX_SILENCE // sound.channels):
         block = sound.read(size, dtype="float32")
         if not len(block):
             raise DataError(f"{name}: it is cut off. Copy it again, or delete it.")
         if block.any():
             return
         done, size = done + len(block), min(4 * size, _LARGEST_BLOCK)
-    raise DataError(f"{name}: it is silent, every sample is 0. Delete it.")
+    which = "every sample" if done >= frames else f"each of the first {done:,} samples"
+    raise DataError(f"{name}: it is silent, {which} is 0. Delete it.")
 
 
 def _is_cut_off(encoded: Encoded, sound: Any) -> bool:

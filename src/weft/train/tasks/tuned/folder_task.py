@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from weft.errors import ConfigError, DataError, Problem
+from weft.files import COMPANIONS, read_regular
 from weft.spec.rules import Facts
 from weft.spec.traced import Limit
 from weft.train.folder import RunFolder, free_name, run_folder
 from weft.train.microbatch import cost_limits, costs_of
 from weft.train.task import Report, Task
-from weft.train.tasks.decoder_files import BESIDE_WEIGHTS, base_of, keep_base
+from weft.train.tasks.decoder_files import base_of, keep_base
 from weft.train.tasks.tuned.padding import FilledUp, padded, padded_length
 from weft.train.tasks.tuned.table_data import Rows, SplitTables, TableReader, TableRecord
 from weft.train.tasks.tuned.token_costs import TokenCosts
@@ -140,9 +141,9 @@ class FolderTask(Task):
 
     def _row_key(self) -> list[Any]:
         hasher = hashlib.blake2b(digest_size=16)
-        for file in sorted({file for pattern in BESIDE_WEIGHTS for file in self._base.glob(pattern)}):
+        for file in sorted({file for pattern in COMPANIONS for file in self._base.glob(pattern)}):
             if file.name.startswith(("tokenizer", "vocab", "merges", "special", "added", "spiece", "sentencepiece")):
-                hasher.update(file.name.encode() + file.read_bytes())
+                hasher.update(file.name.encode() + read_regular(file, self._base))
         options = {key: value for key, value in self.config.task.options.items() if key not in self.free_options}
         return [self.config.task.name, options, self.config.train.seq_len, hasher.hexdigest()]
 

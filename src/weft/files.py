@@ -1,0 +1,156 @@
+"""Lock files, and open and copy regular files only: no pipes, no devices, no links that leave their folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from weft.errors import CheckpointError
+from weft.units import format_bytes
+
+#: Files of a model's folder that are not weights: config, tokenizer, chat template.
+COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+#: Companion files larger than this are refused.
+MAX_COMPANION_BYTES = 2**30
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock an open file and return whether that was possible. The system releases the lock when its last holder ends.
+
+    On a file system without locks nothing is locked, and the result is True.
+
+    Args:
+        descriptor: of the open file.
+        shared: other processes may hold it too, if they also share it.
+
+    Raises:
+        OSError: for any other failure than a lock that is held.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
+    """Open a regular file for reading and return its descriptor. Never waits, as opening a pipe would.
+
+    Args:
+        path: of the file.
+        follow: whether the last part of the path may be a symbolic link.
+
+    Raises:
+        OSError: if the file cannot be opened, or is not a regular file.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    handle = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return handle
+
+
+def resolved_inside(folder: Path, file: Path) -> Path:
+    """Return the path of a file of `folder` with all links resolved.
+
+    Links may lead to other files of the folder. In the cache of Hugging Face (`snapshots/REVISION`), they may also lead
+    to the `blobs` folder next to `snapshots`.
+
+    Args:
+        folder: the folder that the file belongs to.
+        file: a path in it.
+
+    Raises:
+        CheckpointError: if the file is missing, or a link leads out of the folder.
+    """
+    try:
+        root, real = folder.resolve(strict=True), file.resolve(strict=True)
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{file}: it cannot be read ({reason}). Repair it, or remove it.") from error
+    roots = [root]
+    if root.parent.name == "snapshots":
+        roots.append(root.parent.parent / "blobs")
+    if not any(real.is_relative_to(one) for one in roots):
+        raise CheckpointError(
+            f"{file}: it is a link that leaves its folder. Replace it with a copy of the file, or remove it."
+        )
+    return real
+
+
+def read_regular(file: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES) -> bytes:
+    """Return the contents of a regular file of `folder`.
+
+    Args:
+        file: what is read.
+        folder: links must not lead out of it, see `resolved_inside`.
+        max_bytes: larger files are refused.
+
+    Raises:
+        CheckpointError: if the file is missing, too large or not a regular file, or a link leads out of the folder.
+    """
+    with _opened(file, folder, max_bytes) as source:
+        return source.read(max_bytes)
+
+
+def copy_regular(file: Path, target: Path, folder: Path, max_bytes: int = MAX_COMPANION_BYTES) -> None:
+    """Copy the contents of a regular file of `folder` to `target`.
+
+    Args:
+        file: what is copied.
+        target: path of the copy.
+        folder: links must not lead out of it, see `resolved_inside`.
+        max_bytes: larger files are refused.
+
+    Raises:
+        CheckpointError: if the file is missing, too large or not a regular file, or a link leads out of the folder.
+        OSError: if the copy cannot be written.
+    """
+    with _opened(file, folder, max_bytes) as source, target.open("wb") as copy:
+        shutil.copyfileobj(source, copy)
+
+
+def copy_companions(source: Path, out: Path, *, overwrite: bool = True) -> None:
+    """Copy the files beside the weights of a model's folder. Index files of weights are left out.
+
+    Args:
+        source: a folder in the format of Hugging Face.
+        out: an existing folder.
+        overwrite: whether files that `out` already has are replaced.
+
+    Raises:
+        CheckpointError: for a file that `copy_regular` refuses.
+        OSError: if a copy cannot be written.
+    """
+    for file in sorted({file for pattern in COMPANIONS for file in source.glob(pattern)}):
+        target = out / file.name
+        if file.name.endswith(".index.json") or file.is_dir() or (target.exists() and not overwrite):
+            continue
+        copy_regular(file, target, source)
+
+
+def _opened(file: Path, folder: Path, max_bytes: int) -> BinaryIO:
+    real = resolved_inside(folder, file)
+    try:
+        handle = open_regular(real, follow=False)
+    except OSError as error:
+        raise CheckpointError(f"{file}: it cannot be read ({error.strerror}). Remove it, or replace it.") from error
+    source = os.fdopen(handle, "rb")
+    size = os.fstat(handle).st_size
+    if size > max_bytes:
+        source.close()
+        raise CheckpointError(
+            f"{file}: it has {format_bytes(size)}, and files next to weights may have {format_bytes(max_bytes)}. "
+            "Remove it from the folder."
+        )
+    return source
