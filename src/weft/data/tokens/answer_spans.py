@@ -54,12 +54,14 @@ class Layout:
         header: returns the text before an assistant's turn, by the role of the message before it.
         ends: special tokens that end an assistant's turn.
         closers: texts between an answer and the token that ends its turn.
+        call_closer: text behind the last argument of a call that no special token ends.
         specials: special tokens, longest first.
     """
 
     header: Callable[[str], Header]
     ends: tuple[str, ...]
     closers: tuple[str, ...]
+    call_closer: str
     specials: Sequence[str]
 
 
@@ -209,12 +211,12 @@ class Answers:
     def _start(self, text: str, place: int, done: int, layout: Layout) -> int:
         own = self._own(place)
         first, kind = own[0]
-        header = layout.header(self._roles[place - 1] if place else "")
-        for prompt in _prompts(header.prompt):
-            if (at := text.rfind(prompt, done, first)) >= 0:
-                return at + len(prompt)
-        if header.before and (at := text.rfind(header.before, done, first)) >= 0:
-            return at + len(header.before)
+        role = self._roles[place - 1] if place else "user"
+        # Behind a tool's result some templates write the header of a new turn, and others go on in the same turn.
+        for header in (layout.header(role), layout.header("user")):
+            for before in (*_prompts(header.prompt), header.before):
+                if before and (at := text.rfind(before, done, first)) >= 0:
+                    return at + len(before)
         part = self._marked[place].parts.get(kind, _Part())
         lead = next((one for one in (part.lead, part.lead.lstrip()) if text.endswith(one, done, first)), "")
         low = first - len(lead)
@@ -231,7 +233,9 @@ class Answers:
             found = [at + len(name) for name in layout.ends if (at := text.find(name, end, limit)) >= 0]
             if found:
                 return min(found)
-            return end + len(text[end:limit]) - len(text[end:limit].lstrip("\"'}])"))
+            if layout.call_closer and text.startswith(layout.call_closer, end):
+                return end + len(layout.call_closer)
+            return limit - len(text[end:limit].lstrip("\"'}])"))
         trail = next((one for one in (part.trail, part.trail.rstrip()) if text.startswith(one, end)), "")
         for low in (end + len(trail), end + len(trail.rstrip())):
             for closer in ("", *layout.closers):

@@ -33,7 +33,7 @@ from weft.errors import DataError
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 #: Contents of the small conversations that show how a template writes turns. Of a private area of Unicode.
-_ASKED, _SAID, _RETURNED, _ASKED_AGAIN = "\U0010fff4", "\U0010fff5", "\U0010fff6", "\U0010fff7"
+_ASKED, _SAID, _RETURNED, _NEXT = "\U0010fff4", "\U0010fff5", "\U0010fff6", "\U0010fff7"
 #: Stands for a character of a special token's text that is plain text.
 _PLAIN = "\U0010fff8"
 _CALL_ID = "abcdefghi"
@@ -226,7 +226,7 @@ class ChatTemplate:
         asked, said = _message("user", _ASKED), _message("assistant", _SAID)
         called, returned = _calling({"key": _SAID}), _message("tool", _RETURNED)
         last = self._after(_SAID, [asked, said])
-        middle = self._after(_SAID, [asked, said, _message("user", _ASKED_AGAIN)]).partition(_ASKED_AGAIN)[0]
+        middle = self._after(_SAID, [asked, said, _message("user", _NEXT)]).partition(_NEXT)[0]
         after_call = self._after(_SAID, [asked, called])
         before_result = self._after(_SAID, [asked, called, returned]).partition(_RETURNED)[0]
         ends, closers = [], []
@@ -239,20 +239,20 @@ class ChatTemplate:
             if ends and not any(name in after for name in ends):
                 names = [name for name in self._specials if after.rstrip().endswith(name)]
                 ends += names[:1]
-        return Layout(
-            self._header, tuple(dict.fromkeys(ends)), tuple(one for one in closers if one.strip()), self._specials
-        )
+        closers = [one for one in closers if one.strip()]
+        return Layout(self._header, tuple(dict.fromkeys(ends)), tuple(closers), after_call.rstrip(), self._specials)
 
     def _first_special(self, text: str) -> tuple[str, int] | None:
         found = [(text.index(name), -len(name), name) for name in self._specials if name in text]
         return (min(found)[2], min(found)[0]) if found else None
 
-    def _after(self, content: str, messages: Messages) -> str:
+    def _after(self, content: str, messages: Messages, *, prompt: bool = False) -> str:
         """The text behind a content; "" if the template does not render such a conversation."""
         try:
-            return self._rendered(self._adapted(messages), None).text.rpartition(content)[2]
+            found = self._rendered(self._adapted(messages), None, prompt=prompt).text.rpartition(content)
         except RefusedConversation:
             return ""
+        return found[2] if found[1] else ""
 
     def _adapted(self, messages: Messages) -> Messages:
         return [
@@ -263,34 +263,22 @@ class ChatTemplate:
         ]
 
     def _find_header(self, role: str) -> Header:
-        """The text before an assistant's turn behind a message of a role; "" is the first message."""
+        """The text before an assistant's turn behind a message of a role."""
         asked, said = _message("user", _ASKED), _message("assistant", _SAID)
         before, last = {
             "system": ([_message("system", _ASKED)], _ASKED),
             "assistant": ([asked, said], _SAID),
             "tool": ([asked, _calling({"key": "value"}), _message("tool", _RETURNED)], _RETURNED),
-        }.get(role, ([asked], _ASKED) if role else ([], ""))
-        try:
-            plain = self._rendered(self._adapted(before), None).text.rpartition(last)[2] if before else ""
-            asking = self._rendered(self._adapted(before), None, prompt=True).text.rpartition(last)[2] if before else ""
-        except RefusedConversation:
-            return Header("", "")
+        }.get(role, ([asked], _ASKED))
+        plain = self._after(last, before)
+        asking = self._after(last, before, prompt=True)
         shared = common_units(asking, plain)
         prompt = asking[len(shared) :]
-        if not prompt.strip():
-            shared, answer = plain, "\U0010fff9"
-            answered = self._after(last, [*before, _message("assistant", answer)]) if before else ""
-            if not before:
-                answered = self._before(answer)
-            shared = common_units(answered, plain)
-            prompt = answered.partition(answer)[0][len(shared) :] if answer in answered else ""
+        if not prompt.strip():  # the template has no generation prompt
+            answered = self._after(last, [*before, _message("assistant", _NEXT)]).partition(_NEXT)
+            shared = common_units(answered[0], plain)
+            prompt = answered[0][len(shared) :] if answered[1] else ""
         return Header(prompt, last_unit(shared)) if prompt.strip() else Header("", last_unit(plain))
-
-    def _before(self, answer: str) -> str:
-        try:
-            return self._rendered([_message("assistant", answer)], None).text
-        except RefusedConversation:
-            return ""
 
     def _hidden_for(self, role: str) -> Any:
         """A function that hides the texts of special tokens. An assistant's tags around thoughts are not hidden."""
