@@ -235,6 +235,8 @@ class Answers:
                 return min(found)
             if layout.call_closer and text.startswith(layout.call_closer, end):
                 return end + len(layout.call_closer)
+            if place == len(self._roles) - 1:
+                return len(text.rstrip())
             return limit - len(text[end:limit].lstrip("\"'}])"))
         trail = next((one for one in (part.trail, part.trail.rstrip()) if text.startswith(one, end)), "")
         for low in (end + len(trail), end + len(trail.rstrip())):
@@ -255,7 +257,7 @@ def _mark_of(place: int, kind: int) -> str:
 def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
     """The parts of an answer that holds thoughts in tags, each with its kind."""
     done = 0
-    for match in _THOUGHTS.finditer(content):
+    for match in _THOUGHTS.finditer(content) if "</th" in content or "</reasoning>" in content else ():
         low = match.start(3) if match[1] else match.start(5)
         high = match.end()
         if low > done:
@@ -265,53 +267,44 @@ def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
     yield content[done:], CONTENT
 
 
-def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool = True, signs: bool = True) -> str:
+def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool = True) -> str:
     """Replace the first and the last letter that is in no tag. Texts without letters have another sign replaced."""
-    first = _first_free(text, _LETTER) if _LETTER.search(text) else -1
-    pattern = _LETTER
-    if first < 0 and signs:
-        pattern, first = _SIGN, _first_free(text, _SIGN)
+    first, last = _free_letters(text, _LETTER, ends=ends, tags=kind != CALL)
+    if first < 0 and kind != CALL:
+        first, last = _free_letters(text, _SIGN, ends=ends)
     if first < 0:
         if kind in marked.parts:
             marked.parts[kind].trail += text
         return text
-    last = _last_free(text, pattern) if ends else first
-    places = sorted({first, last})
     if kind not in marked.parts:
         marked.parts[kind] = _Part(lead=text[:first])
     marked.parts[kind].trail = text[last + 1 :]
-    marked.planted[kind] += len(places)
-    pieces, done = [], 0
-    for place in places:
-        pieces += [text[done:place], mark]
-        done = place + 1
-    return "".join([*pieces, text[done:]])
+    marked.planted[kind] += 1 if first == last else 2
+    if first == last:
+        return text[:first] + mark + text[first + 1 :]
+    return text[:first] + mark + text[first + 1 : last] + mark + text[last + 1 :]
 
 
-def _first_free(text: str, pattern: re.Pattern[str]) -> int:
-    """The first match that is in no tag; -1 if there is none."""
-    at = 0
-    while match := pattern.search(text, at):
-        around = text.rfind("<", max(0, match.start() - 60), match.start() + 1)
-        around = max(around, text.rfind("[", max(0, match.start() - 60), match.start() + 1))
-        tag = _TAGS.match(text, around) if around >= 0 else None
-        if tag is None or tag.end() <= match.start():
-            return match.start()
-        at = tag.end()
-    return -1
-
-
-def _last_free(text: str, pattern: re.Pattern[str]) -> int:
-    """The last match that is in no tag. There is one."""
-    end = len(text)
-    while True:
-        start = max(0, end - 400)
-        begin = start and max(0, start - 80)
-        tags = [match.span() for match in _TAGS.finditer(text, begin, min(len(text), end + 80))]
-        for at in range(end - 1, start - 1, -1):
-            if pattern.match(text, at) and not any(low <= at < high for low, high in tags):
-                return at
-        end = start
+def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool = True) -> tuple[int, int]:
+    """The first and the last match, outside of tags if there are any; (-1, -1) if there is none."""
+    spans = [match.span() for match in _TAGS.finditer(text)] if tags and ("<" in text or "[" in text) else []
+    first, at = -1, 0
+    for low, high in [*spans, (len(text), len(text))]:
+        match = pattern.search(text, at, low)
+        if match is not None:
+            first = match.start()
+            break
+        at = high
+    if first < 0 or not ends:
+        return first, first
+    at = len(text) - 1
+    for low, high in [*reversed(spans), (-1, first)]:
+        while at >= high and not pattern.match(text, at):
+            at -= 1
+        if at >= high:
+            break
+        at = low - 1
+    return first, at
 
 
 def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
@@ -322,7 +315,7 @@ def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
         }
     if isinstance(value, list):
         return [_mark_calls(one, mark, marked) for one in value]
-    return _mark_text(value, mark, marked, CALL, signs=False) if isinstance(value, str) else value
+    return _mark_text(value, mark, marked, CALL) if isinstance(value, str) else value
 
 
 def _prompts(prompt: str) -> Iterator[str]:

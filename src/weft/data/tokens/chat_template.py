@@ -235,10 +235,10 @@ class ChatTemplate:
             if found is not None:
                 ends.append(found[0])
                 closers.append(after[: found[1]].rstrip() if after is last else "")
-        for after in (after_call, common_units(after_call, before_result)):
-            if ends and not any(name in after for name in ends):
-                names = [name for name in self._specials if after.rstrip().endswith(name)]
-                ends += names[:1]
+        if not any(name in after_call for name in ends):
+            names = [name for name in self._specials if after_call.rstrip().endswith(name)]
+            found = self._first_special(before_result)
+            ends += names[:1] or ([found[0]] if found else [])
         closers = [one for one in closers if one.strip()]
         return Layout(self._header, tuple(dict.fromkeys(ends)), tuple(closers), after_call.rstrip(), self._specials)
 
@@ -287,9 +287,8 @@ class ChatTemplate:
         return lambda text: pattern.sub(lambda match: _PLAIN * len(match[0]), text)
 
     def _has_special_key(self, messages: Messages, tools: Any) -> bool:
-        parts = json.dumps([messages, tools], ensure_ascii=False)
         hidden = json.dumps(replace_texts([messages, tools], self._hidden_for("")), ensure_ascii=False)
-        return parts != hidden and any(name in hidden for name in self._specials)
+        return any(name in hidden for name in self._specials)
 
     @cached_property
     def _sandbox(self) -> Sandbox:
@@ -358,9 +357,14 @@ def _with_one(call: Any, *, as_text: bool) -> Any:
 def _size_of(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
+    size = 8
     if isinstance(value, dict):
-        return sum(len(str(key)) + _size_of(one) for key, one in value.items())
-    return sum(map(_size_of, value)) if isinstance(value, list) else 8
+        for one in value.values():
+            size += 8 + _size_of(one)
+    elif isinstance(value, list):
+        for one in value:
+            size += _size_of(one)
+    return size
 
 
 def _of_blocks(rendered: Rendered, turns: Sequence[Turn], answers: Answers | None) -> list[TrainedSpan]:

@@ -39,6 +39,8 @@ _REMOVED_FILTERS = (
 )  # fmt: skip
 _REMOVED_GLOBALS = ("lipsum", "cycler", "joiner")
 _REMOVED_METHODS = ("translate", "maketrans", "expandtabs", "format_map", "encode")
+_DICT_NAMES = frozenset(dir(dict))
+_TEXT_METHODS = frozenset(("endswith", "lstrip", "replace", "rstrip", "split", "startswith", "strip"))
 #: A width or precision of five digits, or one that is itself a field.
 _WIDE_FORMAT = re.compile(r"\d{5}|%[^%a-zA-Z]*\*|\{[^{}]*\{")
 _WORK = "does more work than a conversation needs"
@@ -174,6 +176,14 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
         self.globals |= {
             "raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _Namespace, "dict": dict,
         }  # fmt: skip
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return an attribute or an item. Keys of messages and common methods of texts skip the checks of others."""
+        if type(obj) is dict and attribute not in _DICT_NAMES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is str and attribute in _TEXT_METHODS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
