@@ -47,7 +47,16 @@ _TOOLS_LEFT_OUT = "whose tools the chat template leaves out"
 
 
 class RefusedConversation(DataError):
-    """The template cannot render this conversation. Others of the same data may be fine."""
+    """The template cannot render this conversation. Others of the same data may be fine.
+
+    Args:
+        text: the full error.
+        reason: a short form, for counts of broken records.
+    """
+
+    def __init__(self, text: str, reason: str):
+        super().__init__(text)
+        self.reason = reason
 
 
 class TrainedSpan(NamedTuple):
@@ -139,7 +148,8 @@ class ChatTemplate:
         if same != shadow or self._has_special_key(messages, schemas):
             raise RefusedConversation(
                 "tokenizer: the text of one of its special tokens is in a part of the conversation that the chat "
-                "template rewrites, so it would become that token. Take it out of the data."
+                "template rewrites, so it would become that token. Take it out of the data.",
+                "a special token's text where the chat template rewrites it",
             )
         return [piece for piece in pieces if piece[0]]
 
@@ -315,9 +325,10 @@ class ChatTemplate:
         except Exception as error:  # a template raises what it likes, such as that roles must alternate
             roles = ", ".join(str(message["role"]) for message in messages[:8])
             more = ", ..." if len(messages) > 8 else ""
+            why = _first_line(error)
             raise RefusedConversation(
-                f"tokenizer: its chat template refuses a conversation of {roles}{more} ({_first_line(error)}). "
-                "Change the data."
+                f"tokenizer: its chat template refuses a conversation of {roles}{more} ({why}). Change the data.",
+                f"refused by the chat template: {why}",
             ) from error
 
 
@@ -393,5 +404,6 @@ def _first_line(error: Exception) -> str:
 def _unclear() -> RefusedConversation:
     return RefusedConversation(
         "tokenizer: its chat template leaves out or repeats answers, so Weft cannot tell what is trained. "
-        "Use another chat template, or data of schema=ids with a mask."
+        "Use another chat template, or data of schema=ids with a mask.",
+        "the chat template leaves out or repeats answers",
     )
