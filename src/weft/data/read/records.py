@@ -30,6 +30,7 @@ class Record:
     """One record as it was read: a dict of columns, or a piece of a text file.
 
     number: line, row or piece, from 1. part, last: place of a piece in its file; a whole record is part 0 and last.
+    filled: whether it is a row of a table whose objects have the keys of all rows, with null for those of others.
     """
 
     file: str
@@ -37,6 +38,7 @@ class Record:
     value: Any
     part: int = 0
     last: bool = True
+    filled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,10 @@ class Broken:
             reason: why it cannot be used, in words.
             value: the record; bytes are decoded as far as they can be.
         """
-        text = value.decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+        try:
+            text = value.decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+        except (RecursionError, ValueError):  # objects nested too deeply, numbers with too many digits
+            text = ""
         return cls(file, number, reason, text[:_EXCERPT_CHARS])
 
 
@@ -161,6 +166,9 @@ class RecordReader:
         try:
             for value in read_array(joined, self._max_record_bytes):
                 number += 1
+                if isinstance(value, BadArray):
+                    yield Broken.of(name, number, value.reason, value.excerpt)
+                    continue
                 yield (
                     Record(name, number, value)
                     if isinstance(value, dict)
@@ -234,7 +242,7 @@ class RecordReader:
                         yield (
                             Broken.of(name, number, "invalid UTF-8", row)
                             if isinstance(row, bytes)
-                            else Record(name, number, row)
+                            else Record(name, number, row, filled=True)
                         )
         except (pa.ArrowException, OSError) as error:
             raise self._damaged(error) from error

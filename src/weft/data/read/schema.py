@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.data.read.records import BINARY, Broken, Record, RecordReader
 from weft.data.read.source import FileSet
+from weft.data.read.turns import list_of_messages
 from weft.errors import DataError, did_you_mean
 
 _TEXT_COLUMNS = ("text", "content", "body", "document", "article", "passage", "story", "raw_content", "code")
@@ -266,7 +267,11 @@ def _detect_text(first: Any, names: list[str], columns: Mapping[str, str], asked
 def _detect_messages(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
     name = columns.get("messages") or _pick(names, _MESSAGES_COLUMNS)
     turns = [
-        turn for value in _values(first, name) if isinstance(value, list) for turn in value if isinstance(turn, dict)
+        turn
+        for value in map(list_of_messages, _values(first, name))
+        if isinstance(value, list)
+        for turn in value
+        if isinstance(turn, dict)
     ]
     keys = list(dict.fromkeys(key for turn in turns for key in turn))
     role = columns.get("role") or _pick(keys, _ROLE_KEYS)
