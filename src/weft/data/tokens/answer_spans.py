@@ -53,6 +53,7 @@ class Layout:
     Args:
         header: returns the text before an assistant's turn, by the role of the message before it.
         ends: special tokens that end an assistant's turn.
+        stops: those of them that end the last turn of a conversation.
         closers: texts between an answer and the token that ends its turn.
         call_closer: text behind the last argument of a call that no special token ends.
         specials: special tokens, longest first.
@@ -60,6 +61,7 @@ class Layout:
 
     header: Callable[[str], Header]
     ends: tuple[str, ...]
+    stops: tuple[str, ...]
     closers: tuple[str, ...]
     call_closer: str
     specials: Sequence[str]

@@ -125,19 +125,24 @@ class ChatTemplate:
         """
         return self._rendered(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text
 
-    def apart(self, turns: Sequence[Turn], tools: str = "") -> list[tuple[str, bool]]:
+    def apart(self, turns: Sequence[Turn], tools: str = "", *, prompt: bool = False) -> list[tuple[str, bool]]:
         """Return the text in pieces: (text, whether it is a special token's text that stands for itself).
+
+        Args:
+            turns: of the conversation.
+            tools: JSON of what the assistant may call, or "".
+            prompt: whether the prompt for the assistant's next turn follows.
 
         Raises:
             RefusedConversation: if the template rewrites such a text, or a key of a tool call holds one.
         """
         messages, schemas = self._messages(turns), json.loads(tools) if tools else None
-        text = self._rendered(messages, schemas).text
+        text = self._rendered(messages, schemas, prompt=prompt).text
         plain = [
             replace_texts(message, self._hidden_for(turn.role)) | {"role": message["role"]}
             for message, turn in zip(messages, turns, strict=True)
         ]
-        shadow = self._rendered(plain, replace_texts(schemas, self._hidden_for(""))).text
+        shadow = self._rendered(plain, replace_texts(schemas, self._hidden_for("")), prompt=prompt).text
         pieces: list[tuple[str, bool]] = []
         at = 0
         for match in re.finditer(f"{_PLAIN}+", shadow):
@@ -178,7 +183,7 @@ class ChatTemplate:
             DataError: as `render` raises it.
         """
         self.after_answer()  # refuses what it refuses
-        return list(self._layout.ends)
+        return list(self._layout.stops)
 
     def begins_with_special(self, text: str) -> bool:
         """Return whether a text begins with a special token."""
@@ -239,18 +244,24 @@ class ChatTemplate:
         middle = self._after(_SAID, [asked, said, _message("user", _NEXT)]).partition(_NEXT)[0]
         after_call = self._after(_SAID, [asked, called])
         before_result = self._after(_SAID, [asked, called, returned]).partition(_RETURNED)[0]
-        ends, closers = [], []
+        ends, closers, stops = [], [], []
         for after in (last, middle):
             found = self._first_special(after)
             if found is not None:
                 ends.append(found[0])
+                stops = stops or [found[0]]  # of a last turn, if a special token ends it
                 closers.append(after[: found[1]].rstrip() if after is last else "")
         if not any(name in after_call for name in ends):
             names = [name for name in self._specials if after_call.rstrip().endswith(name)]
             found = self._first_special(before_result)
-            ends += names[:1] or ([found[0]] if found else [])
+            names = names[:1] or ([found[0]] if found else [])
+            ends += names
+            stops += names
         closers = [one for one in closers if one.strip()]
-        return Layout(self._header, tuple(dict.fromkeys(ends)), tuple(closers), after_call.rstrip(), self._specials)
+        return Layout(
+            self._header, tuple(dict.fromkeys(ends)), tuple(dict.fromkeys(stops)), tuple(closers),
+            after_call.rstrip(), self._specials,
+        )  # fmt: skip
 
     def _first_special(self, text: str) -> tuple[str, int] | None:
         found = [(text.index(name), -len(name), name) for name in self._specials if name in text]

@@ -14,6 +14,8 @@ __all__ = [
     "fill_whole",
     "find_task",
     "generate_text",
+    "open_text_model",
+    "sample_text",
     "is_exportable",
     "model_forward",
     "pretrained_source",
@@ -24,7 +26,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
-    from weft.train.tasks.decoder_sample import generate_text
+    from weft.train.tasks.decoder_sample import generate_text, open_text_model, sample_text
     from weft.train.tasks.decoder_task import DecoderTask
     from weft.train.tasks.exported import exported_tensors, is_exportable, write_beside, write_card
     from weft.train.tasks.merged_export import base_name
@@ -41,6 +43,8 @@ __getattr__ = loads(
         "fill_whole": ".published_weights",
         "find_task": ".task_choice",
         "generate_text": ".decoder_sample",
+        "open_text_model": ".decoder_sample",
+        "sample_text": ".decoder_sample",
         "is_exportable": ".exported",
         "model_forward": ".decoder_loss",
         "pretrained_source": ".published_weights",
