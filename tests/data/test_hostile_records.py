@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from weft.data.read import Broken, RecordReader, detect_schema, find_files, read_document
+from weft.errors import DataError
 
 GOOD = {
     "messages": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
@@ -72,3 +73,20 @@ def test_an_array_that_breaks_off_is_broken_at_its_end(tmp_path):
     files = find_files(str(path), "data.train.0")
     found = list(RecordReader(files.files[0], max_record_bytes=1000))
     assert [isinstance(one, Broken) for one in found] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("zero.jsonl", b"", "zero.jsonl is empty"),
+        ("zero.txt", b"", "zero.txt is empty"),
+        ("wide.jsonl", '{"text": "a"}\n'.encode("utf-16"), "is UTF-16, and Weft reads UTF-8. Convert it with iconv"),
+        ("wide.csv", "text,b\na,b\n".encode("utf-16-le"), "iconv -f UTF-16 -t UTF-8"),
+        ("wide.txt", "some words".encode("utf-16-be"), "iconv -f UTF-16 -t UTF-8"),
+        ("wide.json", '[{"text": "a"}]'.encode("utf-32"), "iconv -f UTF-32 -t UTF-8"),
+    ],
+)
+def test_empty_files_and_other_encodings_are_named(tmp_path, name, content, text):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=text):
+        detect_schema(find_files(str(tmp_path / name), "data.train.0"), "auto", {}, 1000)

@@ -23,6 +23,7 @@ BINARY = "binary, not text (NUL bytes)"
 #: Small, because what one read expands to is held in memory.
 _ZSTD_READ_BYTES = 8192
 _SNIFF_BYTES = 65536
+_ENCODING_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +271,25 @@ def _json_record(name: str, number: int, line: bytes) -> Record | Broken:
     if not isinstance(value, dict):
         return Broken.of(name, number, "not an object", line)
     return Record(name, number, value)
+
+
+def wide_encoding(file: SourceFile) -> str:
+    """Return "UTF-16" or "UTF-32" if the first bytes of a file are in it, else ""."""
+    if file.format == "parquet":
+        return ""
+    try:
+        with file.path.open("rb") as raw:
+            head = _decompressed(raw, file.compression).read(_ENCODING_BYTES)
+    except (OSError, EOFError, zlib.error):
+        return ""  # reading it reports the damage
+    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff"):
+        return "UTF-32"
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "UTF-16"
+    # Without a mark: every other byte of plain letters is zero.
+    halves = head[0::2], head[1::2]
+    zeros = [half.count(0) / max(1, len(half)) for half in halves]
+    return "UTF-16" if len(head) >= 8 and max(zeros) > 0.9 and min(zeros) < 0.1 else ""
 
 
 def _has_surrogate(text: str) -> bool:
