@@ -65,10 +65,12 @@ class Written:
 
 @pytest.fixture
 def written(runs, monkeypatch):
-    import weft.train
+    import weft.train.tasks
 
     model, opened = Written(is_chat=True), []
-    monkeypatch.setattr(weft.train, "open_text_model", lambda run, step: opened.append((run, step)) or model, raising=False)
+    monkeypatch.setattr(
+        weft.train, "open_text_model", lambda run, step: opened.append((run, step)) or model, raising=False
+    )
     return model, opened
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Chat templates of the published kinds, with `B` and `E` around what the assistant writes.
 
 `B` and `E` are variables: empty for Weft, and marks where a test wants to know what is trained.
@@ -26,7 +27,8 @@ KINDS = {
     "chatml": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{{ B }}{% endif %}"
         "{{ m.content }}<|im_end|>{% if m.role == 'assistant' %}{{ E }}{% endif %}\n{% endfor %}"
-        + _ASKS + "<|im_start|>assistant\n{% endif %}"
+        + _ASKS
+        + "<|im_start|>assistant\n{% endif %}"
     ),
     "chatml without a generation prompt": (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{{ B }}{% endif %}"
@@ -54,7 +56,8 @@ KINDS = {
         "{% elif m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
         "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{% if m.role == 'assistant' %}{{ B }}{% endif %}"
         "{{ m.content | trim }}<|eot_id|>{% if m.role == 'assistant' %}{{ E }}{% endif %}{% endif %}{% endfor %}"
-        + _ASKS + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+        + _ASKS
+        + "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     ),
     "mistral 0.1": (
         "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -72,7 +75,7 @@ KINDS = {
         '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}'
         "{% if call.id | length != 9 %}{{ raise_exception('Tool call IDs should be 9 letters!') }}{% endif %}"
         ', "id": "{{ call.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}{{ E }}'
-        "{% elif m.role == 'tool' %}[TOOL_RESULTS] {\"content\": {{ m.content }}, \"call_id\": \"{{ m.tool_call_id }}\"}"
+        '{% elif m.role == \'tool\' %}[TOOL_RESULTS] {"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}'
         "[/TOOL_RESULTS]{% else %}{{ B }} {{ m.content }}{{ eos_token }}{{ E }}{% endif %}{% endfor %}"
     ),
     "gemma": (
@@ -82,14 +85,17 @@ KINDS = {
         "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
         "{% if m.role == 'assistant' %}{{ B }}{% endif %}{{ m.content | trim }}<end_of_turn>"
         "{% if m.role == 'assistant' %}{{ E }}{% endif %}{{ '\n' }}{% endfor %}"
-        + _ASKS + "{{ '<start_of_turn>model\n' }}{% endif %}"
+        + _ASKS
+        + "{{ '<start_of_turn>model\n' }}{% endif %}"
     ),
     "qwen 2.5": (
         "<|im_start|>system\n{{ messages[0].content if messages[0].role == 'system' else 'You are helpful.' }}"
         "{% if tools %}\n\n# Tools\n" + _TOOLS + "{% endif %}<|im_end|>\n"
         "{% for m in messages %}{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-        "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{{ B }}{{ m.content or '' }}" + _CALLS + "<|im_end|>{{ E }}\n"
+        "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{{ B }}{{ m.content or '' }}"
+        + _CALLS
+        + "<|im_end|>{{ E }}\n"
         "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
         "{% endif %}{% endfor %}" + _ASKS + "<|im_start|>assistant\n{% endif %}"
     ),
@@ -100,7 +106,8 @@ KINDS = {
         "{{ content.lstrip('\\n') }}{% else %}{{ content }}{% endif %}" + _CALLS + "<|im_end|>{{ E }}\n"
         "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ content }}\n</tool_response><|im_end|>\n"
         "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-        + _ASKS + "<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+        + _ASKS
+        + "<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
     ),
     "qwen 3.5": (  # the prompt begins the thoughts
         _LAST + "{% for m in messages %}" + _THOUGHT + "{% if m.role == 'assistant' %}<|im_start|>assistant\n"
@@ -108,7 +115,8 @@ KINDS = {
         "{% else %}{{ B }}{{ content }}{% endif %}" + _CALLS + "<|im_end|>{{ E }}\n"
         "{% elif m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ content }}\n</tool_response><|im_end|>\n"
         "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-        + _ASKS + "<|im_start|>assistant\n<think>\n{% endif %}"
+        + _ASKS
+        + "<|im_start|>assistant\n<think>\n{% endif %}"
     ),
     "deepseek r1": (
         "{% set ns = namespace(system='', is_tool=false, is_first=true) %}{% for m in messages %}"
@@ -145,17 +153,20 @@ KINDS = {
         "{{ m.content | tojson }}<|end|>"
         "{% elif m.role == 'system' %}<|start|>developer<|message|># Instructions\n\n{{ m.content }}<|end|>"
         "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-        + _ASKS + "<|start|>assistant{% endif %}"
+        + _ASKS
+        + "<|start|>assistant{% endif %}"
     ),
     "phi 3": (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}{{ B }}{% endif %}"
         "{{ m.content }}<|end|>{% if m.role == 'assistant' %}{{ E }}{% endif %}{{ '\n' }}{% endfor %}"
-        + _ASKS + "{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+        + _ASKS
+        + "{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
     ),
     "phi 4": (
         "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{% if m.role == 'assistant' %}{{ B }}{% endif %}"
         "{{ m.content }}<|im_end|>{% if m.role == 'assistant' %}{{ E }}{% endif %}{% endfor %}"
-        + _ASKS + "<|im_start|>assistant<|im_sep|>{% endif %}"
+        + _ASKS
+        + "<|im_start|>assistant<|im_sep|>{% endif %}"
     ),
     "zephyr": (
         # Its prompt lacks the newline, so the model writes it.
@@ -167,10 +178,16 @@ KINDS = {
         "{{ bos_token }}{% for m in messages %}<|START_OF_TURN_TOKEN|>{{ {'user': '<|USER_TOKEN|>', 'system': "
         "'<|SYSTEM_TOKEN|>', 'assistant': '<|CHATBOT_TOKEN|>'}[m.role] }}{% if m.role == 'assistant' %}{{ B }}{% endif %}"
         "{{ m.content.strip() }}<|END_OF_TURN_TOKEN|>{% if m.role == 'assistant' %}{{ E }}{% endif %}{% endfor %}"
-        + _ASKS + "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"
+        + _ASKS
+        + "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"
     ),
     "glm": (
-        "[gMASK]<sop>{% if tools %}<|system|>\n" + _TOOLS + "{% endif %}" + _LAST + "{% for m in messages %}" + _THOUGHT
+        "[gMASK]<sop>{% if tools %}<|system|>\n"
+        + _TOOLS
+        + "{% endif %}"
+        + _LAST
+        + "{% for m in messages %}"
+        + _THOUGHT
         + "{% if m.role == 'user' %}<|user|>\n{{ content }}{% elif m.role == 'assistant' %}<|assistant|>{{ B }}"
         "{% if loop.index0 > ns.last and thought %}{{ '\n<think>' + thought.strip() + '</think>' }}"
         "{% else %}{{ '\n<think></think>' }}{% endif %}{% if content.strip() %}{{ '\n' + content.strip() }}{% endif %}"
@@ -183,7 +200,8 @@ KINDS = {
     "plain names": (
         "{% for m in messages %}{% if m.role == 'assistant' %}### Response:\n{{ B }}{{ m.content }}{{ eos_token }}{{ E }}\n\n"
         "{% else %}### {{ m.role | capitalize }}:\n{{ m.content }}\n\n{% endif %}{% endfor %}"
-        + _ASKS + "### Response:\n{% endif %}"
+        + _ASKS
+        + "### Response:\n{% endif %}"
     ),
 }
 SPECIALS = [

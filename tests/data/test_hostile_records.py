@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """One bad record is a broken record: it ends no run, and the records behind it are read."""
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def test_odd_values_break_their_record_alone(tmp_path, kind, form):
     good, path = GOOD[kind], tmp_path / f"d.{form}"
     for key in (*good, "tools"):
         for value in VALUES:
-            odd = "{" + ", ".join([f'"{key}": {value}', *(f'"{k}": {json.dumps(v)}' for k, v in good.items() if k != key)])
+            odd = "{" + ", ".join(
+                [f'"{key}": {value}', *(f'"{k}": {json.dumps(v)}' for k, v in good.items() if k != key)]
+            )
             lines = [json.dumps(good), odd + "}", json.dumps(good)]
             path.write_text("\n".join(lines) if form == "jsonl" else "[" + ",\n".join(lines) + "]")
             files = find_files(str(path), "data.train.0")

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """A template of a downloaded folder cannot hang a run or fill the memory, and a refused conversation ends none."""
 
 from __future__ import annotations
@@ -156,5 +157,7 @@ def test_arguments_as_objects_and_as_text_are_rendered_alike():
 
 
 def test_a_refusal_names_the_roles():
-    with pytest.raises(RefusedConversation, match=r"refuses a conversation of assistant, user \(roles must alternate\)"):
+    with pytest.raises(
+        RefusedConversation, match=r"refuses a conversation of assistant, user \(roles must alternate\)"
+    ):
         ChatTemplate({"chat_template": INST}, []).render(TURNS[::-1])

@@ -14,7 +14,7 @@ from weft.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from weft.data.read import Turn
     from weft.spec.config import SampleSection
-    from weft.train.tasks.decoder_sample import TextModel
+    from weft.train.tasks import TextModel
 
 
 def generate(
@@ -23,7 +23,9 @@ def generate(
     ],
     prompt: Annotated[
         str | None,
-        typer.Option(help="Question to answer, or text to continue.", show_default="the first one of the held-out data"),
+        typer.Option(
+            help="Question to answer, or text to continue.", show_default="the first one of the held-out data"
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
     temperature: Annotated[
@@ -32,13 +34,17 @@ def generate(
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed generates the same text.")] = 0,
     step: Annotated[int | None, typer.Option(min=0, help="Checkpoint to use.", show_default="newest valid")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
     system: Annotated[str, typer.Option(help="System message before the question.")] = "",
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
     messages: Annotated[
         Path | None, typer.Option(help="JSON file with the messages of a conversation, and tools if there are any.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask for one question after the other, as a conversation.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask for one question after the other, as a conversation.")
+    ] = False,
 ) -> None:
     """Answer a question with a model that was trained on conversations, or continue a text with any other."""
     _refuse_together(raw=raw, system=system, messages=messages, chat=chat, prompt=prompt)
@@ -48,7 +54,7 @@ def generate(
     elif step is not None:
         raise ConfigError(f"--step={step}: {run} is a Hugging Face folder, which has no checkpoints. Leave it out.")
     from weft.spec.config import SampleSection
-    from weft.train import open_text_model, sample_text
+    from weft.train.tasks import open_text_model, sample_text
 
     section = SampleSection(prompt=prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k)
     stops, model = tuple(stop or ()), open_text_model(run, step)
@@ -83,7 +89,7 @@ def _system(text: str) -> list[Turn]:
 
 def _read_messages(path: Path) -> tuple[list[Turn], str]:
     """The turns and the JSON of the tools in a file."""
-    from weft.data.read.turns import Unusable, read_turns
+    from weft.data.read import Unusable, read_turns
 
     try:
         found: Any = json.loads(path.read_text("utf-8"))

@@ -23,8 +23,6 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "generate_text",
-    "open_text_model",
-    "sample_text",
     "prepare_run",
     "run_folder",
     "run_rank",
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from weft.train.run import RunResult, Start, prepare_run, run_rank
     from weft.train.step import StepMetrics, TrainStep
     from weft.train.task import Metric, Task
-    from weft.train.tasks import generate_text, open_text_model, sample_text
+    from weft.train.tasks import generate_text
 
 __getattr__ = loads(
     __name__,
@@ -56,8 +54,6 @@ __getattr__ = loads(
         "TrainStep": ".step",
         "Trainer": ".loop",
         "generate_text": ".tasks",
-        "open_text_model": ".tasks",
-        "sample_text": ".tasks",
         "prepare_run": ".run",
         "run_folder": ".folder",
         "run_rank": ".run",

@@ -20,7 +20,6 @@ from weft.spec import RunConfig
 from weft.spec.config import DataSection, SourceSection
 from weft.units import counted, format_bytes, format_count
 
-
 #: With fewer documents it is no surprise that one has most tokens.
 _MANY_DOCUMENTS = 10
 _BLOCK_TOKENS = 2**22

@@ -1,8 +1,8 @@
 """Nulls that a table put into tool calls and tool schemas.
 
-A table has the same columns in each row, at every depth. Arguments of different tools become one struct with the keys of
-all, and a row has null for keys that it never had. These nulls are dropped. Nulls that someone wrote are kept as far as
-they can be told apart: those in JSON text always, and those in objects if nothing shows that a table wrote the record.
+A table has the same columns in each row, at every depth. Arguments of different tools become one struct with the keys
+of all, and a row has null for keys that it never had. These nulls are dropped. Nulls that someone wrote are kept as far
+as they can be told apart: those in JSON text always, those in objects if nothing shows that a table wrote the record.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def schema_filled_by_table(value: Any) -> bool:
         return any(map(schema_filled_by_table, value))
     if not isinstance(value, dict):
         return False
-    return any(
-        one is None or schema_filled_by_table(one) for key, one in value.items() if key not in _DATA_KEYS
-    )
+    return any(one is None or schema_filled_by_table(one) for key, one in value.items() if key not in _DATA_KEYS)
 
 
 def without_nulls(value: Any) -> Any:
@@ -89,7 +87,5 @@ def _clean_call(call: Any, filled: Filled) -> Any:
         if filled.by_table:
             call["arguments"] = without_nulls(arguments) or {}
         elif declared is not None:
-            call["arguments"] = {
-                key: value for key, value in arguments.items() if value is not None or key in declared
-            }
+            call["arguments"] = {key: value for key, value in arguments.items() if value is not None or key in declared}
     return call

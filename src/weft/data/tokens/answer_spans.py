@@ -312,9 +312,7 @@ def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool
 def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
     """Mark the texts in tool calls: names and arguments."""
     if isinstance(value, dict):
-        return {
-            key: one if key in _UNMARKED_KEYS else _mark_calls(one, mark, marked) for key, one in value.items()
-        }
+        return {key: one if key in _UNMARKED_KEYS else _mark_calls(one, mark, marked) for key, one in value.items()}
     if isinstance(value, list):
         return [_mark_calls(one, mark, marked) for one in value]
     return _mark_text(value, mark, marked, CALL) if isinstance(value, str) else value

@@ -1,7 +1,7 @@
 """Conversations through a tokenizer's own chat template, and which characters of the text are trained.
 
-Trained is what the assistant generates: everything behind the generation prompt, up to and including the token that ends
-the turn. The template's own `{% generation %}` blocks decide instead if it has them.
+Trained is what the assistant generates: everything behind the generation prompt, up to and including the token that
+ends the turn. The template's own `{% generation %}` blocks decide instead if it has them.
 """
 
 from __future__ import annotations
@@ -317,7 +317,8 @@ class ChatTemplate:
             return Sandbox(self._template)
         except Exception as error:  # jinja2 and the compiler raise many kinds for a damaged template
             raise DataError(
-                f"tokenizer: its chat template cannot be used ({_first_line(error)}). Repair it, or use the model's own."
+                f"tokenizer: its chat template cannot be used ({_first_line(error)}). Repair it, "
+                "or use the model's own."
             ) from error
 
     def _rendered(self, messages: Messages, tools: Any, *, prompt: bool = False) -> Rendered:

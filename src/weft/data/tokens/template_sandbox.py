@@ -113,9 +113,13 @@ class Sandbox:
         token = _budget.set(_Budget(len(source)))
         try:
             environment = _Environment()
-            self._template = environment.from_string(source)
+            tree = environment.parse(source)
             #: Names of the variables that the template reads.
-            self.variables = environment.variables
+            self.variables = frozenset(one.name for one in tree.find_all(nodes.Name) if one.ctx == "load")
+            for loop in list(tree.find_all(nodes.For)):
+                loop.iter = _filtered("_each", loop.iter)
+            _wrap_values(tree)
+            self._template = environment.from_string(tree)
         finally:
             _budget.reset(token)
 
@@ -145,7 +149,7 @@ class Sandbox:
 class _Generation(ext.Extension):
     """The block `{% generation %}` around what an assistant writes."""
 
-    tags = {"generation"}
+    tags = frozenset(("generation",))  # pyright: ignore[reportAssignmentType] - jinja2 declares a set
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -166,7 +170,6 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols])
-        self.variables: frozenset[str] = frozenset()
         for name in _REMOVED_FILTERS:
             del self.filters[name]
         for name in _REMOVED_GLOBALS:
@@ -185,15 +188,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        self.variables = frozenset(one.name for one in tree.find_all(nodes.Name) if one.ctx == "load")
-        for loop in list(tree.find_all(nodes.For)):
-            loop.iter = _filtered("_each", loop.iter)
-        _wrap_values(tree)
-        return tree
-
-    def concat(self, parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def concat(self, parts: Iterable[str]) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - as jinja2 reads it
         """Join the output of a macro or a block."""
         budget, found, num_chars = _current(), [], 0
         for part in parts:
@@ -203,7 +198,7 @@ class _Environment(sandbox.ImmutableSandboxedEnvironment):
         budget.copy(num_chars)
         return "".join(found)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _current()
         budget.spend(1)
         # The sandbox wraps str.format, and keeps the method as __wrapped__.

@@ -278,7 +278,6 @@ class Tokenizer:
             return codec.encode_pieces(template.apart(turns, tools), spans)
         return codec.encode_rendered(text, spans)
 
-
     def encode_prompt(self, turns: Sequence[Turn], tools: str = "") -> np.ndarray:
         """Return ids of a conversation and of the text before the assistant's next turn.
 

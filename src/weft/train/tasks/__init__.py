@@ -9,6 +9,7 @@ from weft.lazy import loads
 __all__ = [
     "DecoderTask",
     "IGNORE",
+    "TextModel",
     "base_name",
     "exported_tensors",
     "fill_whole",
@@ -26,7 +27,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.train.tasks.decoder_loss import IGNORE, model_forward, token_cross_entropy
-    from weft.train.tasks.decoder_sample import generate_text, open_text_model, sample_text
+    from weft.train.tasks.decoder_sample import TextModel, generate_text, open_text_model, sample_text
     from weft.train.tasks.decoder_task import DecoderTask
     from weft.train.tasks.exported import exported_tensors, is_exportable, write_beside, write_card
     from weft.train.tasks.merged_export import base_name
@@ -38,6 +39,7 @@ __getattr__ = loads(
     {
         "DecoderTask": ".decoder_task",
         "IGNORE": ".decoder_loss",
+        "TextModel": ".decoder_sample",
         "base_name": ".merged_export",
         "exported_tensors": ".exported",
         "fill_whole": ".published_weights",

@@ -13,8 +13,7 @@ import torch
 from weft.checkpoint import load_checkpoint, newest_checkpoint
 from weft.checkpoint.targets import Location
 from weft.data import Tokenizer
-from weft.data.prepared import first_prompt, is_chat, stop_ids
-from weft.data.prepared.first_prompt import FirstPrompt
+from weft.data.prepared import FirstPrompt, first_prompt, is_chat, stop_ids
 from weft.data.read import Turn
 from weft.errors import CheckpointError, ConfigError, DataError
 from weft.mesh import pick_device
@@ -94,7 +93,9 @@ class TextModel:
         except DataError as error:
             raise ConfigError(f"--prompt: {error} Give a prompt.") from error
         if found is None:
-            raise ConfigError(f"--prompt: {self.path} is no run, so it has no data to take a prompt from. Give a prompt.")
+            raise ConfigError(
+                f"--prompt: {self.path} is no run, so it has no data to take a prompt from. Give a prompt."
+            )
         return found
 
     def continue_text(self, prompt: str, section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
@@ -133,9 +134,7 @@ class TextModel:
             )
         return self.continue_ids(tokenizer.encode_prompt(turns, tools).tolist(), section, seed, stop)
 
-    def continue_ids(
-        self, ids: Sequence[int], section: SampleSection, seed: int = 0, stop: Sequence[str] = ()
-    ) -> str:
+    def continue_ids(self, ids: Sequence[int], section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
         """Return the text that follows token ids; the arguments are those of `continue_text`.
 
         Raises:
