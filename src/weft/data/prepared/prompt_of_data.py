@@ -61,14 +61,18 @@ def _first_document(data: PreparedData) -> tuple[np.ndarray, np.ndarray | None]:
         start, end = (int(one) for one in reader.offsets[:2])
         size = min(end - start, _MAX_TOKENS)
         return reader.tokens(start, size), reader.trained(start, size)
-    except OSError as error:
-        raise DataError(f"{source.folder}: the stored tokens cannot be read ({error.strerror or error}).") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{source.folder}: the stored tokens cannot be read ({error}).") from error
 
 
 def _question(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The text of the user's turn that a prompt ends with; "" if it cannot be told from the template's text."""
     shown = tokenizer.decode(ids, specials=True)
-    before, _, after = tokenizer.decode(tokenizer.encode_prompt([Turn("user", _MARK)]), specials=True).partition(_MARK)
+    try:
+        asked = tokenizer.decode(tokenizer.encode_prompt([Turn("user", _MARK)]), specials=True)
+    except DataError:  # the template takes no question without a system message
+        return ""
+    before, _, after = asked.partition(_MARK)
     names = [tokenizer.decode([token], specials=True) for token in set(ids) if tokenizer.is_special(token)]
     head, tail = before[max((before.rfind(name) for name in names), default=0) :], after.rstrip()
     end = shown.rfind(tail) if tail else len(shown)

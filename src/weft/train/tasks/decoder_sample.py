@@ -229,7 +229,10 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
     """
     if section.prompt == "" or _positions(folder) < 2:
         return ""
-    text = sample_text(open_text_model(folder, step), section)
+    try:
+        text = sample_text(open_text_model(folder, step), section)
+    except (ConfigError, DataError):  # the stored tokens are gone, or the template takes no such question
+        return ""
     if not text:
         return ""
     samples = folder.path / "samples"

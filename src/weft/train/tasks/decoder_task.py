@@ -268,8 +268,9 @@ class DecoderTask(Task):
 
         command = shlex.join(["weft", "generate", str(folder.path)])
         try:
-            words = first_prompt(self.data, self.data.tokenizer).words.strip()
-        except DataError:  # its tokens are gone
+            data = self._data if self._data is not None else data_of(folder)
+            words = first_prompt(data, data.tokenizer).words.strip()
+        except (DataError, OSError):  # its tokens are gone
             return command
         is_short = 0 < len(words) <= _MAX_HINT and words.isprintable()
         return f"{command} --prompt {shlex.quote(words)}" if is_short else command
