@@ -65,12 +65,11 @@ class Written:
 
 @pytest.fixture
 def written(runs, monkeypatch):
-    import weft.train.tasks
+    from weft.train import tasks
 
     model, opened = Written(is_chat=True), []
-    monkeypatch.setattr(
-        weft.train, "open_text_model", lambda run, step: opened.append((run, step)) or model, raising=False
-    )
+    assert tasks.open_text_model  # loads the names of its file, which would replace this one
+    monkeypatch.setattr(tasks, "open_text_model", lambda run, step: opened.append((run, step)) or model)
     return model, opened
 
 

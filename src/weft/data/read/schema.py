@@ -183,7 +183,7 @@ def detect_schema(
 def _refuse_unreadable(files: FileSet) -> None:
     """Refuse a source without a byte in it, and files in another encoding."""
     if files.size_bytes == 0:
-        names = f"{files.files[0].name} is empty" if len(files.files) == 1 else "all its files are empty"
+        names = f"{files.files[0].path.name} is empty" if len(files.files) == 1 else "all its files are empty"
         raise DataError(f"{files.field}.path={files.path}: {names}. Give a file with data in it.")
     for file in files.files[:_LOOK_AT]:
         if encoding := wide_encoding(file):

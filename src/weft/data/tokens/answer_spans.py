@@ -47,7 +47,7 @@ class Header(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class TurnFormat:
     """What a template writes around the assistant's turns.
 
     Args:
@@ -87,7 +87,7 @@ class _Marked:
         return sum(one == kind for _, one in self.found)
 
 
-class Answers:
+class MarkedAnswers:
     """The messages of a conversation with marks, and the assistant's turns once the marks are found.
 
     Args:
@@ -162,7 +162,7 @@ class Answers:
         place = next((one for one in places if one >= last), places[-1] if places else -1)
         return (place, self._marked[place]) if place >= 0 else None
 
-    def spans(self, text: str, layout: Layout) -> Iterator[tuple[int, int, int]]:
+    def spans(self, text: str, form: TurnFormat) -> Iterator[tuple[int, int, int]]:
         """Return (message, low, high) of each assistant's turn that the template renders."""
         stops = sorted(
             at
@@ -176,8 +176,8 @@ class Answers:
             own = self._own(place)
             limit = self._own(turns[number + 1])[0][0] if number + 1 < len(turns) else len(text)
             limit = next((stop for stop in stops if own[-1][0] < stop < limit), limit)
-            low = self._start(text, place, done, layout)
-            high = self._end(text, place, limit, layout)
+            low = self._start(text, place, done, form)
+            high = self._end(text, place, limit, form)
             yield place, low, high
             done = high
 
@@ -210,12 +210,12 @@ class Answers:
                 own.append((at, kind))
         return own
 
-    def _start(self, text: str, place: int, done: int, layout: Layout) -> int:
+    def _start(self, text: str, place: int, done: int, form: TurnFormat) -> int:
         own = self._own(place)
         first, kind = own[0]
         role = self._roles[place - 1] if place else "user"
         # Behind a tool's result some templates write the header of a new turn, and others go on in the same turn.
-        for header in (layout.header(role), layout.header("user")):
+        for header in (form.header(role), form.header("user")):
             for before in (*_prompts(header.prompt), header.before):
                 if before and (at := text.rfind(before, done, first)) >= 0:
                     return at + len(before)
@@ -226,27 +226,27 @@ class Answers:
             low -= 1
         return low
 
-    def _end(self, text: str, place: int, limit: int, layout: Layout) -> int:
+    def _end(self, text: str, place: int, limit: int, form: TurnFormat) -> int:
         own = self._own(place)
         last, kind = own[-1]
         part = self._marked[place].parts.get(kind, _Part())
         end = last + (kind != INSERTED)
         if kind in (CALL, THOUGHT):
-            found = [at + len(name) for name in layout.ends if (at := text.find(name, end, limit)) >= 0]
+            found = [at + len(name) for name in form.ends if (at := text.find(name, end, limit)) >= 0]
             if found:
                 return min(found)
-            if layout.call_closer and text.startswith(layout.call_closer, end):
-                return end + len(layout.call_closer)
+            if form.call_closer and text.startswith(form.call_closer, end):
+                return end + len(form.call_closer)
             if place == len(self._roles) - 1:
                 return len(text.rstrip())
             return limit - len(text[end:limit].lstrip("\"'}])"))
         trail = next((one for one in (part.trail, part.trail.rstrip()) if text.startswith(one, end)), "")
         for low in (end + len(trail), end + len(trail.rstrip())):
-            for closer in ("", *layout.closers):
+            for closer in ("", *form.closers):
                 if not text.startswith(closer, low):
                     continue
                 rest = text[low + len(closer) : min(limit, low + len(closer) + 200)].lstrip()
-                name = next((one for one in layout.specials if rest.startswith(one)), "")
+                name = next((one for one in form.specials if rest.startswith(one)), "")
                 if name:
                     return text.index(name, low + len(closer)) + len(name)
         return end + len(trail)

@@ -19,9 +19,9 @@ from weft.data.tokens.answer_spans import (
     CONTENT,
     REASONING_KEYS,
     THOUGHT,
-    Answers,
+    MarkedAnswers,
     Header,
-    Layout,
+    TurnFormat,
     Messages,
     common_units,
     last_unit,
@@ -107,7 +107,7 @@ class ChatTemplate:
             assert answers is not None
             spans = [
                 TrainedSpan(low, high, turns[place].weight)
-                for place, low, high in answers.spans(rendered.text, self._layout)
+                for place, low, high in answers.spans(rendered.text, self._turn_format)
             ]
         self._count_left_out(answers, turns, schemas)
         return rendered.text, [span for span in spans if span.weight]
@@ -183,7 +183,7 @@ class ChatTemplate:
             DataError: as `render` raises it.
         """
         self.after_answer()  # refuses what it refuses
-        return list(self._layout.stops)
+        return list(self._turn_format.stops)
 
     def begins_with_special(self, text: str) -> bool:
         """Return whether a text begins with a special token."""
@@ -217,10 +217,10 @@ class ChatTemplate:
         except DataError:
             return False
 
-    def _located(self, text: str, messages: Messages, tools: Any) -> Answers | None:
+    def _located(self, text: str, messages: Messages, tools: Any) -> MarkedAnswers | None:
         """Render the messages with marks. Templates that look at contents may need fewer marks."""
         for others, insert in ((True, True), (False, True), (True, False), (False, False)):
-            answers = Answers(messages, others=others, insert=insert)
+            answers = MarkedAnswers(messages, others=others, insert=insert)
             try:
                 shadow = self._rendered(answers.messages, tools).text
             except RefusedConversation:
@@ -230,14 +230,14 @@ class ChatTemplate:
                 return None if missing else answers
         return None
 
-    def _count_left_out(self, answers: Answers | None, turns: Sequence[Turn], tools: Any) -> None:
+    def _count_left_out(self, answers: MarkedAnswers | None, turns: Sequence[Turn], tools: Any) -> None:
         kinds = answers.left_out()[1] if answers is not None else set()
         self.left_out.update(note for kind, note in _LEFT_OUT.items() if kind in kinds)
         if tools and "tools" not in self._sandbox.variables:
             self.left_out[_TOOLS_LEFT_OUT] += 1
 
     @cached_property
-    def _layout(self) -> Layout:
+    def _turn_format(self) -> TurnFormat:
         asked, said = _message("user", _ASKED), _message("assistant", _SAID)
         called, returned = _calling({"key": _SAID}), _message("tool", _RETURNED)
         last = self._after(_SAID, [asked, said])
@@ -258,7 +258,7 @@ class ChatTemplate:
             ends += names
             stops += names
         closers = [one for one in closers if one.strip()]
-        return Layout(
+        return TurnFormat(
             self._header, tuple(dict.fromkeys(ends)), tuple(dict.fromkeys(stops)), tuple(closers),
             after_call.rstrip(), self._specials,
         )  # fmt: skip
@@ -390,7 +390,7 @@ def _size_of(value: Any) -> int:
     return size
 
 
-def _of_blocks(rendered: Rendered, turns: Sequence[Turn], answers: Answers | None) -> list[TrainedSpan]:
+def _of_blocks(rendered: Rendered, turns: Sequence[Turn], answers: MarkedAnswers | None) -> list[TrainedSpan]:
     """The template's own blocks with the weights of their turns."""
     own = [turn for turn in turns if turn.role == "assistant"]
     spans = [TrainedSpan(*block) for block in rendered.generated]
