@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -47,23 +48,72 @@ def test_a_trained_run_is_taken(runs):
     refuse_no_run(Path("runs/quickstart"))
 
 
-def test_the_options_reach_the_model(runs, monkeypatch, capsys):
-    import weft.train
+class Written:
+    """Stands for a loaded model."""
 
-    seen = {}
+    def __init__(self, is_chat: bool):
+        self.is_chat, self.asked = is_chat, []
 
-    def generate_text(run_dir, prompt, **options):
-        seen.update(options, run_dir=run_dir, prompt=prompt)
-        return "def f(): pass"
+    def reply(self, turns, section, seed, stop, tools=""):
+        self.asked.append(([(turn.role, turn.content) for turn in turns], section.max_tokens, seed, stop, tools))
+        return f"answer {len(self.asked)}"
 
-    monkeypatch.setattr(weft.train, "generate_text", generate_text, raising=False)
-    words = ["runs/quickstart", "--prompt", "class ", "--max-tokens", "5", "--temperature", "0", "--step", "10"]
-    assert main.run(["generate", *words]) == 0
-    assert capsys.readouterr().out == "def f(): pass\n"
-    assert seen == {
-        "run_dir": Path("runs/quickstart"), "prompt": "class ", "max_tokens": 5, "temperature": 0.0, "top_k": 50,
-        "seed": 0, "step": 10,
-    }  # fmt: skip
+    def continue_text(self, prompt, section, seed, stop):
+        self.asked.append((prompt, section.temperature, seed, stop))
+        return "..."
+
+
+@pytest.fixture
+def written(runs, monkeypatch):
+    from weft.train import tasks
+
+    model, opened = Written(is_chat=True), []
+    assert tasks.open_text_model  # loads the names of its file, which would replace this one
+    monkeypatch.setattr(tasks, "open_text_model", lambda run, step: opened.append((run, step)) or model)
+    return model, opened
+
+
+def test_the_options_reach_the_model(written, capsys):
+    model, opened = written
+    words = ["generate", "runs/quickstart", "--prompt", "class ", "--max-tokens", "5", "--temperature", "0"]
+    words += ["--step", "10", "--stop", "x", "--stop", "y"]
+    assert main.run([*words, "--raw"]) == 0
+    assert main.run([*words, "--system", "brief"]) == 0
+    assert main.run(words) == 0
+    model.is_chat = False
+    assert main.run(words) == 0
+    assert capsys.readouterr().out == "class ...\nanswer 2\nanswer 3\nclass ...\n"
+    asked = [("user", "class ")]
+    assert model.asked == [
+        ("class ", 0.0, 0, ("x", "y")), ([("system", "brief"), *asked], 5, 0, ("x", "y"), ""),
+        (asked, 5, 0, ("x", "y"), ""), ("class ", 0.0, 0, ("x", "y")),
+    ]  # fmt: skip
+    assert opened == [(Path("runs/quickstart"), 10)] * 4
+
+
+def test_a_conversation_goes_on_line_by_line(written, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("more?\n\nbye\n"))
+    assert main.run(["generate", "runs/quickstart", "--chat", "--prompt", "hi"]) == 0
+    assert capsys.readouterr().out == "answer 1\n> answer 2\n> > answer 3\n> \n"
+    roles = [role for role, _ in written[0].asked[-1][0]]
+    assert roles == ["user", "assistant"] * 2 + ["user"]
+
+
+def test_a_file_of_messages_is_answered_or_refused(written, capsys, tmp_path):
+    file = tmp_path / "m.json"
+    file.write_text('{"messages": [{"role": "human", "content": "q"}], "tools": [{"name": "add"}]}')
+    assert main.run(["generate", "runs/quickstart", "--messages", str(file)]) == 0
+    assert written[0].asked[0][0] == [("user", "q")]
+    assert written[0].asked[0][-1] == '[{"name": "add"}]'
+    for text, why in (
+        ("{", "not JSON"), ("[]", "empty"), ('[{"role": "x", "content": ""}]', "unknown role"),
+        ('[{"role": "assistant", "content": "a"}]', "its last turn is the assistant's"),
+    ):  # fmt: skip
+        file.write_text(text)
+        assert main.run(["generate", "runs/quickstart", "--messages", str(file)]) == 2
+        assert why in capsys.readouterr().err
+    assert main.run(["generate", "runs/quickstart", "--raw", "--system", "s"]) == 2
+    assert main.run(["generate", "runs/quickstart", "--messages", "none.json"]) == 2
 
 
 @pytest.mark.parametrize("option", [("--top-k", "0"), ("--max-tokens", "many"), ("--temperature", "-1")])

@@ -142,3 +142,29 @@ def test_weights_of_turns_reach_the_batch_and_the_loss(tmp_path):
     assert (loss.item(), number.item()) == (pytest.approx(0.5 * whole.item()), 1.5)
     view = view_sample(stream.sample(0), prepared.tokenizer)
     assert "0.5{cd<|im_end|>}" in marked(view)
+
+
+SYSTEM, OTHER = {"role": "system", "content": "brief"}, {"role": "user", "content": "and 3?"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "full", "roles"),
+    [
+        ([ASK], [ASK, said("a")], "ua"),
+        ([SYSTEM, ASK], [SYSTEM, ASK, said("a")], "sua"),
+        ([SYSTEM, ASK], [ASK, said("a")], "sua"),
+        ([ASK], [SYSTEM, ASK, said("a")], "sua"),
+        ([ASK, said("x"), OTHER], [ASK, said("x"), OTHER, said("a")], "uaua"),
+        ([ASK, said("x"), OTHER], [OTHER, said("a")], "uaua"),
+        ([SYSTEM], [ASK, said("a")], "sua"),
+        ([ASK, said("x")], [OTHER, said("a")], "uaua"),
+        ([ASK], [said("a")], "ua"),
+    ],
+)
+def test_an_answer_that_repeats_its_prompt_has_it_once(prompt, full, roles):
+    other = [*full[:-1], said("b")]
+    pair = read(PAIR, prompt=prompt, chosen=full, rejected=other)
+    verdict = read(VERDICT, prompt=prompt, completion=full, label=True)
+    for document in (pair, pair.other, verdict):
+        assert "".join(turn.role[0] for turn in document.turns) == roles
+        assert [turn.is_trained for turn in document.turns] == [False] * (len(roles) - 1) + [True]

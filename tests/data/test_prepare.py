@@ -220,9 +220,9 @@ def test_other_errors(tmp_path: Path, text: str) -> None:
         ([{"path": text, "weight": 2.0}, text], f"data.train.1.weight: {text} has no weight while another source has."),
         (
             [text, str(tmp_path / "none.jsonl")],
-            f"data.train.1.path={tmp_path}/none.jsonl: none of the first 50 records",
+            f"data.train.1.path={tmp_path}/none.jsonl: none.jsonl is empty.",
         ),
-        ([text, str(tmp_path / "blank.txt")], f"data.train.1.path={tmp_path}/blank.txt: the files hold no records."),
+        ([text, str(tmp_path / "blank.txt")], f"data.train.1.path={tmp_path}/blank.txt: blank.txt is empty."),
     ):
         with pytest.raises(DataError) as caught:
             prepare_data(config(tmp_path, *paths, kind="bpe"))

@@ -151,11 +151,13 @@ def test_turns_have_weights_of_their_own(saved, template):
     assert ours.decode(ids[weights == 0.5]).rstrip() == "two\n\nlines"
 
 
-def test_a_special_token_in_a_tool_call_is_refused_and_in_a_content_it_is_text(saved):
+def test_a_special_token_in_a_content_or_a_tool_call_is_text(saved):
     ours, _ = saved(CHATML)
-    attack = [Turn("user", "x<|im_end|>"), Turn("assistant", "", 1.0, CALL)]
-    ids, weights = ours.encode_turns(attack, TOOLS)
-    assert (ids == ours.encode_turns([Turn("user", "x")])[0][-2]).sum() == 3  # tools, question, answer
-    assert np.count_nonzero(weights)
-    with pytest.raises(DataError, match="a tool call holds the text of one of its special tokens"):
-        ours.encode_turns([Turn("user", "x"), Turn("assistant", "", 1.0, CALL.replace("add", "<|im_end|>"))])
+    turn_end = ours.encode_turns([Turn("user", "x")])[0][-2]
+    for call in (CALL, CALL.replace("add", "<|im_end|>")):
+        attack = [Turn("user", "x<|im_end|>"), Turn("assistant", "", 1.0, call)]
+        ids, weights = ours.encode_turns(attack, TOOLS)
+        assert (ids == turn_end).sum() == 3  # tools, question, answer
+        assert np.count_nonzero(weights)
+    with pytest.raises(DataError, match="in a part of the conversation that the chat template rewrites"):
+        ours.encode_turns([Turn("user", "x"), Turn("assistant", "", 1.0, CALL.replace('"a"', '"<|im_end|>"'))])

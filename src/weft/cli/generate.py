@@ -1,18 +1,32 @@
-"""`weft generate`: continue a prompt with the model of a run folder."""
+"""`weft generate`: answer a question, or continue a text, with a trained model."""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weft.errors import ConfigError, did_you_mean
 
+if TYPE_CHECKING:
+    from weft.data.read import Turn
+    from weft.spec.config import SampleSection
+    from weft.train.tasks import TextModel
+
 
 def generate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/quickstart.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/quickstart, or a Hugging Face folder.")
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="Question to answer, or text to continue.", show_default="the first one of the held-out data"
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens to generate.")] = 200,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
@@ -20,13 +34,100 @@ def generate(
     top_k: Annotated[int, typer.Option(min=1, help="Sample from this many most likely tokens.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Random seed; the same seed generates the same text.")] = 0,
     step: Annotated[int | None, typer.Option(min=0, help="Checkpoint to use.", show_default="newest valid")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
+    ] = False,
+    system: Annotated[str, typer.Option(help="System message before the question.")] = "",
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be repeated.")] = None,
+    messages: Annotated[
+        Path | None, typer.Option(help="JSON file with the messages of a conversation, and tools if there are any.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask for one question after the other, as a conversation.")
+    ] = False,
 ) -> None:
-    """Continue a prompt with a trained model."""
-    refuse_no_run(run)
-    from weft.train import generate_text
+    """Answer a question with a model that was trained on conversations, or continue a text with any other."""
+    _refuse_together(raw=raw, system=system, messages=messages, chat=chat, prompt=prompt)
+    turns, tools = _read_messages(messages) if messages is not None else ([], "")
+    if not (run / "config.json").is_file() or (run / "config.toml").is_file():
+        refuse_no_run(run)
+    elif step is not None:
+        raise ConfigError(f"--step={step}: {run} is a Hugging Face folder, which has no checkpoints. Leave it out.")
+    from weft.spec.config import SampleSection
+    from weft.train.tasks import open_text_model, sample_text
 
-    text = generate_text(run, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed, step=step)
-    print(text)
+    section = SampleSection(prompt=prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k)
+    stops, model = tuple(stop or ()), open_text_model(run, step)
+    if chat:
+        _converse(model, _system(system), prompt, section, seed, stops)
+    elif turns:
+        print(model.reply([*_system(system), *turns], section, seed, stops, tools))
+    elif prompt is None and not raw and not system:
+        print(sample_text(model, section, seed, stops))
+    elif not raw and (system or model.is_chat):
+        from weft.data.read import Turn
+
+        asked = model.first_prompt().words if prompt is None else prompt
+        print(model.reply([*_system(system), Turn("user", asked)], section, seed, stops))
+    else:
+        text = model.first_prompt().words if prompt is None else prompt
+        print(text + model.continue_text(text, section, seed, stops))
+
+
+def _refuse_together(*, raw: bool, system: str, messages: Path | None, chat: bool, prompt: str | None) -> None:
+    if raw and (system or messages or chat):
+        raise ConfigError("--raw: it leaves out the chat template, which --system, --messages and --chat need.")
+    if messages is not None and (chat or prompt is not None):
+        raise ConfigError(f"--messages={messages}: the file is the conversation. Leave out --prompt and --chat.")
+
+
+def _system(text: str) -> list[Turn]:
+    from weft.data.read import Turn
+
+    return [Turn("system", text)] if text else []
+
+
+def _read_messages(path: Path) -> tuple[list[Turn], str]:
+    """The turns and the JSON of the tools in a file."""
+    from weft.data.read import Unusable, read_turns
+
+    try:
+        found: Any = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--messages={path}: it cannot be read ({error.strerror}). Give a JSON file.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--messages={path}: not JSON ({error}). Give a list of messages.") from error
+    tools = found.get("tools") if isinstance(found, dict) else None
+    try:
+        turns = read_turns(found.get("messages") if isinstance(found, dict) else found, "role", "content")
+    except Unusable as error:
+        raise ConfigError(
+            f'--messages={path}: {error}. Give a list such as [{{"role": "user", "content": "Hi"}}].'
+        ) from error
+    if turns[-1].role == "assistant":
+        raise ConfigError(f"--messages={path}: its last turn is the assistant's. End it with a question.")
+    return list(turns), json.dumps(tools) if tools else ""
+
+
+def _converse(
+    model: TextModel, turns: list[Turn], prompt: str | None, section: SampleSection, seed: int, stops: tuple[str, ...]
+) -> None:
+    """Answer one line of the input after the other, until it ends."""
+    from weft.data.read import Turn
+
+    while True:
+        if prompt is None:
+            print("> ", end="", flush=True)
+            if not (line := sys.stdin.readline()):
+                print()
+                return
+            prompt = line.strip()
+        if prompt:
+            turns.append(Turn("user", prompt))
+            answer = model.reply(turns, section, seed, stops)
+            print(answer, flush=True)
+            turns.append(Turn("assistant", answer))
+        prompt = None
 
 
 def refuse_no_run(run: Path) -> None:

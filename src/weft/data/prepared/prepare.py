@@ -20,6 +20,10 @@ from weft.spec import RunConfig
 from weft.spec.config import DataSection, SourceSection
 from weft.units import counted, format_bytes, format_count
 
+#: With fewer documents it is no surprise that one has most tokens.
+_MANY_DOCUMENTS = 10
+_BLOCK_TOKENS = 2**22
+
 
 def prepare_data(config: RunConfig, report: Report | None = None, *, preferences: bool = False) -> PreparedData:
     """Tokenise what is not tokenised yet, and open the rest.
@@ -140,6 +144,12 @@ def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Itera
             f"{files.path}: {sum(manifest.broken.values())} of {manifest.num_records} {what} quarantined ({reasons}): "
             f"{stored.folder / QUARANTINE}"
         )
+    if (longest := _longest_document(stored)) is not None:
+        trained, of = longest
+        yield (
+            f"{files.path}: one document has {format_count(trained)} of the {format_count(of)} trained tokens; "
+            "leave it out if it is there by mistake"
+        )
     for note, number in manifest.notes.items():
         yield f"{files.path}: {wanted.counted(number)} {note}, kept for training"
     if (
@@ -152,6 +162,24 @@ def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Itera
             f"{files.path}: train.seq_len={seq_len} cuts {number} of {counted(train.num_documents, 'document')} into "
             "pieces; a piece does not see the text before it"
         )
+
+
+def _longest_document(stored: CachedSource) -> tuple[int, int] | None:
+    """Trained tokens of the longest document and of all, if it has more than half of those of many documents."""
+    train = stored.manifest.splits["train"]
+    if train.num_documents < _MANY_DOCUMENTS:
+        return None
+    reader = SplitReader(stored.folder / "train", train)
+    sizes = np.diff(reader.offsets)
+    place = int(sizes.argmax())
+    if 2 * sizes[place] <= train.num_trained:
+        return None
+    start, trained = int(reader.offsets[place]), 0
+    for low in range(start, start + int(sizes[place]), _BLOCK_TOKENS):
+        size = min(_BLOCK_TOKENS, start + int(sizes[place]) - low)
+        mask = reader.trained(low, size)
+        trained += size if mask is None else int((mask != 0).sum())
+    return (trained, train.num_trained) if 2 * trained > train.num_trained else None
 
 
 def _counts(split: SplitCounts, schema: Schema) -> str:

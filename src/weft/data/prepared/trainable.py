@@ -61,7 +61,7 @@ def _problems(data: PreparedData, section: DataSection, seq_len: int) -> Iterato
         return
     tokenizer = data.tokenizer
     yield from _of_template(tokenizer, [source for _, source in masked])
-    stops = _stop_ids(tokenizer)
+    stops = stop_ids(tokenizer)
     looks = [(number, source, _look(source, stops, seq_len)) for number, source in masked]
     if len(masked) == len(data.train) and not any(look.has_stop for _, _, look in looks):
         names = ", ".join(tokenizer.decode([token], specials=True) for token in stops)
@@ -104,8 +104,8 @@ def _of_template(tokenizer: Tokenizer, sources: Sequence[PreparedSource]) -> Ite
         )
 
 
-def _stop_ids(tokenizer: Tokenizer) -> list[int]:
-    """Tokens at which generation stops: the end of a document, of a turn, and what the template ends a turn with."""
+def stop_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens at which generation stops: the ends of a document and of an assistant's turn."""
     found = {tokenizer.end_id, tokenizer.vocabulary.turn_end_id}
     if tokenizer.template is not None:
         with contextlib.suppress(DataError):  # the template takes no conversation of one question

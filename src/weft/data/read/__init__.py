@@ -13,9 +13,11 @@ __all__ = [
     "RecordReader",
     "Schema",
     "Turn",
+    "Unusable",
     "detect_schema",
     "find_files",
     "read_document",
+    "read_turns",
 ]
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from weft.data.read.records import Broken, RecordReader
     from weft.data.read.schema import Schema, detect_schema
     from weft.data.read.source import FileSet, find_files
-    from weft.data.read.turns import Turn
+    from weft.data.read.turns import Turn, Unusable, read_turns
 
 __getattr__ = loads(
     __name__,
@@ -34,8 +36,10 @@ __getattr__ = loads(
         "RecordReader": ".records",
         "Schema": ".schema",
         "Turn": ".turns",
+        "Unusable": ".turns",
         "detect_schema": ".schema",
         "find_files": ".source",
         "read_document": ".documents",
+        "read_turns": ".turns",
     },
 )

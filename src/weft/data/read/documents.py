@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.read.one_document import Document, column_of, draw_of, draw_of_bytes, tools_of
+from weft.data.read.one_document import Document, column_of, draw_of, draw_of_bytes, nulls_of, tools_of
 from weft.data.read.preferences import read_pair, read_verdict
 from weft.data.read.records import Broken, Record
 from weft.data.read.schema import Schema
@@ -39,6 +39,8 @@ def read_document(record: Record, schema: Schema, vocab_size: int) -> Document |
         return _text(record, schema)
     except Unusable as reason:
         return Broken.of(record.file, record.number, str(reason), record.value)
+    except RecursionError:
+        return Broken.of(record.file, record.number, "nested too deeply", "")
 
 
 def _text(record: Record, schema: Schema) -> Document:
@@ -53,10 +55,12 @@ def _text(record: Record, schema: Schema) -> Document:
 
 def _messages(record: Record, schema: Schema) -> Document:
     messages = column_of(record, schema.messages)
-    turns = read_turns(messages, schema.role, schema.content)
+    tools = tools_of(record, schema)
+    filled = nulls_of(record, schema, tools, schema.messages)
+    turns = read_turns(messages, schema.role, schema.content, filled)
     if not any(turn.role == "assistant" for turn in turns):
         raise Unusable("no assistant turn")
-    return _conversation(record, turns, taken_for_assistant(messages, schema.role), tools_of(record, schema))
+    return _conversation(record, turns, taken_for_assistant(messages, schema.role), tools)
 
 
 def _conversation(record: Record, turns: tuple[Turn, ...], note: str = "", tools: str = "") -> Document:
@@ -106,7 +110,10 @@ def _ids(record: Record, schema: Schema, vocab_size: int) -> Document:
         raise Unusable("id out of vocabulary")
     trained = None
     if schema.mask:
-        mask = _integers(column_of(record, schema.mask), "mask values are not integers")
+        given = column_of(record, schema.mask)
+        if isinstance(given, list):
+            given = [int(value) if isinstance(value, bool) else value for value in given]
+        mask = _integers(given, "mask values are not integers")
         if mask.size != ids.size:
             raise Unusable("mask has another length than ids")
         trained = mask != -100 if "label" in schema.mask.lower() else mask == 1
@@ -127,6 +134,6 @@ def _integers(values: Any, reason: str) -> np.ndarray:
         array = np.array(values)
     except (ValueError, OverflowError):
         raise Unusable(reason) from None
-    if array.ndim != 1 or array.dtype.kind not in "iub":
+    if array.ndim != 1 or array.dtype.kind not in "iu" or any(isinstance(value, bool) for value in values):
         raise Unusable(reason)
     return array.astype(np.int64)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 _READ_BYTES = 2**20
+#: What ends a string or is escaped in it, and what matters outside of strings.
+_IN_STRING, _OUTSIDE = re.compile(r'(?s)\\.|"'), re.compile(r'[][{},"]')
 _SPACE = " \t\r\n"
 
 
@@ -54,9 +57,9 @@ class _Text:
 
 
 def read_array(stream: BinaryIO, max_chars: int) -> Iterator[Any]:
-    """The elements of the array that `stream` holds.
+    """The elements of the array that `stream` holds; a BadArray stands for one that cannot be read.
 
-    max_chars: of one element. Raises BadArray where the array breaks off or cannot be read.
+    max_chars: of one element. Raises BadArray where the array breaks off or nothing behind an element can be read.
     """
     text, decoder = _Text(stream, max_chars), json.JSONDecoder()
     if text.next_sign() != "[":
@@ -65,7 +68,11 @@ def read_array(stream: BinaryIO, max_chars: int) -> Iterator[Any]:
     if text.next_sign() == "]":
         return
     while True:
-        yield _element(text, decoder)
+        try:
+            yield _element(text, decoder)
+        except BadArray as error:
+            _skip_element(text, error)
+            yield error
         sign = text.next_sign()
         text.position += 1
         if sign == "]":
@@ -88,6 +95,28 @@ def _element(text: _Text, decoder: json.JSONDecoder) -> Any:
         if end < len(text.buffer) or not text.grow():
             text.position += size
             return value
+
+
+def _skip_element(text: _Text, error: BadArray) -> None:
+    """Go to the sign behind an element, by its brackets and strings. Raises `error` if the file ends before it."""
+    depth, in_string = 0, False
+    while True:
+        found = (_IN_STRING if in_string else _OUTSIDE).search(text.buffer, text.position)
+        if found is None:
+            # A backslash at the end belongs to the character that is read next.
+            text.position = len(text.buffer) - text.buffer.endswith("\\")
+            if not text.grow():
+                raise error
+            continue
+        sign = found[0]
+        if depth == 0 and sign in (",", "]", "}"):
+            text.position = found.start()
+            return
+        text.position = found.end()
+        if sign == '"':
+            in_string = not in_string
+        elif sign in ("[", "{", "]", "}"):
+            depth += 1 if sign in ("[", "{") else -1
 
 
 def _may_be_incomplete(error: Exception, size: int) -> bool:

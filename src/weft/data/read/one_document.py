@@ -9,9 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from weft.data.read.filled import (
+    Filled,
+    filled_by_table,
+    parameters_of,
+    schema_filled_by_table,
+    without_nulls,
+)
 from weft.data.read.records import Record
 from weft.data.read.schema import Schema
-from weft.data.read.turns import Turn, Unusable
+from weft.data.read.turns import Turn, Unusable, as_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,8 @@ class Document:
 def tools_of(record: Record, schema: Schema) -> str:
     """What the assistant may call, as JSON of a list; "" is nothing."""
     found = record.value.get(schema.tools) if schema.tools else None
+    if isinstance(found, list) and (record.filled or schema_filled_by_table(found)):
+        found = without_nulls(found)
     if isinstance(found, str) and found.strip():
         try:
             found = json.loads(found)
@@ -57,7 +66,21 @@ def tools_of(record: Record, schema: Schema) -> str:
         return ""
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
         raise Unusable("tools are not a list of objects")
-    return json.dumps(found, ensure_ascii=False)
+    return as_json(found)
+
+
+def nulls_of(record: Record, schema: Schema, tools: str, *columns: str) -> Filled:
+    """What is known of the nulls in a record.
+
+    Args:
+        record: as it was read.
+        schema: which columns hold what.
+        tools: JSON of its tools, or "".
+        columns: that hold messages.
+    """
+    given = record.value.get(schema.tools) if schema.tools else None
+    filled = record.filled or any(filled_by_table(record.value.get(name)) for name in columns)
+    return Filled(filled or schema_filled_by_table(given), parameters_of(json.loads(tools)) if tools else {})
 
 
 def column_of(record: Record, name: str) -> Any:

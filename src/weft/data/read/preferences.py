@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from weft.data.read.one_document import Document, column_of, draw_of, tools_of
+from weft.data.read.filled import Filled
+from weft.data.read.one_document import Document, column_of, draw_of, nulls_of, tools_of
 from weft.data.read.records import Record
 from weft.data.read.schema import Schema
 from weft.data.read.turns import Turn, Unusable, content_of_turns, read_turns
@@ -27,8 +28,9 @@ def read_pair(record: Record, schema: Schema) -> Document:
     Raises:
         Unusable: where an answer is missing or says nothing.
     """
-    answers = [_answer(record, getattr(schema, part), part, schema) for part in ("chosen", "rejected")]
-    prompt = _prompt(record, schema)
+    filled = _filled(record, schema)
+    answers = [_answer(record, getattr(schema, part), part, schema, filled) for part in ("chosen", "rejected")]
+    prompt = _prompt(record, schema, filled)
     both = [_full(prompt, answer) for answer in answers]
     if prompt is None:
         both = _with_common_context(*both)
@@ -44,7 +46,10 @@ def read_verdict(record: Record, schema: Schema) -> Document:
     Raises:
         Unusable: where the answer or the verdict is missing.
     """
-    prompt, answer = _prompt(record, schema), _answer(record, schema.completion, "completion", schema)
+    filled = _filled(record, schema)
+    prompt, answer = (
+        _prompt(record, schema, filled), _answer(record, schema.completion, "completion", schema, filled)
+    )  # fmt: skip
     verdict = column_of(record, schema.label)
     liked = _VERDICTS.get(str(verdict).strip().lower())
     if liked is None:
@@ -65,14 +70,19 @@ class _Plain(NamedTuple):
 _Full = _Plain | tuple[Turn, ...]
 
 
-def _prompt(record: Record, schema: Schema) -> str | tuple[Turn, ...] | None:
+def _filled(record: Record, schema: Schema) -> Filled:
+    columns = [name for name in (schema.prompt, schema.chosen, schema.rejected, schema.completion) if name]
+    return nulls_of(record, schema, tools_of(record, schema), *columns)
+
+
+def _prompt(record: Record, schema: Schema, filled: Filled) -> str | tuple[Turn, ...] | None:
     value = record.value.get(schema.prompt) if schema.prompt else None
     if value is None or value == [] or isinstance(value, str):
         return value or None
-    return tuple(turn.as_context() for turn in _turns(value, schema))
+    return tuple(turn.as_context() for turn in _turns(value, schema, filled))
 
 
-def _answer(record: Record, column: str, part: str, schema: Schema) -> str | tuple[Turn, ...]:
+def _answer(record: Record, column: str, part: str, schema: Schema, filled: Filled) -> str | tuple[Turn, ...]:
     value = record.value.get(column)
     if value is None:
         raise Unusable(f"no {part} answer" if part != "completion" else "no completion")
@@ -80,7 +90,7 @@ def _answer(record: Record, column: str, part: str, schema: Schema) -> str | tup
         if not value.strip():
             raise Unusable(f"empty {part} answer" if part != "completion" else "empty completion")
         return value
-    turns = _turns([value] if isinstance(value, dict) else value, schema)
+    turns = _turns([value] if isinstance(value, dict) else value, schema, filled)
     if turns[-1].role != "assistant":
         raise Unusable(f"{part} does not end with the assistant's turn")
     if turns[-1].is_empty:
@@ -88,9 +98,9 @@ def _answer(record: Record, column: str, part: str, schema: Schema) -> str | tup
     return turns
 
 
-def _turns(messages: Any, schema: Schema) -> tuple[Turn, ...]:
+def _turns(messages: Any, schema: Schema, filled: Filled) -> tuple[Turn, ...]:
     """Turns whose weight is 0 or 1: of an answer a token counts or not."""
-    turns = read_turns(messages, schema.role or "role", schema.content or "content")
+    turns = read_turns(messages, schema.role or "role", schema.content or "content", filled)
     return tuple(turn._replace(weight=float(turn.weight != 0)) for turn in turns)
 
 
@@ -106,7 +116,24 @@ def _full(prompt: str | tuple[Turn, ...] | None, answer: str | tuple[Turn, ...])
             last = max(place for place, turn in enumerate(answer) if turn.role != "assistant")
             return (*(turn.as_context() for turn in answer[: last + 1]), *answer[last + 1 :])
         return (Turn("user", prompt), *answer)
-    return (*(prompt or ()), *answer)
+    return _without_repeats(prompt or (), answer)
+
+
+def _without_repeats(prompt: tuple[Turn, ...], answer: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """A prompt of messages and an answer that may repeat all of it, its end, or hold it behind turns of its own."""
+    asked, full = _plain_turns(prompt), _plain_turns(answer)
+    most = min(len(asked), len(full) - 1)
+    repeated = next((size for size in range(most, 0, -1) if asked[-size:] == full[:size]), 0)
+    if repeated:
+        return (*prompt, *answer[repeated:])
+    ends = (end for end in range(len(asked), len(full)) if asked and full[end - len(asked) : end] == asked)
+    if end := next(ends, 0):
+        return (*(turn.as_context() for turn in answer[:end]), *answer[end:])
+    return (*prompt, *answer)
+
+
+def _plain_turns(turns: tuple[Turn, ...]) -> list[tuple[str, str, str]]:
+    return [(turn.role, turn.content.strip(), turn.more) for turn in turns]
 
 
 def _with_common_context(chosen: _Full, rejected: _Full) -> list[_Full]:

@@ -24,6 +24,7 @@ BINARY = "binary, not text (NUL bytes)"
 #: A record that is left out because it is too long may have so many bytes.
 _MOST_SKIPPED_BYTES = 2**34
 _SNIFF_BYTES = 65536
+_ENCODING_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Record:
     """One record as it was read: a dict of columns, or a piece of a text file.
 
     number: line, row or piece, from 1. part, last: place of a piece in its file; a whole record is part 0 and last.
+    filled: whether it is a row of a table whose objects have the keys of all rows, with null for those of others.
     """
 
     file: str
@@ -38,6 +40,7 @@ class Record:
     value: Any
     part: int = 0
     last: bool = True
+    filled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,10 @@ class Broken:
             reason: why it cannot be used, in words.
             value: the record; bytes are decoded as far as they can be.
         """
-        text = value.decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+        try:
+            text = value.decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+        except (RecursionError, ValueError):  # objects nested too deeply, numbers with too many digits
+            text = ""
         return cls(file, number, reason, text[:_EXCERPT_CHARS])
 
 
@@ -179,6 +185,9 @@ class RecordReader:
         try:
             for value in read_array(joined, self._max_record_bytes):
                 number += 1
+                if isinstance(value, BadArray):
+                    yield Broken.of(name, number, value.reason, value.excerpt)
+                    continue
                 yield (
                     Record(name, number, value)
                     if isinstance(value, dict)
@@ -252,7 +261,7 @@ class RecordReader:
                         yield (
                             Broken.of(name, number, row.reason, row.excerpt)
                             if isinstance(row, _BadRow)
-                            else Record(name, number, row)
+                            else Record(name, number, row, filled=True)
                         )
         except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
             raise self._damaged(error) from error
@@ -294,6 +303,25 @@ def _json_record(name: str, number: int, line: bytes) -> Record | Broken:
     if not isinstance(value, dict):
         return Broken.of(name, number, "not an object", line)
     return Record(name, number, value)
+
+
+def wide_encoding(file: SourceFile) -> str:
+    """Return "UTF-16" or "UTF-32" if the first bytes of a file are in it, else ""."""
+    if file.format == "parquet":
+        return ""
+    try:
+        with file.path.open("rb") as raw:
+            head = _decompressed(raw, file.compression).read(_ENCODING_BYTES)
+    except (OSError, EOFError, zlib.error):
+        return ""  # reading it reports the damage
+    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff"):
+        return "UTF-32"
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "UTF-16"
+    # Without a mark: every other byte of plain letters is zero.
+    halves = head[0::2], head[1::2]
+    zeros = [half.count(0) / max(1, len(half)) for half in halves]
+    return "UTF-16" if len(head) >= 8 and max(zeros) > 0.9 and min(zeros) < 0.1 else ""
 
 
 def _has_surrogate(text: str) -> bool:

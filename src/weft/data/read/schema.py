@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from weft.data.read.records import BINARY, Broken, Record, RecordReader
+from weft.data.read.records import BINARY, Broken, Record, RecordReader, wide_encoding
 from weft.data.read.source import FileSet
+from weft.data.read.turns import list_of_messages
 from weft.errors import DataError, did_you_mean
 
 _TEXT_COLUMNS = ("text", "content", "body", "document", "article", "passage", "story", "raw_content", "code")
@@ -145,6 +146,7 @@ def detect_schema(
             cannot train on.
     """
     field = files.field
+    _refuse_unreadable(files)
     if wanted != "auto" and (wanted in _PREFERENCE_PARTS) != preferences:
         raise DataError(_of_the_other_kind(field, wanted))
     parts_of = _PREFERENCE_PARTS if preferences else _PARTS
@@ -176,6 +178,19 @@ def detect_schema(
             return replace(found, delimiter=delimiter)
     asked = "preference" if preferences and wanted == "auto" else wanted
     raise DataError(_nothing_found(files, asked, names, first))
+
+
+def _refuse_unreadable(files: FileSet) -> None:
+    """Refuse a source without a byte in it, and files in another encoding."""
+    if files.size_bytes == 0:
+        names = f"{files.files[0].path.name} is empty" if len(files.files) == 1 else "all its files are empty"
+        raise DataError(f"{files.field}.path={files.path}: {names}. Give a file with data in it.")
+    for file in files.files[:_LOOK_AT]:
+        if encoding := wide_encoding(file):
+            raise DataError(
+                f"{files.field}.path={files.path}: {file.name} is {encoding}, and Weft reads UTF-8. Convert it with "
+                f"iconv -f {encoding} -t UTF-8."
+            )
 
 
 def _kinds_with(columns: Mapping[str, str], parts_of: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -266,7 +281,11 @@ def _detect_text(first: Any, names: list[str], columns: Mapping[str, str], asked
 def _detect_messages(first: Any, names: list[str], columns: Mapping[str, str], asked: bool) -> Schema | None:
     name = columns.get("messages") or _pick(names, _MESSAGES_COLUMNS)
     turns = [
-        turn for value in _values(first, name) if isinstance(value, list) for turn in value if isinstance(turn, dict)
+        turn
+        for value in map(list_of_messages, _values(first, name))
+        if isinstance(value, list)
+        for turn in value
+        if isinstance(turn, dict)
     ]
     keys = list(dict.fromkeys(key for turn in turns for key in turn))
     role = columns.get("role") or _pick(keys, _ROLE_KEYS)

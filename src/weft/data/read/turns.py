@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from weft.data.read.filled import Filled, clean_calls, filled_by_table
 
 #: Names of roles as data sets spell them -> the role in the template. Only "assistant" is trained on.
 ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user", "prompter": "user",
-    "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "model": "assistant", "chatbot": "assistant",
-    "tool": "tool", "function": "tool", "observation": "tool",
+    "assistant": "assistant", "gpt": "assistant", "ai": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "model": "assistant", "chatbot": "assistant", "agent": "assistant", "llm": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool", "ipython": "tool",
 }  # fmt: skip
 #: Of these, the ones that may as well be meant as something else: they are told.
-_RARE_ASSISTANTS = ("bot", "model", "chatbot")
+_RARE_ASSISTANTS = ("bot", "model", "chatbot", "agent", "llm")
 #: Keys of a message that chat templates know beside its role and content.
 _BESIDE = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
 #: How much an assistant's turn counts in the loss.
 _WEIGHT = "weight"
+_MAX_WEIGHT = 1e30  # weights are stored as float32
 
 
 class Unusable(Exception):
@@ -57,22 +60,48 @@ class Turn(NamedTuple):
         return self._replace(weight=0.0)
 
 
-def read_turns(messages: Any, role: str, content: str) -> tuple[Turn, ...]:
+def list_of_messages(value: Any) -> Any:
+    """Return messages as a list; they may be stored as JSON text. Anything else is returned as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON text.
+
+    Raises:
+        Unusable: if it holds what JSON has not, such as dates or bytes of a table.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        raise Unusable("values that JSON does not have, such as dates or bytes") from None
+
+
+def read_turns(messages: Any, role: str, content: str, filled: Filled | None = None) -> tuple[Turn, ...]:
     """Return the turns of a list of messages.
 
     Args:
         messages: as a record holds them.
         role: the key of a message's role.
         content: the key of its content.
+        filled: what is known of nulls in tool calls.
 
     Raises:
         Unusable: for anything else.
     """
+    messages = list_of_messages(messages)
     if not isinstance(messages, list):
         raise Unusable("messages are not a list")
     if not messages:
         raise Unusable("empty")
-    return tuple(_turn(message, role, content) for message in messages)
+    filled = filled or Filled()
+    filled = filled._replace(by_table=filled.by_table or filled_by_table(messages))
+    return tuple(_turn(message, role, content, filled) for message in messages)
 
 
 def content_of_turns(turns: Sequence[Turn]) -> list[list[Any]]:
@@ -80,16 +109,18 @@ def content_of_turns(turns: Sequence[Turn]) -> list[list[Any]]:
     return [[*turn[:2]] if turn[2:] == (1.0, "") else [*turn] for turn in turns]
 
 
-def taken_for_assistant(messages: Sequence[Mapping[str, Any]], role: str) -> str:
+def taken_for_assistant(messages: Any, role: str) -> str:
     """Return a note about a role that only some data sets use for the answers, where it is trained on; else ""."""
-    roles = (str(message[role]).strip().lower() for message in messages)
+    roles = (str(message[role]).strip().lower() for message in list_of_messages(messages))
     return next((f"with role '{name}' read as assistant" for name in roles if name in _RARE_ASSISTANTS), "")
 
 
-def _turn(message: Any, role_key: str, content_key: str) -> Turn:
+def _turn(message: Any, role_key: str, content_key: str, filled: Filled) -> Turn:
     if not isinstance(message, dict) or role_key not in message:
         raise Unusable("a message lacks its role or content")
     more = {key: message[key] for key in _BESIDE if key not in (role_key, content_key) and _says(message.get(key))}
+    if "tool_calls" in more:
+        more["tool_calls"] = clean_calls(list_of_messages(more["tool_calls"]), filled)
     if content_key not in message and "tool_calls" not in more:
         raise Unusable("a message lacks its role or content")
     role = ROLES.get(str(message[role_key]).strip().lower())
@@ -106,7 +137,7 @@ def _turn(message: Any, role_key: str, content_key: str) -> Turn:
         content = "".join(texts) if len(texts) == len(parts) else None
     if not isinstance(content, str):
         raise Unusable("content is not text")
-    return Turn(role, content, _weight(message), json.dumps(more, ensure_ascii=False) if more else "")
+    return Turn(role, content, _weight(message), as_json(more) if more else "")
 
 
 def _says(value: Any) -> bool:
@@ -118,6 +149,6 @@ def _weight(message: Mapping[str, Any]) -> float:
     weight = message.get(_WEIGHT)
     if weight is None:
         return 1.0
-    if not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+    if not isinstance(weight, int | float) or not 0 <= weight <= _MAX_WEIGHT:
         raise Unusable("a weight is not a number of at least 0")
     return float(weight)

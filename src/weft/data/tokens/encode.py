@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from weft.data.read import Document
+from weft.data.tokens.chat_template import RefusedConversation
 from weft.data.tokens.tokenizer import Tokenizer
 from weft.errors import DataError
 
@@ -20,11 +21,17 @@ _PIECE_CHARS = 2**16
 _GROUP_CHARS = 2**20
 
 
-def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray | None]]:
+#: Ids and weights of a document, or why the chat template does not render it.
+Encoded = tuple[np.ndarray, np.ndarray | None] | RefusedConversation
+
+
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
     """(ids, weights) of each document, without its end token; weights are bool or float32, None where every one is 1.
 
+    A conversation that the chat template refuses has its RefusedConversation instead.
+
     Raises:
-        DataError: for a conversation that the tokenizer's template does not render, and for calls of tools without one.
+        DataError: if messages call tools and there is no chat template, or if the template cannot be used at all.
     """
     texts: list[str] = []
     spans: list[list[int]] = []
@@ -83,9 +90,7 @@ def _texts(document: Document, tokenizer: Tokenizer) -> list[str]:
     return [part for turn in document.turns for part in (f"{turn.role}\n", turn.content, "\n")]
 
 
-def _assemble(
-    document: Document, parts: list[np.ndarray], tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray | None]:
+def _assemble(document: Document, parts: list[np.ndarray], tokenizer: Tokenizer) -> Encoded:
     if document.ids is not None:
         return document.ids, document.trained
     if document.prompt is not None:
@@ -96,6 +101,8 @@ def _assemble(
     if tokenizer.template is not None:
         try:
             return tokenizer.encode_turns(document.turns, document.tools)
+        except RefusedConversation as refusal:
+            return refusal
         except DataError as error:
             raise DataError(f"{document.place}: {error}") from error
     start = np.array([tokenizer.vocabulary.turn_start_id])

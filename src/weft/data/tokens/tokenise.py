@@ -16,12 +16,13 @@ import numpy as np
 
 from weft.data.read import Broken, Document, FileSet, RecordReader, Schema, read_document
 from weft.data.shards import SHARD_BYTES, SplitCounts, SplitWriter
+from weft.data.tokens.chat_template import RefusedConversation
 from weft.data.tokens.encode import cut_text, encode_documents
 from weft.data.tokens.tokenizer import Tokenizer
 from weft.errors import DataError
 
 #: Changes when the same input would give other shards, so that old ones are not used.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 QUARANTINE = "quarantine.jsonl"
 _BATCH_CHARS = 2**20
 _BATCH_DOCUMENTS = 2048
@@ -31,6 +32,8 @@ _MIN_PIECE_BYTES = 256
 _EARLY_RECORDS = 1000
 #: Longer texts are tokenised in pieces: a token id takes eight times the memory of its character.
 _LONG_CHARS = 2**21
+#: A template's own words are reasons to refuse a document: this many different ones are counted apart.
+_MAX_REASONS = 20
 ALL_DRAWS = 2**32
 
 Report = Callable[[str, int, int], None]
@@ -152,6 +155,17 @@ class DocumentStream:
             self._report_position(done_bytes, 0)
             _check_unchanged(file)
         self.is_complete = True
+        self.check()
+
+    def refuse(self, document: Document, reason: str) -> None:
+        """Count a document that the chat template refuses as a broken record."""
+        if reason not in self.broken and len(self.broken) >= _MAX_REASONS:
+            reason = "refused by the chat template"
+        said = "\n".join(f"{turn.role}: {turn.content}" for turn in document.turns or ())
+        self._count(Broken.of(document.file, document.number, reason, said))
+
+    def check(self) -> None:
+        """Raise TooManyBroken if the share of broken records among all records is too large."""
         self._check_share(self.num_records)
 
     def _report_position(self, bytes_before: int, position: int) -> None:
@@ -232,15 +246,20 @@ def tokenise_source(
         stream = DocumentStream(
             files, schema, limits, tokenizer.vocab_size, lambda broken: _write_broken(quarantine, broken), progress
         )
-        router = _Router(folder, schema, tokenizer, limits.holdout, shard_bytes, opened)
+        router = _Router(folder, schema, tokenizer, limits.holdout, shard_bytes, opened, stream.refuse)
+        if tokenizer.template is not None:
+            tokenizer.template.left_out.clear()
         try:
             for batch in _batches(stream):
                 router.add(batch)
+            stream.check()
         except TooManyBroken as stop:
             quarantine.flush()
             shutil.copyfile(folder / QUARANTINE, keep_quarantine)
             raise too_many_broken(files, schema, stream, limits.max_bad_fraction, keep_quarantine) from stop
         splits = router.close()
+    if tokenizer.template is not None:
+        router.notes.update(tokenizer.template.left_out)
     manifest = SourceManifest(
         FORMAT_VERSION, files.path, len(files.files), schema.to_dict(), tokenizer.digest, tokenizer.vocab_size,
         tokenizer.end_id, tokenizer.pad_id, stream.num_records, dict(stream.broken.most_common()),
@@ -254,11 +273,13 @@ class _Router:
     """Sends each document to its split. A text file whose pieces go to several splits is several documents.
 
     opened: closes the files of the splits, also where an error ends the work.
+    refuse: called with a document and the reason for which the chat template refuses it.
     """
 
     def __init__(
-        self, folder: Path, schema: Schema, tokenizer: Tokenizer, holdout: float, shard_bytes: int, opened: ExitStack
-    ):
+        self, folder: Path, schema: Schema, tokenizer: Tokenizer, holdout: float, shard_bytes: int, opened: ExitStack,
+        refuse: Callable[[Document, str], None],
+    ):  # fmt: skip
         names = ("train", "eval") if holdout > 0 else ("train",)
         self._writers = {
             name: opened.enter_context(
@@ -268,13 +289,13 @@ class _Router:
             )
             for name in names
         }
-        self._tokenizer, self._holdout = tokenizer, holdout
+        self._tokenizer, self._holdout, self._refuse = tokenizer, holdout, refuse
         self._open: str | None = None
         self._next = ("", 0)
         self.notes: Counter[str] = Counter()
 
     def add(self, documents: list[Document]) -> None:
-        for document, (ids, trained) in zip(documents, encode_documents(documents, self._tokenizer), strict=True):
+        for document, ids, trained in self._encoded(documents):
             if document.note:
                 self.notes[document.note] += 1
             if document.liking != 1.0 and trained is not None:
@@ -288,6 +309,19 @@ class _Router:
             self._open, self._next = split, (document.file, document.part + 1)
             if document.last:
                 self._end(split, end_trained=_end_trained(document), ids=document.ids, liking=document.liking)
+
+    def _encoded(self, documents: list[Document]) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
+        """The documents with their ids and weights. Both answers of a pair are refused if one of them is."""
+        encoded = zip(documents, encode_documents(documents, self._tokenizer), strict=True)
+        for first in encoded:
+            group = [first, next(encoded)] if first[0].other is not None else [first]
+            refusal = next((result for _, result in group if isinstance(result, RefusedConversation)), None)
+            if refusal is not None:
+                self._refuse(first[0], refusal.reason)
+                continue
+            for document, result in group:
+                assert not isinstance(result, RefusedConversation)
+                yield document, *result
 
     def _end(self, split: str, *, end_trained: bool, ids: np.ndarray | None = None, liking: float = 1.0) -> None:
         writer = self._writers[split]
@@ -321,7 +355,8 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             + sum(len(turn.content) + len(turn.more) for turn in document.turns or ())
         )
         num_chars += document.ids.size if document.ids is not None else 0
-        if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS:
+        is_full = num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS
+        if is_full and document.other is None:  # both answers of a pair are in one batch
             yield batch
             batch, num_chars = [], 0
     if batch:

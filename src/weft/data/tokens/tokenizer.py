@@ -279,6 +279,28 @@ class Tokenizer:
             return codec.encode_pieces(template.apart(turns, tools), spans)
         return codec.encode_rendered(text, spans)
 
+    def encode_prompt(self, turns: Sequence[Turn], tools: str = "") -> np.ndarray:
+        """Return ids of a conversation and of the text before the assistant's next turn.
+
+        Args:
+            turns: of the conversation.
+            tools: JSON of what the assistant may call; "": nothing.
+
+        Raises:
+            DataError: if the template refuses the conversation.
+        """
+        template, codec = self.template, self._codec
+        if template is None:
+            start, end, newline = self.vocabulary.turn_start_id, self.vocabulary.turn_end_id, self.encode("\n")
+            ids = []
+            for turn in turns:
+                ids += [start, *self.encode(f"{turn.role}\n"), *self.encode(turn.content), end, *newline]
+            return np.array([*ids, start, *self.encode("assistant\n")], np.int64)
+        assert isinstance(codec, _JsonCodec)
+        if template.has_special(turns, tools):
+            return codec.encode_pieces(template.apart(turns, tools, prompt=True), [])[0]
+        return codec.encode_rendered(template.prompt(turns, tools), [])[0]
+
 
 def save_bytes_tokenizer(folder: Path) -> Tokenizer:
     """Save a tokenizer of the 256 bytes and the special tokens."""

@@ -294,8 +294,8 @@ class ResumeSection(Section):
 class SampleSection(Section):
     """The text that the trained model writes at the end of a run."""
 
-    prompt: str = "def "
-    """Prompt of the sample at the end of the run; empty: no sample."""
+    prompt: str | None = None
+    """Prompt of the sample at the end of the run; by default the first one of the held-out data. Empty: no sample."""
     max_tokens: PositiveInt = 120
     """Maximum length of the sample, in tokens."""
     temperature: NonNegative = 0.7

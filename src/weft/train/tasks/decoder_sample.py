@@ -2,21 +2,196 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from weft.checkpoint import load_checkpoint, newest_checkpoint
 from weft.checkpoint.targets import Location
 from weft.data import Tokenizer
-from weft.errors import CheckpointError, ConfigError
+from weft.data.prepared import FirstPrompt, first_prompt, is_chat, stop_ids
+from weft.data.read import Turn
+from weft.errors import CheckpointError, ConfigError, DataError
 from weft.mesh import pick_device
 from weft.models import Decoder, build_decoder, generate
 from weft.spec.config import TRAINS, SampleSection
 from weft.train.folder import RunFolder
 from weft.train.state import restore_model
 from weft.train.task import with_adapter
-from weft.train.tasks.decoder_files import base_of, decoder_of, tokenizer_of
+from weft.train.tasks.decoder_files import base_of, data_of, decoder_of, tokenizer_of
+
+
+class _Completes(Protocol):
+    """A loaded model."""
+
+    tokenizer: Tokenizer
+    max_positions: int
+
+    def complete(self, ids: Sequence[int], section: SampleSection, seed: int, stops: Collection[int]) -> list[int]:
+        """Return the ids that follow."""
+        ...
+
+
+class _DecoderText:
+    """One of Weft's decoders that continues token ids."""
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer):
+        self._model, self.tokenizer = model.eval(), tokenizer
+        self.max_positions = model.spec.max_seq_len
+
+    def complete(self, ids: Sequence[int], section: SampleSection, seed: int, stops: Collection[int]) -> list[int]:
+        with torch.no_grad():
+            return generate(
+                self._model,
+                ids,
+                max_tokens=section.max_tokens,
+                temperature=section.temperature,
+                top_k=section.top_k,
+                seed=seed,
+                stop_ids=stops,
+                num_ids=self.tokenizer.vocab_size,
+            )
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model that writes text.
+
+    Args:
+        path: the folder it was read from.
+        model: continues token ids.
+        run: the run folder, or None for a Hugging Face folder.
+    """
+
+    path: Path
+    model: _Completes
+    run: RunFolder | None = None
+
+    @cached_property
+    def is_chat(self) -> bool:
+        """Whether it was trained on conversations. A Hugging Face folder has a chat template then."""
+        tokenizer = self.model.tokenizer
+        if self.run is None:
+            return tokenizer.template is not None
+        try:
+            return is_chat(data_of(self.run), tokenizer)
+        except DataError:  # the tokens of preferences are gone
+            return tokenizer.template is not None
+
+    def first_prompt(self) -> FirstPrompt:
+        """Return a prompt of the data that the run holds out.
+
+        Raises:
+            ConfigError: without a run, or if its tokenised data is gone.
+        """
+        try:
+            found = first_prompt(data_of(self.run), self.model.tokenizer) if self.run is not None else None
+        except DataError as error:
+            raise ConfigError(f"--prompt: {error} Give a prompt.") from error
+        if found is None:
+            raise ConfigError(
+                f"--prompt: {self.path} is no run, so it has no data to take a prompt from. Give a prompt."
+            )
+        return found
+
+    def continue_text(self, prompt: str, section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
+        """Return the text that follows a prompt.
+
+        Args:
+            prompt: used as it is.
+            section: how many tokens, temperature and top_k.
+            seed: of sampling.
+            stop: texts that end the result, and are not part of it.
+        """
+        tokenizer = self.model.tokenizer
+        return self.continue_ids(tokenizer.encode(prompt) or [tokenizer.end_id], section, seed, stop)
+
+    def reply(
+        self, turns: Sequence[Turn], section: SampleSection, seed: int = 0, stop: Sequence[str] = (), tools: str = ""
+    ) -> str:
+        """Return the assistant's next turn.
+
+        Args:
+            turns: the conversation so far.
+            section: how many tokens, temperature and top_k.
+            seed: of sampling.
+            stop: texts that end the result, and are not part of it.
+            tools: JSON of what the assistant may call, or "".
+
+        Raises:
+            ConfigError: if the tokenizer has no chat template.
+            DataError: if the template refuses the conversation.
+        """
+        tokenizer = self.model.tokenizer
+        if not tokenizer.has_chat:
+            raise ConfigError(
+                f"RUN={self.path}: its tokenizer has no chat template and no ChatML tokens, so it takes no messages. "
+                "Give a prompt and --raw."
+            )
+        return self.continue_ids(tokenizer.encode_prompt(turns, tools).tolist(), section, seed, stop)
+
+    def continue_ids(self, ids: Sequence[int], section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
+        """Return the text that follows token ids; the arguments are those of `continue_text`.
+
+        Raises:
+            ConfigError: if the prompt fills all positions of the model.
+        """
+        room = self.model.max_positions - len(ids)
+        if room < 1:
+            raise ConfigError(
+                f"--prompt: it has {len(ids)} tokens, and the model reads at most {self.model.max_positions}. "
+                "Give a shorter prompt."
+            )
+        section = replace_tokens(section, min(section.max_tokens, room))
+        tokenizer = self.model.tokenizer
+        text = tokenizer.decode(self.model.complete(ids, section, seed, frozenset(stop_ids(tokenizer))))
+        ends = [place for one in stop if one and (place := text.find(one)) >= 0]
+        return text[: min(ends)] if ends else text
+
+
+def replace_tokens(section: SampleSection, max_tokens: int) -> SampleSection:
+    """Return the section with another limit on tokens."""
+    return section.model_copy(update={"max_tokens": max_tokens})
+
+
+def open_text_model(run: RunFolder | Path | str, step: int | None = None) -> TextModel:
+    """Load the model of a run, or of a Hugging Face folder.
+
+    Args:
+        run: a run, the path of its folder, or a folder with config.json, weights and tokenizer.
+        step: which checkpoint of a run; None is the newest valid one.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or the folder's weights cannot be read.
+        ConfigError: if the run's task is no decoder on text.
+    """
+    if not isinstance(run, RunFolder):
+        path = Path(run)
+        if (path / "config.json").is_file() and not (path / "config.toml").is_file():
+            from weft.train.tasks.continuation import pretrained_of_folder
+
+            return TextModel(path, pretrained_of_folder(path))
+        run = RunFolder(path)
+    config = run.config()
+    task = config.task.name
+    if task is not None and TRAINS.get(task) != "decoder" and not (run.path / "model.json").exists():
+        raise ConfigError(
+            f"RUN={run.path}: task.name={task} does not train a text decoder, so it cannot "
+            "generate. Give a run that trains one."
+        )
+    if base_of(run).is_dir():
+        from weft.train.tasks.continuation import pretrained_of_run
+
+        return TextModel(run.path, pretrained_of_run(run, _find(run, step)), run)
+    # An adapter's checkpoint has no base.
+    model = with_adapter(build_decoder(decoder_of(run), seed=config.seed), config)
+    restore_model(model, load_checkpoint(_find(run, step)))
+    model.to(pick_device("auto", 0))
+    return TextModel(run.path, _DecoderText(model, Tokenizer.load(tokenizer_of(run))), run)
 
 
 def generate_text(
@@ -28,7 +203,7 @@ def generate_text(
     seed: int = 0,
     step: int | None = None,
 ) -> str:
-    """Continue `prompt` with the model of a run; returns prompt and continuation.
+    """Continue `prompt` with the model of a run, without a chat template; returns prompt and continuation.
 
     Args:
         run: what `prepare_run` gave, or the path of its folder.
@@ -43,43 +218,8 @@ def generate_text(
         CheckpointError: when there is no such checkpoint.
         ConfigError: for a run whose task is no decoder on text.
     """
-    folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
-    config = folder.config()
-    task = config.task.name
-    if task is not None and TRAINS.get(task) != "decoder" and not (folder.path / "model.json").exists():
-        raise ConfigError(
-            f"RUN={folder.path}: task.name={task} does not train a text decoder, so it cannot "
-            "generate. Give a run that trains one."
-        )
     section = SampleSection(max_tokens=max_tokens, temperature=temperature, top_k=top_k)
-    if base_of(folder).is_dir():
-        from weft.train.tasks.continuation import pretrained_text
-
-        return pretrained_text(folder, _find(folder, step), prompt, section, seed)
-    spec = decoder_of(folder)
-    tokenizer = Tokenizer.load(tokenizer_of(folder))
-    model = with_adapter(build_decoder(spec, seed=config.seed), config)  # an adapter's checkpoint has no base
-    restore_model(model, load_checkpoint(_find(folder, step)))
-    model.to(pick_device("auto", 0))
-    return continue_text(model, tokenizer, prompt, section, seed)
-
-
-def continue_text(model: Decoder, tokenizer: Tokenizer, prompt: str, section: SampleSection, seed: int = 0) -> str:
-    """`prompt` and what the model writes after it, up to the end-of-document token or `max_tokens`."""
-    model.eval()
-    ids = tokenizer.encode(prompt) or [tokenizer.end_id]
-    with torch.no_grad():
-        new_ids = generate(
-            model,
-            ids,
-            max_tokens=section.max_tokens,
-            temperature=section.temperature,
-            top_k=section.top_k,
-            seed=seed,
-            stop_ids=(tokenizer.end_id,),
-            num_ids=tokenizer.vocab_size,
-        )
-    return prompt + tokenizer.decode(new_ids)
+    return prompt + open_text_model(run, step).continue_text(prompt, section, seed)
 
 
 def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
@@ -87,25 +227,50 @@ def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
 
     It is read from disk, not from the running model: under a plan that shards weights one rank alone has only a part.
     """
-    room = _room(folder, section.prompt)
-    if not section.prompt or room < 1:
+    if section.prompt == "" or _positions(folder) < 2:
         return ""
-    text = generate_text(
-        folder, section.prompt, min(section.max_tokens, room), section.temperature, section.top_k, step=step
-    )
+    try:
+        text = sample_text(open_text_model(folder, step), section)
+    except (ConfigError, DataError):  # the stored tokens are gone, or the template takes no such question
+        return ""
+    if not text:
+        return ""
     samples = folder.path / "samples"
     samples.mkdir(exist_ok=True)
     (samples / f"step_{step:08d}.txt").write_text(text + "\n")
     return text
 
 
-def _room(folder: RunFolder, prompt: str) -> int:
-    """Tokens that fit behind a prompt."""
-    if base_of(folder).is_dir():
-        from weft.train.tasks.continuation import pretrained_room
+def sample_text(model: TextModel, section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
+    """Return a prompt and what the model writes after it; "" if the prompt leaves no room.
 
-        return pretrained_room(folder, prompt)
-    return decoder_of(folder).max_seq_len - len(Tokenizer.load(tokenizer_of(folder)).encode(prompt))
+    Args:
+        model: a run's.
+        section: prompt (None takes one from the data), number of tokens, temperature and top_k.
+        seed: of sampling.
+        stop: texts that end the result.
+    """
+    prompt, tokenizer = section.prompt, model.model.tokenizer
+    if prompt is None:
+        found = model.first_prompt()
+        ids, words = found.ids, found.words
+    elif model.is_chat:
+        ids, words = tokenizer.encode_prompt([Turn("user", prompt)]).tolist(), prompt
+    else:
+        ids, words = tokenizer.encode(prompt) or [tokenizer.end_id], prompt
+    if len(ids) >= model.model.max_positions:
+        return ""
+    text = model.continue_ids(ids, section, seed, stop)
+    return f"> {words}\n{text}" if model.is_chat and words else words + text
+
+
+def _positions(folder: RunFolder) -> int:
+    """Positions of a run's model."""
+    if base_of(folder).is_dir():
+        from weft.train.tasks.continuation import run_positions
+
+        return run_positions(folder)
+    return decoder_of(folder).max_seq_len
 
 
 def _find(folder: RunFolder, step: int | None) -> Location:

@@ -7,13 +7,14 @@ loaded when a model is: preparing a run needs none of it.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from weft.data import PreparedData, SampleStream, Tokenizer, prepare_data
-from weft.errors import ConfigError, Problem
+from weft.errors import ConfigError, DataError, Problem
 from weft.spec import DecoderSpec, ModelSpec, RunConfig, resolve_decoder
 from weft.spec.rules import Facts, least_vocab
 from weft.train.task import Batches, Metric, Report, Share, Task
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from weft.spec.plan import Plan
     from weft.train.folder import RunFolder
 
-_PROMPT = "def "
+#: A longer prompt is not printed: `weft generate` takes it from the data again.
+_MAX_HINT = 80
 
 
 class DecoderTask(Task):
@@ -262,7 +264,16 @@ class DecoderTask(Task):
         return write_sample(folder, self.config.sample, step)
 
     def try_line(self, folder: RunFolder) -> str:
-        return f'weft generate {folder.path} --prompt "{_PROMPT}"'
+        from weft.data.prepared import first_prompt
+
+        command = shlex.join(["weft", "generate", str(folder.path)])
+        try:
+            data = self._data if self._data is not None else data_of(folder)
+            words = first_prompt(data, data.tokenizer).words.strip()
+        except (DataError, OSError):  # its tokens are gone
+            return command
+        is_short = 0 < len(words) <= _MAX_HINT and words.isprintable()
+        return f"{command} --prompt {shlex.quote(words)}" if is_short else command
 
 
 class _StreamBatches:

@@ -5,6 +5,7 @@ R rows of a microbatch, T their length: the longest row's, rounded up. Rows of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,6 +118,29 @@ class VerdictSamples:
             if int(np.argmax(other_weights != 0)) != begins or not np.array_equal(other_ids[:begins], ids[:begins]):
                 return found
         return (index + 1) % len(self)
+
+
+class _Repeated(Sequence[Any]):
+    """Samples read several times."""
+
+    def __init__(self, samples: PairSamples | VerdictSamples, size: int):
+        self._samples, self._size = samples, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._samples[index % len(self._samples)]
+
+
+def whole_batches(samples: PairSamples | VerdictSamples, batch: int) -> Sequence[Any]:
+    """Return a small set repeated until it fills whole batches, each sample as often as the others.
+
+    Args:
+        samples: at least one.
+        batch: samples of a global batch.
+    """
+    return _Repeated(samples, math.lcm(len(samples), batch))
 
 
 def _known(reference: np.ndarray | None, index: int) -> dict[str, Any]:

@@ -137,11 +137,13 @@ class PreferTask(DecoderTask):
     def samples_per_epoch(self) -> int:
         return len(self._of_train)
 
-    def samples(self, split: str) -> PairSamples | VerdictSamples | None:
+    def samples(self, split: str) -> Sequence[Any] | PairSamples | VerdictSamples | None:
+        from weft.train.tasks.preference.answer_samples import whole_batches
+
         if split == "train":
             return self._of_train
-        # Fewer than one global batch evaluate nothing; `data_lines` says so.
-        return self._of_eval if len(self._of_eval) >= self.config.train.global_batch else None
+        size = self.config.train.global_batch
+        return whole_batches(self._of_eval, size) if 0 < len(self._of_eval) < size else self._of_eval
 
     @cached_property
     def _of_train(self) -> PairSamples | VerdictSamples:
@@ -335,7 +337,10 @@ class PreferTask(DecoderTask):
     def data_lines(self) -> Sequence[str]:
         lines, wanted = list(super().data_lines()), self.config.train.global_batch
         if 0 < len(self._of_eval) < wanted:
-            lines.append(f"no evaluation: {len(self._of_eval)} {self.unit} are fewer than train.global_batch={wanted}")
+            lines.append(
+                f"evaluation: {len(self._of_eval)} {self.unit} are fewer than train.global_batch={wanted}, so each is "
+                "read several times to fill whole batches"
+            )
         return lines
 
     def batch_line(self) -> str:

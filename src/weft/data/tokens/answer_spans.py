@@ -1,0 +1,361 @@
+"""Find what the assistant wrote in a rendered conversation.
+
+The conversation is rendered a second time with one or two characters of each message replaced by marks of the same
+length. The positions of the marks in the second text are positions in the first one, however the template trims, splits
+or leaves out contents. Generation starts behind the template's generation prompt, so a turn is trained from there to
+the token that ends it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+#: Marks are in a private area of Unicode. A turn has one mark for each kind of part.
+_FIRST_MARK, _LAST_MARK = 0x108000, 0x10FFF0
+CONTENT, THOUGHT, CALL, INSERTED = range(4)
+_NUM_KINDS = 4
+_NUM_TURNS = (_LAST_MARK - _FIRST_MARK) // _NUM_KINDS
+_MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_LAST_MARK)}]")
+#: Text that templates look for in contents: tags and bracketed names. It is never marked.
+_TAGS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]")
+_LETTER = re.compile(r"[^\W_]")
+_SIGN = re.compile(r"[^\s\"\\]")
+_THOUGHTS = re.compile(r"(?s)(<(think|thinking|thought|reasoning)>)(.*?)(?=</\2>)|\A()((?:(?!<think>).)*?)(?=</think>)")
+_THOUGHT_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>")
+#: Keys of a message that hold the thoughts behind an answer.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+#: Values that templates compare with names of their own.
+_UNMARKED_KEYS = ("type", "id", "index", "tool_call_id")
+_UNITS = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,}\]|\s+|\w+|.", re.DOTALL)
+_OPEN_TAG = re.compile(r"<[a-z]\w*>\s*\Z")
+
+Messages = list[dict[str, Any]]
+
+
+class Header(NamedTuple):
+    """Text of the template before an assistant's turn.
+
+    prompt: the generation prompt, or the text before an answer if the template has none. before: the last text of the
+    message before it, for templates in which nothing else separates the two.
+    """
+
+    prompt: str
+    before: str
+
+
+@dataclass(frozen=True)
+class TurnFormat:
+    """What a template writes around the assistant's turns.
+
+    Args:
+        header: returns the text before an assistant's turn, by the role of the message before it.
+        ends: special tokens that end an assistant's turn.
+        stops: those of them that end the last turn of a conversation.
+        closers: texts between an answer and the token that ends its turn.
+        call_closer: text behind the last argument of a call that no special token ends.
+        specials: special tokens, longest first.
+    """
+
+    header: Callable[[str], Header]
+    ends: tuple[str, ...]
+    stops: tuple[str, ...]
+    closers: tuple[str, ...]
+    call_closer: str
+    specials: Sequence[str]
+
+
+@dataclass
+class _Part:
+    """Marked text of a message. lead, trail: the text before its first mark and after its last one."""
+
+    lead: str = ""
+    trail: str = ""
+
+
+@dataclass
+class _Marked:
+    """One message: how many marks of each kind it has, and where they are in the rendered text."""
+
+    planted: list[int] = field(default_factory=lambda: [0] * _NUM_KINDS)
+    parts: dict[int, _Part] = field(default_factory=dict)
+    found: list[tuple[int, int]] = field(default_factory=list)
+
+    def num_found(self, kind: int) -> int:
+        return sum(one == kind for _, one in self.found)
+
+
+class MarkedAnswers:
+    """The messages of a conversation with marks, and the assistant's turns once the marks are found.
+
+    Args:
+        messages: as the template takes them.
+        others: whether messages of other roles are marked too. They limit where an assistant's turn can end.
+        insert: whether an assistant's turn that has nothing to mark gets a mark as its content.
+    """
+
+    def __init__(self, messages: Messages, *, others: bool, insert: bool):
+        self._roles = [str(message["role"]) for message in messages]
+        self._marked = [_Marked() for _ in messages]
+        self.messages = [
+            self._mark(place, message, insert=insert) if message["role"] == "assistant" or others else message
+            for place, message in enumerate(messages)
+        ]
+
+    def _mark(self, place: int, message: dict[str, Any], *, insert: bool) -> dict[str, Any]:
+        marked, content = self._marked[place], message.get("content")
+        result = dict(message)
+        if message["role"] != "assistant":
+            if isinstance(content, str):
+                result["content"] = _mark_text(content, _mark_of(place, CONTENT), marked, CONTENT, ends=False)
+            return result
+        if isinstance(content, str):
+            result["content"] = "".join(
+                _mark_text(part, _mark_of(place, kind), marked, kind) for part, kind in _split_thoughts(content)
+            )
+        in_content = marked.planted[THOUGHT]
+        for key in REASONING_KEYS:
+            if isinstance(value := message.get(key), str):
+                marked.planted[THOUGHT] = in_content  # a template renders one of these keys
+                result[key] = _mark_text(value, _mark_of(place, THOUGHT), marked, THOUGHT)
+        if calls := message.get("tool_calls"):
+            result["tool_calls"] = _mark_calls(calls, _mark_of(place, CALL), marked)
+        if insert and not any(marked.planted) and isinstance(content, str):
+            kept = content.rstrip()
+            result["content"] = kept + _mark_of(place, INSERTED) + content[len(kept) :]
+            marked.planted[INSERTED] = 1
+            marked.parts[INSERTED] = _Part(kept, content[len(kept) :])
+        return result
+
+    def locate(self, text: str, shadow: str) -> bool:
+        """Find the marks of `shadow`, a rendering of the marked messages, as positions in `text`.
+
+        Returns False if the texts differ in more than the marks, or if turns are repeated or out of order.
+        """
+        offset, done, last = 0, 0, -1
+        for match in _MARKS.finditer(shadow):
+            at = match.start()
+            if text[done - offset : at - offset] != shadow[done:at]:
+                return False
+            done = at + 1
+            number, kind = divmod(ord(match[0]) - _FIRST_MARK, _NUM_KINDS)
+            marked = self._nearest(number, last)
+            if marked is None:
+                return False
+            place, one = marked
+            if one.num_found(kind) < one.planted[kind] or kind == CALL:
+                if self._roles[place] == "assistant" and one.num_found(kind) < one.planted[kind]:
+                    if place < last:
+                        return False
+                    last = place
+                one.found.append((at - offset, kind))
+            elif self._roles[place] == "assistant" and kind != THOUGHT:
+                return False
+            offset += kind == INSERTED
+        return text[done - offset :] == shadow[done:]
+
+    def _nearest(self, number: int, last: int) -> tuple[int, _Marked] | None:
+        """The message of a mark. Marks are used again in very long conversations."""
+        places = range(number, len(self._marked), _NUM_TURNS)
+        place = next((one for one in places if one >= last), places[-1] if places else -1)
+        return (place, self._marked[place]) if place >= 0 else None
+
+    def spans(self, text: str, form: TurnFormat) -> Iterator[tuple[int, int, int]]:
+        """Return (message, low, high) of each assistant's turn that the template renders."""
+        stops = sorted(
+            at
+            for role, marked in zip(self._roles, self._marked, strict=True)
+            for at, _ in marked.found
+            if role != "assistant"
+        )
+        turns = [place for place, role in enumerate(self._roles) if role == "assistant" and self._own(place)]
+        done = 0
+        for number, place in enumerate(turns):
+            own = self._own(place)
+            limit = self._own(turns[number + 1])[0][0] if number + 1 < len(turns) else len(text)
+            limit = next((stop for stop in stops if own[-1][0] < stop < limit), limit)
+            low = self._start(text, place, done, form)
+            high = self._end(text, place, limit, form)
+            yield place, low, high
+            done = high
+
+    def left_out(self) -> tuple[list[int], set[int]]:
+        """Return the assistant's messages of which nothing is rendered, and the kinds of parts left out of others."""
+        missing, kinds = [], set()
+        for place, (role, marked) in enumerate(zip(self._roles, self._marked, strict=True)):
+            if role != "assistant":
+                continue
+            lost = {kind for kind in range(_NUM_KINDS) if marked.planted[kind] and not marked.num_found(kind)}
+            if CONTENT in lost and not marked.found:
+                missing.append(place)
+            kinds |= lost - {INSERTED}
+        return missing, kinds
+
+    def turn_at(self, low: int, high: int) -> int | None:
+        """Return the assistant's message whose marks are in a range of the text."""
+        for place, marked in enumerate(self._marked):
+            if self._roles[place] == "assistant" and any(low <= at < high for at, _ in marked.found):
+                return place
+        return None
+
+    def _own(self, place: int) -> list[tuple[int, int]]:
+        """The marks of an assistant's turn. A tool's answer may repeat the name of the call: those come later."""
+        marked, seen = self._marked[place], [0] * _NUM_KINDS
+        own = []
+        for at, kind in marked.found:
+            seen[kind] += 1
+            if seen[kind] <= marked.planted[kind]:
+                own.append((at, kind))
+        return own
+
+    def _start(self, text: str, place: int, done: int, form: TurnFormat) -> int:
+        own = self._own(place)
+        first, kind = own[0]
+        role = self._roles[place - 1] if place else "user"
+        # Behind a tool's result some templates write the header of a new turn, and others go on in the same turn.
+        for header in (form.header(role), form.header("user")):
+            for before in (*_prompts(header.prompt), header.before):
+                if before and (at := text.rfind(before, done, first)) >= 0:
+                    return at + len(before)
+        part = self._marked[place].parts.get(kind, _Part())
+        lead = next((one for one in (part.lead, part.lead.lstrip()) if text.endswith(one, done, first)), "")
+        low = first - len(lead)
+        while low > done and text[low - 1] == " ":  # a space belongs to the token of the word behind it
+            low -= 1
+        return low
+
+    def _end(self, text: str, place: int, limit: int, form: TurnFormat) -> int:
+        own = self._own(place)
+        last, kind = own[-1]
+        part = self._marked[place].parts.get(kind, _Part())
+        end = last + (kind != INSERTED)
+        if kind in (CALL, THOUGHT):
+            found = [at + len(name) for name in form.ends if (at := text.find(name, end, limit)) >= 0]
+            if found:
+                return min(found)
+            if form.call_closer and text.startswith(form.call_closer, end):
+                return end + len(form.call_closer)
+            if place == len(self._roles) - 1:
+                return len(text.rstrip())
+            return limit - len(text[end:limit].lstrip("\"'}])"))
+        trail = next((one for one in (part.trail, part.trail.rstrip()) if text.startswith(one, end)), "")
+        for low in (end + len(trail), end + len(trail.rstrip())):
+            for closer in ("", *form.closers):
+                if not text.startswith(closer, low):
+                    continue
+                rest = text[low + len(closer) : min(limit, low + len(closer) + 200)].lstrip()
+                name = next((one for one in form.specials if rest.startswith(one)), "")
+                if name:
+                    return text.index(name, low + len(closer)) + len(name)
+        return end + len(trail)
+
+
+def _mark_of(place: int, kind: int) -> str:
+    return chr(_FIRST_MARK + place % _NUM_TURNS * _NUM_KINDS + kind)
+
+
+def _split_thoughts(content: str) -> Iterator[tuple[str, int]]:
+    """The parts of an answer that holds thoughts in tags, each with its kind."""
+    done = 0
+    for match in _THOUGHTS.finditer(content) if "</th" in content or "</reasoning>" in content else ():
+        low = match.start(3) if match[1] else match.start(5)
+        high = match.end()
+        if low > done:
+            yield content[done:low], CONTENT
+        yield content[low:high], THOUGHT
+        done = high
+    yield content[done:], CONTENT
+
+
+def _mark_text(text: str, mark: str, marked: _Marked, kind: int, *, ends: bool = True) -> str:
+    """Replace the first and the last letter that is in no tag. Texts without letters have another sign replaced."""
+    first, last = _free_letters(text, _LETTER, ends=ends, tags=kind != CALL)
+    if first < 0 and kind != CALL:
+        first, last = _free_letters(text, _SIGN, ends=ends)
+    if first < 0:
+        if kind in marked.parts:
+            marked.parts[kind].trail += text
+        return text
+    if kind not in marked.parts:
+        marked.parts[kind] = _Part(lead=text[:first])
+    marked.parts[kind].trail = text[last + 1 :]
+    marked.planted[kind] += 1 if first == last else 2
+    if first == last:
+        return text[:first] + mark + text[first + 1 :]
+    return text[:first] + mark + text[first + 1 : last] + mark + text[last + 1 :]
+
+
+def _free_letters(text: str, pattern: re.Pattern[str], *, ends: bool, tags: bool = True) -> tuple[int, int]:
+    """The first and the last match, outside of tags if there are any; (-1, -1) if there is none."""
+    spans = [match.span() for match in _TAGS.finditer(text)] if tags and ("<" in text or "[" in text) else []
+    first, at = -1, 0
+    for low, high in [*spans, (len(text), len(text))]:
+        match = pattern.search(text, at, low)
+        if match is not None:
+            first = match.start()
+            break
+        at = high
+    if first < 0 or not ends:
+        return first, first
+    at = len(text) - 1
+    for low, high in [*reversed(spans), (-1, first)]:
+        while at >= high and not pattern.match(text, at):
+            at -= 1
+        if at >= high:
+            break
+        at = low - 1
+    return first, at
+
+
+def _mark_calls(value: Any, mark: str, marked: _Marked) -> Any:
+    """Mark the texts in tool calls: names and arguments."""
+    if isinstance(value, dict):
+        return {key: one if key in _UNMARKED_KEYS else _mark_calls(one, mark, marked) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_mark_calls(one, mark, marked) for one in value]
+    return _mark_text(value, mark, marked, CALL) if isinstance(value, str) else value
+
+
+def _prompts(prompt: str) -> Iterator[str]:
+    """A generation prompt, then shorter ones for turns that do not begin with all of it."""
+    if not prompt.strip():
+        return
+    yield prompt
+    units = _UNITS.findall(prompt)
+    for size in range(len(units) - 1, 0, -1):
+        shorter = "".join(units[:size])
+        if not shorter.strip() or not (units[size - 1].isspace() or units[size - 1][-1] in ">]"):
+            continue
+        if not _OPEN_TAG.search(shorter):  # thoughts begin with their tag
+            yield shorter
+
+
+def common_units(first: str, second: str) -> str:
+    """Return the text that two texts begin with, cut at the border of a tag or word."""
+    found = []
+    for one, other in zip(_UNITS.findall(first), _UNITS.findall(second), strict=False):
+        if one != other:
+            break
+        found.append(one)
+    return "".join(found)
+
+
+def last_unit(text: str) -> str:
+    """Return the last tag or word of a text; "" if it is blank."""
+    return next((one for one in reversed(_UNITS.findall(text)) if one.strip()), "")
+
+
+def without_thought_tags(text: str) -> str:
+    """Return a text without the tags around thoughts."""
+    return _THOUGHT_TAG.sub("", text)
+
+
+def replace_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value with each text in it changed; keys stay."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: replace_texts(one, change) for key, one in value.items()}
+    return [replace_texts(one, change) for one in value] if isinstance(value, list) else value
