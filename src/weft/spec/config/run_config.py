@@ -164,6 +164,9 @@ class DataSection(Section):
     per sequence. By default fit for chats, instructions and completions, concat for text and ids."""
     borders: bool = True
     """Positions restart at each document, and attention does not cross document borders."""
+    bos: Literal["auto"] | bool = "auto"
+    """Whether each document begins with the tokenizer's beginning-of-sequence token. auto: as the tokenizer does it, by
+    its post-processor or add_bos_token in tokenizer_config.json. A chat template writes its own beginning."""
     max_record_bytes: PositiveInt = 64 * 2**20
     """Longest record in bytes; longer ones are quarantined. Plain text files are read in pieces and have no limit."""
     max_bad_fraction: Fraction = 0.01

@@ -1,0 +1,179 @@
+"""Ids of documents equal those of their full text, for every kind of tokenizer and wherever a text is cut."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from tokenizers import Tokenizer as Library
+
+from weft.data.order import preview
+from weft.data.read import Document, Turn
+from weft.data.tokens.encode import encode_documents
+from weft.data.tokens.text_windows import TextEncoder, encode_long
+from weft.data.tokens.tokenizer import Tokenizer, import_tokenizer
+
+CORPUS = ["the quick brown fox jumps over the lazy dog, and the foxes jump: 12345 aaaa naïve café 漢字"] * 30
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<tool>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def trained(model: Any, trainer: Any, normalizer: Any = None, pre: Any = None, decoder: Any = None) -> Library:
+    library = Library(model)
+    if normalizer is not None:
+        library.normalizer = normalizer
+    if pre is not None:
+        library.pre_tokenizer = pre
+    if decoder is not None:
+        library.decoder = decoder
+    library.train_from_iterator(CORPUS, trainer)
+    library.add_tokens([AddedToken("<tool>", normalized=False)])
+    return library
+
+
+def bpe(**parts: Any) -> Library:
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=SPECIAL[:5] + BYTES, show_progress=False)
+    return trained(models.BPE(byte_fallback=True, unk_token="<unk>"), trainer, **parts)
+
+
+def byte_level(prefix: bool, pre: Any = None) -> Library:
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=SPECIAL[:5], initial_alphabet=alphabet, show_progress=False
+    )
+    pre = pre or pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    return trained(models.BPE(), trainer, pre=pre, decoder=decoders.ByteLevel())
+
+
+def metaspace(scheme: Any, split: bool) -> Library:
+    strip = [decoders.Strip(" ", 1, 0)] if scheme != "never" else []
+    decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return bpe(pre=pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split), decoder=decoder)
+
+
+def unigram(scheme: Any, pre: Any = None) -> Library:
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=SPECIAL[:5], unk_token="<unk>", show_progress=False
+    )
+    space = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    return trained(models.Unigram(), trainer, normalizer, pre or space, decoders.Metaspace(prepend_scheme=scheme))
+
+
+def word_piece() -> Library:
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL[:5], show_progress=False)
+    model = models.WordPiece(unk_token="<unk>")
+    return trained(
+        model, trainer, normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    )
+
+
+def digits() -> Library:
+    split = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
+    return byte_level(False, pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)]))
+
+
+KINDS = {
+    "bytes": lambda: byte_level(False),
+    "bytes_prefixed": lambda: byte_level(True),
+    "digits": digits,
+    "prepend": lambda: bpe(
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        decoder=decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        ),
+    ),
+    "first": lambda: metaspace("first", False),
+    "always": lambda: metaspace("always", True),
+    "never": lambda: metaspace("never", False),
+    "unigram": lambda: unigram("always"),
+    "unigram_words": lambda: unigram(
+        "always", pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    ),
+    "stripped": lambda: bpe(normalizer=normalizers.Strip(), pre=pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "word_piece": word_piece,
+}
+
+
+@cache
+def both(kind: str, bos: bool) -> tuple[Library, Tokenizer]:
+    library = KINDS[kind]()
+    if bos:
+        library.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>", pair="<s> $A </s> $B", special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+    folder = Path(mkdtemp())
+    library.save(str(folder / "tokenizer.json"))
+    return library, import_tokenizer(folder / "t", str(folder))
+
+
+def full(kind: str, bos: bool, text: str) -> list[int]:
+    """What the library gives for a text, with its beginning and without its end."""
+    library = both(kind, bos)[0]
+    library.encode_special_tokens = True
+    ids = library.encode(text, add_special_tokens=False).ids
+    return [1, *ids] if bos else ids
+
+
+WORDS = ["the", "fox", " ", "  ", "\n", "\n\n", ",", "1234567", "naïve", "é", "漢字", "🎉", "aaaa", "<tool>", "dog jumps"]
+TEXT = st.lists(st.sampled_from(WORDS), min_size=1, max_size=12).map("".join)
+#: Runs are longer than what windows share, so that some cuts must be given up.
+LONG = st.tuples(
+    st.lists(st.sampled_from([*WORDS, "a" * 700, "\n" * 90]), min_size=20, max_size=40), st.integers(4, 16)
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(prompt=TEXT, answer=TEXT, bos=st.booleans())
+def test_prompt_and_answer_are_one_text(kind: str, prompt: str, answer: str, bos: bool) -> None:
+    tokenizer = both(kind, bos)[1]
+    documents = [
+        Document("f", 0, text=answer, prompt=prompt),
+        Document("f", 0, text=prompt + answer),
+        Document("f", 0, text=answer, prompt=""),
+    ]
+    joint, plain, alone = encode_documents(documents, tokenizer)
+    assert joint[0].tolist() == plain[0].tolist() == full(kind, bos, prompt + answer)
+    assert alone[0].tolist() == full(kind, bos, answer)
+    mask = joint[1]
+    assert mask is not None
+    assert alone[1] is not None
+    assert alone[1].all() or bos
+    assert (np.diff(mask.astype(int)) >= 0).all(), "the answer is what follows the prompt"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=6, deadline=None)
+@given(words=LONG, sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=6))
+def test_a_long_text_is_cut_without_a_trace(kind: str, words: tuple[list[str], int], sizes: list[int]) -> None:
+    text = "".join(words[0]) * words[1]
+    tokenizer = both(kind, False)[1]
+    expected = full(kind, False, text)
+    codec = tokenizer._codec
+    found = encode_long(text, codec.tokens, window_chars=1200)
+    assert found.ids.tolist() == expected
+    assert found.offsets().tolist() == codec.tokens([text])[0].offsets().tolist()
+    encoder, position, number, ids = TextEncoder(codec.tokens, window_chars=1200), 0, 0, []
+    while position < len(text):
+        size = sizes[number % len(sizes)]
+        ids += encoder.feed(text[position : position + size]).ids.tolist()
+        position, number = position + size, number + 1
+    assert ids + encoder.finish().ids.tolist() == expected
