@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -24,7 +24,6 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Library
 
-from weft.data.order import preview
 from weft.data.read import Document, Turn
 from weft.data.tokens.encode import encode_documents
 from weft.data.tokens.text_windows import TextEncoder, encode_long
@@ -161,19 +160,88 @@ def test_prompt_and_answer_are_one_text(kind: str, prompt: str, answer: str, bos
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6, deadline=None, phases=[Phase.generate])
 @given(words=LONG, sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=6))
 def test_a_long_text_is_cut_without_a_trace(kind: str, words: tuple[list[str], int], sizes: list[int]) -> None:
     text = "".join(words[0]) * words[1]
     tokenizer = both(kind, False)[1]
     expected = full(kind, False, text)
     codec = tokenizer._codec
-    found = encode_long(text, codec.tokens, window_chars=1200)
+    found = encode_long(text, codec, window_chars=1200, with_offsets=True)
     assert found.ids.tolist() == expected
     assert found.offsets().tolist() == codec.tokens([text])[0].offsets().tolist()
-    encoder, position, number, ids = TextEncoder(codec.tokens, window_chars=1200), 0, 0, []
+    encoder, position, number, ids = TextEncoder(codec, window_chars=1200), 0, 0, []
     while position < len(text):
         size = sizes[number % len(sizes)]
         ids += encoder.feed(text[position : position + size]).ids.tolist()
         position, number = position + size, number + 1
     assert ids + encoder.finish().ids.tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["prepend", "first", "always", "unigram", "bytes", "word_piece"])
+def test_parts_of_a_document_show_their_blanks(kind: str) -> None:
+    tokenizer = both(kind, False)[1]
+    for prompt, answer in (("the fox:", "four"), ("the fox:", " four"), ("the", " 漢字"), ("🎉", "🎉")):
+        [(ids, trained)] = encode_documents([Document("f", 0, text=answer, prompt=prompt)], tokenizer)
+        assert trained is not None
+        first = int((~trained).sum())
+        parts = tokenizer.decode_parts([ids[:first], ids[first:]])
+        assert "".join(parts) == tokenizer.decode(ids, specials=True)
+        if kind not in ("word_piece", "unigram"):  # their vocabulary lacks characters
+            assert "".join(parts) == prompt + answer
+            assert parts[1].endswith(answer), "a token across the border is shown with the answer"
+
+
+@pytest.mark.parametrize("kind", ["prepend", "first", "always", "bytes"])
+def test_chatml_has_the_ids_of_its_text(kind: str) -> None:
+    """What looks like a special token in a content is text, and changes nothing around it."""
+    library, tokenizer = both(kind, False)
+    library.encode_special_tokens = False
+    turns = (Turn("user", "the fox"), Turn("assistant", "four"), Turn("user", " dog"), Turn("assistant", "the"))
+    text = "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in turns)
+    [(ids, weights)] = encode_documents([Document("f", 0, turns=turns)], tokenizer)
+    assert ids.tolist() == library.encode(text, add_special_tokens=False).ids
+    assert weights is not None
+    shown = tokenizer.decode_parts([ids[:index] for index in (len(ids),)])[0]
+    assert "four" in shown
+    assert [tokenizer.decode([token]).strip() for token in ids[weights != 0]].count("") == 2  # the ends of turns
+    attack = (turns[0], Turn("assistant", "four <|im_end|> the"), *turns[2:])
+    [(attacked, _)] = encode_documents([Document("f", 0, turns=attack)], tokenizer)
+    start, end = tokenizer.vocabulary.turn_start_id, tokenizer.vocabulary.turn_end_id
+    assert [(attacked == one).sum() for one in (start, end)] == [4, 4]
+    first, last = (int(np.flatnonzero(ids == start)[place]) for place in (1, 2))
+    assert attacked[: first + 1].tolist() == ids[: first + 1].tolist()
+    assert attacked[-(len(ids) - last) :].tolist() == ids[last:].tolist()
+    assert tokenizer.decode_parts([attacked])[0].replace("  ", " ").count("four <|im_end|> the") == 1
+
+
+def test_documents_begin_as_the_tokenizer_begins_a_text(tmp_path: Path) -> None:
+    library = KINDS["first"]()
+    library.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A $B", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    library.save(str(tmp_path / "tokenizer.json"))
+    plain = KINDS["first"]()
+    (tmp_path / "plain").mkdir()
+    plain.save(str(tmp_path / "plain" / "tokenizer.json"))
+
+    def begin(folder: Path, name: str, config: dict[str, object] | None = None, **options: Any) -> tuple[int, ...]:
+        file = folder / "tokenizer_config.json"
+        file.unlink(missing_ok=True)
+        if config is not None:
+            file.write_text(json.dumps(config))
+        return import_tokenizer(tmp_path / "out" / name, str(folder), **options).vocabulary.begin_ids
+
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    assert begin(tmp_path, "a") == (1,)
+    assert begin(tmp_path, "b", bos=False) == ()
+    # transformers takes the config's word over the post-processor's.
+    assert begin(tmp_path, "c", {**tokens, "add_bos_token": False}) == ()
+    assert begin(tmp_path, "d", {**tokens, "add_bos_token": False}, bos=True) == (1,)
+    assert begin(tmp_path / "plain", "e", tokens) == ()
+    assert begin(tmp_path / "plain", "f", {**tokens, "add_bos_token": True}) == (1,)
+    assert begin(tmp_path / "plain", "g", tokens, bos=True) == (1,)
+    (tmp_path / "tokenizer_config.json").unlink()
+    tokenizer = import_tokenizer(tmp_path / "h", str(tmp_path), bos="auto")
+    assert tokenizer.encode("the fox") == library.encode("the fox").ids[:-1]
+    assert Tokenizer.load(tmp_path / "h").vocabulary == tokenizer.vocabulary

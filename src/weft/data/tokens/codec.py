@@ -54,7 +54,7 @@ def weights_of(offsets: np.ndarray, spans: Sequence[TrainedSpan]) -> np.ndarray:
 class ByteCodec:
     """One token per byte of UTF-8, then the special tokens."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64) for text in texts]
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
@@ -123,21 +123,13 @@ class JsonCodec:
         self._control = {token: self._library.id_to_token(token) or "" for token in control_ids if token >= 0}
         self._control_ids = np.array(sorted(self._control))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of texts of any length, int64."""
-        found: dict[int, np.ndarray] = {}
-        for group in _groups(texts):
-            parts = [texts[index] for index in group]
-            encodings = self._batch(parts, fast=True)
-            for index, encoding in zip(group, encodings, strict=True):
-                ids = np.array(encoding.ids, dtype=np.int64)
-                found[index] = self._apart(texts[index]).ids if self._has_control(ids) else ids
-        return [
-            found[index] if index in found else encode_long(text, self.tokens).ids for index, text in enumerate(texts)
-        ]
+    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of texts of a window's length, int64."""
+        found = [np.array(encoding.ids, dtype=np.int64) for encoding in self._batch(texts, fast=True)]
+        return [self._apart(text).ids if self._has_control(ids) else ids for text, ids in zip(texts, found, strict=True)]
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the ids of texts with the characters of each; the texts are windows at most."""
+        """Return the ids of texts of a window's length, with offsets."""
         found = [
             Tokens(np.array(encoding.ids, dtype=np.int64), encoding) for encoding in self._batch(texts, fast=False)
         ]
@@ -149,7 +141,7 @@ class JsonCodec:
         """Return the tokens of conversations: what looks like a special token within the ranges `plain` stays text."""
         filled = [self._filled(one) for one in texts]
         encodings: list[Any] = []
-        for group in _groups(filled, longest=None):
+        for group in _groups(filled, is_limited=False):
             parts = [filled[index] for index in group]
             encodings += bounded(
                 lambda parts=parts: self._rendered.encode_batch(parts, add_special_tokens=False), sum(map(len, parts))
@@ -297,8 +289,21 @@ class JsonCodec:
         return "ByteLevel" in json.dumps(json.loads(self._library.to_str()).get("decoder"))
 
 
+def full_ids(codec: ByteCodec | JsonCodec, texts: Sequence[str]) -> list[np.ndarray]:
+    """Return the ids of texts of any length, int64.
+
+    Args:
+        codec: encodes them.
+        texts: each one a text of its own.
+    """
+    found: dict[int, np.ndarray] = {}
+    for group in _groups(texts):
+        found |= zip(group, codec.ids([texts[index] for index in group]), strict=True)
+    return [found[index] if index in found else encode_long(text, codec).ids for index, text in enumerate(texts)]
+
+
 def full_tokens(codec: ByteCodec | JsonCodec, texts: Sequence[str]) -> list[Tokens]:
-    """Return the tokens of texts of any length, with the characters of each.
+    """Return the tokens of texts of any length, with offsets.
 
     Args:
         codec: encodes them.
@@ -308,7 +313,10 @@ def full_tokens(codec: ByteCodec | JsonCodec, texts: Sequence[str]) -> list[Toke
     for group in _groups(texts):
         encoded = codec.tokens([texts[index] for index in group])
         found |= {index: Tokens(one.ids, one.offsets()) for index, one in zip(group, encoded, strict=True)}
-    return [found[index] if index in found else encode_long(text, codec.tokens) for index, text in enumerate(texts)]
+    return [
+        found[index] if index in found else encode_long(text, codec, with_offsets=True)
+        for index, text in enumerate(texts)
+    ]
 
 
 def _library(text: str) -> Any:
@@ -322,14 +330,14 @@ def _library(text: str) -> Any:
     return library
 
 
-def _groups(texts: Sequence[str], longest: int | None = WINDOW_CHARS) -> Iterator[list[int]]:
+def _groups(texts: Sequence[str], *, is_limited: bool = True) -> Iterator[list[int]]:
     """Indices of texts to encode together: the library's result takes a hundred bytes and more per token.
 
-    Longer texts than `longest` are left out.
+    Texts longer than a window are left out, unless they are not limited.
     """
     group, num_chars = list[int](), 0
     for index, text in enumerate(texts):
-        if longest is not None and len(text) > longest:
+        if is_limited and len(text) > WINDOW_CHARS:
             continue
         group.append(index)
         num_chars += len(text)

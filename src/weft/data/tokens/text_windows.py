@@ -9,8 +9,8 @@ Windows that do not agree are encoded as one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,30 +30,38 @@ class Tokens:
 
     Args:
         ids: int64 [n].
-        encoding: of the tokenizers library, which has the offsets; or int64 [n, 2].
+        source: of the offsets: an encoding of the tokenizers library, an int64 [n, 2], or None.
     """
 
-    __slots__ = ("_encoding", "ids")
+    __slots__ = ("_source", "ids")
 
-    def __init__(self, ids: np.ndarray, encoding: Any):
-        self.ids, self._encoding = ids, encoding
+    def __init__(self, ids: np.ndarray, source: Any):
+        self.ids, self._source = ids, source
 
-    def span(self, index: int) -> tuple[int, int]:
-        """Return the first character of a token and the one after its last."""
-        if isinstance(self._encoding, np.ndarray):
-            low, high = self._encoding[index]
-            return int(low), int(high)
-        return self._encoding.token_to_chars(index) or (0, 0)
+    @property
+    def has_offsets(self) -> bool:
+        """Whether offsets are known."""
+        return self._source is not None
 
     def offsets(self) -> np.ndarray:
-        """Return the spans of all tokens, int64 [n, 2]."""
-        if isinstance(self._encoding, np.ndarray):
-            return self._encoding
-        return np.array(self._encoding.offsets, np.int64).reshape(-1, 2)
+        """Return the first character of each token and the one after its last, int64 [n, 2]."""
+        if self._source is None:
+            return np.zeros((0, 2), np.int64)
+        if isinstance(self._source, np.ndarray):
+            return self._source
+        return np.array(self._source.offsets, np.int64).reshape(-1, 2)
 
 
-#: Encodes texts, each for itself.
-Encode = Callable[[Sequence[str]], list[Tokens]]
+class Encoder(Protocol):
+    """Encodes texts of a window's length, each for itself."""
+
+    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return their ids, int64."""
+        ...
+
+    def tokens(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return their ids with offsets, which takes half as long again."""
+        ...
 
 
 class _Window(NamedTuple):
@@ -65,24 +73,35 @@ class _Window(NamedTuple):
     tokens: Tokens
 
 
+class _Edge(NamedTuple):
+    """Tokens of a window near one of its ends, as (id, first character, end); `first` is the index of the first."""
+
+    first: int
+    tokens: list[tuple[int, int, int]]
+
+
 class TextEncoder:
     """Encodes one text that arrives in parts.
 
     Args:
-        encode: encodes windows.
+        encoder: encodes windows.
         window_chars: characters of a window.
-        with_offsets: whether results have the characters of each token.
+        with_offsets: whether results have offsets, which takes half as long again.
     """
 
-    def __init__(self, encode: Encode, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False):
-        self._encode, self._window_chars, self._with_offsets = encode, window_chars, with_offsets
+    def __init__(self, encoder: Encoder, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False):
+        self._encoder, self._window_chars, self._with_offsets = encoder, window_chars, with_offsets
         self._parts: list[str] = []
         self._num_chars = 0
-        #: Of the buffer: characters before it in the text, and where the part begins whose ids were not returned.
-        self._before, self._begin = 0, 0
+        #: Characters of the text before the buffer.
+        self._before = 0
+        #: Where the part of the buffer begins whose ids were not returned. What is before it is context.
+        self._begin = 0
+        #: The first token of that part in the first window.
+        self._first = 0
 
     def feed(self, part: str) -> Tokens:
-        """Add a part of the text, and return ids that no further part can change."""
+        """Add a part of the text, and return the tokens that no further part can change."""
         self._parts.append(part)
         self._num_chars += len(part)
         if self._num_chars < GROUP_WINDOWS * self._window_chars:
@@ -90,37 +109,44 @@ class TextEncoder:
         return self._advance(is_end=False)
 
     def finish(self) -> Tokens:
-        """Return the ids of the rest."""
+        """Return the tokens of the rest."""
         return self._advance(is_end=True)
 
     def _advance(self, *, is_end: bool) -> Tokens:
         text = "".join(self._parts)
         cuts = self._cuts(text, is_end=is_end)
-        done: list[Tokens] = []
-        if len(cuts) > 1:
-            encoded = self._windows(text, list(itertools.pairwise(cuts)))
-            current, first, index = encoded[0], self._own(encoded[0]), 1
-            while index < len(encoded):
-                following = encoded[index]
-                found = _agreed(current, following, following.begin)
-                if found is None:
-                    following = self._aligned(text, current, following)
-                    found = _agreed(current, following, following.begin)
-                if found is None:
-                    index, current = self._merged(text, current, encoded, index)
-                    first = self._own(current)
-                    continue
-                last, start, cut = found
-                done.append(self._part(current, first, last))
-                current, first, index = following._replace(begin=cut), start, index + 1
-            if is_end:
-                done.append(self._part(current, first, len(current.tokens.ids)))
-            low, begin = current.low, current.begin
-        else:
-            low, begin = 0, self._begin
-        self._parts, self._num_chars = [text[low:]], len(text) - low
-        self._before, self._begin = self._before + low, begin - low
+        if len(cuts) < 2:
+            return _joined([])
+        windows = self._windows(text, list(itertools.pairwise(cuts)))
+        current, first, index, done = windows[0], self._first, 1, list[Tokens]()
+        while index < len(windows):
+            following = windows[index]
+            found = self._agreed(text, current, following)
+            if found is None:
+                following = self._aligned(text, current, following)
+                found = self._agreed(text, current, following)
+            if found is None:
+                index, current = self._merged(text, current, windows, index)
+                continue
+            last, start, cut = found
+            done.append(self._part(current, first, last))
+            current, first, index = following._replace(begin=cut), start, index + 1
+        if is_end:
+            done.append(self._part(current, first, len(current.tokens.ids)))
+        self._parts, self._num_chars = [text[current.low :]], len(text) - current.low
+        self._before, self._begin, self._first = self._before + current.low, current.begin - current.low, first
         return _joined(done)
+
+    def _part(self, window: _Window, first: int, last: int) -> Tokens:
+        """Some tokens of a window, with offsets in the text."""
+        ids = window.tokens.ids[first:last]
+        offsets = window.tokens.offsets()[first:last] + (self._before + window.low) if self._with_offsets else None
+        return Tokens(ids, offsets)
+
+    def _encode(self, texts: Sequence[str]) -> list[Tokens]:
+        if self._with_offsets:
+            return self._encoder.tokens(texts)
+        return [Tokens(ids, None) for ids in self._encoder.ids(texts)]
 
     def _cuts(self, text: str, *, is_end: bool) -> list[int]:
         """Where windows begin, and the end of the last: after a newline or before a space if there is one."""
@@ -134,37 +160,70 @@ class TextEncoder:
 
     def _windows(self, text: str, planned: list[tuple[int, int]]) -> list[_Window]:
         bounds = [
-            (max(0, begin - _OVERLAP_CHARS), begin, min(len(text), end + _OVERLAP_CHARS)) for begin, end in planned
+            # The first window starts where the buffer does, as when it was cut off from the one before it.
+            (max(0, begin - _OVERLAP_CHARS) if number else 0, begin, min(len(text), end + _OVERLAP_CHARS))
+            for number, (begin, end) in enumerate(planned)
         ]
         encoded = self._encode([text[low:high] for low, _, high in bounds])
         return [_Window(*bound, tokens) for bound, tokens in zip(bounds, encoded, strict=True)]
 
-    def _own(self, window: _Window) -> int:
-        """The first token of a window that begins where an earlier one was cut."""
-        if not window.begin:
-            return 0
-        index = 0
-        while index < len(window.tokens.ids) and window.tokens.span(index)[0] + window.low < window.begin:
-            index += 1
-        return index
+    def _agreed(self, text: str, current: _Window, following: _Window) -> tuple[int, int, int] | None:
+        """Where two windows can be cut: the token of each that is the following one's first, and its first character.
+
+        None unless all tokens near the cut are the same in both.
+        """
+        cut, half = following.begin, _OVERLAP_CHARS // 2
+        edges = (
+            self._edge(text, current, cut - half, is_end=True),
+            self._edge(text, following, cut + half, is_end=False),
+        )
+        left, right = (
+            [(edge.first + place, token) for place, token in enumerate(edge.tokens)
+             if token[1] >= cut - half and token[2] <= cut + half]
+            for edge in edges
+        )  # fmt: skip
+        if [token for _, token in left] != [token for _, token in right]:
+            return None
+        for (last, token), (first, _) in zip(left, right, strict=True):
+            if token[1] >= cut:
+                return last, first, token[1]
+        return None
+
+    def _edge(self, text: str, window: _Window, until: int, *, is_end: bool) -> _Edge:
+        """The tokens of a window from `until` to its end, or from its start to `until`.
+
+        Windows have no offsets as a rule. They come from encoding the edge alone, as far as that gives the same ids.
+        """
+        if is_end:
+            low, high = max(window.low, until - _OVERLAP_CHARS), window.high
+        else:
+            low, high = window.low, min(window.high, until + _OVERLAP_CHARS)
+        [tokens] = self._encoder.tokens([text[low:high]])
+        spans, size = tokens.offsets() + low, min(len(tokens.ids), len(window.tokens.ids))
+        near, own = tokens.ids, window.tokens.ids
+        if is_end:
+            near, own = near[::-1], own[::-1]
+        differ = np.flatnonzero(near[:size] != own[:size])
+        same = int(differ[0]) if len(differ) else size
+        kept = slice(len(spans) - same, len(spans)) if is_end else slice(0, same)
+        found = [(token, *span) for token, span in zip(tokens.ids[kept].tolist(), spans[kept].tolist(), strict=True)]
+        return _Edge(len(own) - same if is_end else 0, found)
 
     def _aligned(self, text: str, current: _Window, following: _Window) -> _Window:
         """The following window, beginning at a token of the current one: in runs of one letter each shift differs."""
-        index = len(current.tokens.ids) - 1
-        while index > 0 and current.tokens.span(index)[0] + current.low > following.low:
-            index -= 1
-        low = max(0, current.tokens.span(index)[0] + current.low)
-        if index <= 0 or low == following.low:
+        edge = self._edge(text, current, following.low, is_end=True)
+        low = max((token[1] for token in edge.tokens if token[1] <= following.low), default=following.low)
+        if low == following.low:
             return following
         [tokens] = self._encode([text[low : following.high]])
         return following._replace(low=low, tokens=tokens)
 
-    def _merged(self, text: str, current: _Window, encoded: list[_Window], index: int) -> tuple[int, _Window]:
+    def _merged(self, text: str, current: _Window, windows: list[_Window], index: int) -> tuple[int, _Window]:
         """The current window with as many of the following ones as double it, and the index of the next."""
         wanted = current.high + (current.high - current.begin)
-        while index + 1 < len(encoded) and encoded[index].high < wanted:
+        while index + 1 < len(windows) and windows[index].high < wanted:
             index += 1
-        high = encoded[index].high
+        high = windows[index].high
         if high - current.low > _MAX_WINDOW_CHARS:
             raise DataError(
                 f"tokenizer: {_MAX_WINDOW_CHARS} characters of a text are one word to it. Leave the text out."
@@ -172,64 +231,28 @@ class TextEncoder:
         [tokens] = self._encode([text[current.low : high]])
         return index + 1, current._replace(high=high, tokens=tokens)
 
-    def _part(self, window: _Window, first: int, last: int) -> Tokens:
-        ids = window.tokens.ids[first:last]
-        if not self._with_offsets:
-            return Tokens(ids, np.zeros((0, 2), np.int64))
-        return Tokens(ids, window.tokens.offsets()[first:last] + (window.low + self._before))
 
-
-def encode_long(text: str, encode: Encode, *, window_chars: int = WINDOW_CHARS) -> Tokens:
-    """Return the tokens of a text of any length, with the characters of each.
+def encode_long(
+    text: str, encoder: Encoder, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False
+) -> Tokens:
+    """Return the tokens of a text of any length.
 
     Args:
         text: encoded in windows if it is longer than one.
-        encode: encodes windows.
+        encoder: encodes windows.
         window_chars: characters of a window.
+        with_offsets: whether the result has offsets.
     """
-    encoder = TextEncoder(encode, window_chars=window_chars, with_offsets=True)
+    stream = TextEncoder(encoder, window_chars=window_chars, with_offsets=with_offsets)
     step = GROUP_WINDOWS * window_chars
-    parts = [encoder.feed(text[start : start + step]) for start in range(0, len(text), step)]
-    return _joined([*parts, encoder.finish()])
-
-
-def _agreed(current: _Window, following: _Window, cut: int) -> tuple[int, int, int] | None:
-    """Where two windows can be cut: the token of each that is the following one's first, and its first character.
-
-    None unless all tokens near the cut are the same in both.
-    """
-    low, high = cut - _OVERLAP_CHARS // 2, cut + _OVERLAP_CHARS // 2
-    left, left_tokens = _between(current, low, high, from_end=True)
-    right, right_tokens = _between(following, low, high, from_end=False)
-    if left_tokens != right_tokens:
-        return None
-    for place, (_, start, _) in enumerate(left_tokens):
-        if start >= cut:
-            return left + place, right + place, start
-    return None
-
-
-def _between(window: _Window, low: int, high: int, *, from_end: bool) -> tuple[int, list[tuple[int, int, int]]]:
-    """The tokens within some characters, as (id, first character, end), and the index of the first of them."""
-    ids, tokens = window.tokens.ids, window.tokens
-    order = range(len(ids) - 1, -1, -1) if from_end else range(len(ids))
-    found: list[tuple[int, int, int]] = []
-    edge = 0
-    for index in order:
-        start, end = (one + window.low for one in tokens.span(index))
-        if (from_end and end <= low) or (not from_end and start >= high):
-            break
-        if start >= low and end <= high:
-            found.append((int(ids[index]), start, end))
-            edge = index
-    if from_end:
-        return edge, found[::-1]
-    return edge - len(found) + 1, found
+    parts = [stream.feed(text[start : start + step]) for start in range(0, len(text), step)]
+    return _joined([*parts, stream.finish()])
 
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:
-    if not parts:
-        return Tokens(np.zeros(0, np.int64), np.zeros((0, 2), np.int64))
     if len(parts) == 1:
         return parts[0]
-    return Tokens(np.concatenate([one.ids for one in parts]), np.concatenate([one.offsets() for one in parts]))
+    ids = np.concatenate([np.zeros(0, np.int64), *(one.ids for one in parts)])
+    if any(one.has_offsets for one in parts):
+        return Tokens(ids, np.concatenate([np.zeros((0, 2), np.int64), *(one.offsets() for one in parts)]))
+    return Tokens(ids, None)

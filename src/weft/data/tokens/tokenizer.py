@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +29,7 @@ from weft.data.tokens.codec import (
     ByteCodec,
     JsonCodec,
     MarkedText,
+    full_ids,
     full_tokens,
     weights_of,
 )
@@ -102,7 +105,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of texts of any length, int64 each, without tokens around them."""
-        return self._codec.encode_batch(texts)
+        return full_ids(self._codec, texts)
 
     def encode_answers(self, answers: Sequence[tuple[str, str]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Encode prompts with their answers, each pair as one text: ids, and whether they are of the answer, bool.
@@ -118,7 +121,7 @@ class Tokenizer:
 
     def text_encoder(self) -> TextEncoder:
         """Return an encoder of one text that arrives in parts."""
-        return TextEncoder(self._codec.tokens)
+        return TextEncoder(self._codec)
 
     def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
         """Return the text of `ids`; special tokens are left out unless `specials`.
@@ -127,6 +130,24 @@ class Tokenizer:
         """
         kept = [int(token) for token in ids]
         return self._codec.decode(kept if specials else [token for token in kept if token not in self._special])
+
+    def decode_parts(self, parts: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of parts of a document, with special tokens; they join to the text of all ids.
+
+        Decoding a part alone would lose the blank that some tokenizers drop at the start of a text.
+
+        Args:
+            parts: ids of consecutive parts.
+        """
+        ids, borders = list[int](), [0]
+        for part in parts:
+            ids += map(int, part)
+            borders.append(len(ids))
+        text, cuts = self._codec.decode(ids), [0]
+        for border in borders[1:-1]:
+            # A character that is not complete yet belongs to the part of its last token.
+            cuts.append(max(cuts[-1], len(commonprefix([self._codec.decode(ids[:border]).rstrip("\ufffd"), text]))))
+        return [text[low:high] for low, high in pairwise([*cuts, len(text)])]
 
     def library_json(self) -> str:
         """Return the content of a tokenizer.json that gives the same ids."""
