@@ -15,6 +15,7 @@ __all__ = [
     "ReadLimits",
     "Report",
     "Tokenizer",
+    "bounded",
     "find_tokenizer_file",
     "import_tokenizer",
     "piece_bytes",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.data.tokens.limits import bounded
     from weft.data.tokens.bpe import train_bpe
     from weft.data.tokens.tokenise import (
         ALL_DRAWS,
@@ -53,6 +55,7 @@ __getattr__ = loads(
         "ReadLimits": ".tokenise",
         "Report": ".tokenise",
         "Tokenizer": ".tokenizer",
+        "bounded": ".limits",
         "find_tokenizer_file": ".tokenizer",
         "import_tokenizer": ".tokenizer",
         "piece_bytes": ".tokenise",

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from weft.data.read import Turn
-from weft.data.tokens.bounded import bounded
+from weft.data.tokens.limits import bounded
 from weft.data.tokens.chat_template import ChatTemplate, TrainedSpan
 from weft.data.tokens.codec import (
     END,
@@ -311,8 +311,8 @@ def import_tokenizer(folder: Path, path: str, *, template: bool = False, bos: Bo
     source = find_tokenizer_file(path)
     try:
         text = source.read_text("utf-8")
-        names = Library.from_str(text).get_vocab(with_added_tokens=True)
-    # The library raises bare Exception for every kind of bad file.
+        names = bounded(lambda: Library.from_str(text), len(text)).get_vocab(with_added_tokens=True)
+    # The library raises bare Exception for every kind of bad file, and so does reading one.
     except Exception as error:
         raise DataError(
             f"tokenizer.path={path}: not a tokenizer.json ({error}). Give one saved by `tokenizers`."
@@ -341,10 +341,11 @@ def _begin_ids(text: str, names: Mapping[str, int], settings: Mapping[str, Any],
     if "add_bos_token" in settings or "add_eos_token" in settings:  # transformers then ignores the post-processor
         found = [names[own]] if settings.get("add_bos_token") and own in names else []
     else:
-        library = Library.from_str(text)
-        encoding = bounded(lambda: library.encode_batch(["a"]), 1)[0]
-        marks = encoding.special_tokens_mask
-        found = encoding.ids[: next((place for place, mark in enumerate(marks) if not mark), 0)]
+        found, library = [], Library.from_str(text)
+        if library.post_processor is not None:
+            [encoding] = bounded(lambda: library.encode_batch(["a"]), 1)
+            marks = encoding.special_tokens_mask
+            found = encoding.ids[: next((place for place, mark in enumerate(marks) if not mark), 0)]
     if found or bos == "auto":
         return found
     name = next((name for name in (own, *_BEGIN_NAMES) if name in names), None)

@@ -233,8 +233,8 @@ class FolderTask(Task):
             most: tokens of a row; None: train.seq_len.
         """
         tokenizer = self.tokenizer(**({"add_prefix_space": True} if is_split else {}))
-        found: Any = tokenizer(
-            texts, pairs, truncation=True, max_length=most or self.config.train.seq_len, is_split_into_words=is_split
+        found = self.tokenised(
+            tokenizer, texts, pairs, max_length=most or self.config.train.seq_len, is_split_into_words=is_split
         )
         for one in found.encodings:
             row = {"input_ids": np.array(one.ids, np.int32), "is_cut": np.array([bool(one.overflowing)], np.uint8)}
@@ -243,6 +243,23 @@ class FolderTask(Task):
             if is_split:
                 row["word_ids"] = np.array([-1 if word is None else word for word in one.word_ids], np.int64)
             yield row
+
+    def tokenised(self, tokenizer: Any, texts: Any, pairs: Any = None, **options: Any) -> Any:
+        """Return what a tokenizer gives for some texts, cut to a length.
+
+        Args:
+            tokenizer: of transformers.
+            texts: each a text; or a list of words.
+            pairs: second texts, one for each.
+            options: further arguments of the tokenizer, such as max_length.
+
+        Raises:
+            DataError: when it takes too long, needs too much memory, or fails.
+        """
+        from weft.data.tokens import bounded
+
+        num_chars = sum(len(one) if isinstance(one, str) else sum(map(len, one)) for one in (*texts, *(pairs or ())))
+        return bounded(lambda: tokenizer(texts, pairs, truncation=True, **options), num_chars)
 
     # --- batches ---
 

@@ -68,10 +68,14 @@ class Seq2SeqTask(FolderTask):
         return {"start_id": start}
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        from weft.data.tokens import bounded
+
         sources = [self.prefix + one.text(self.source, "source") for one in records]
         tokenizer: Any = self.tokenizer()
         targets = [one.text(self.target, "target") for one in records]
-        wanted: Any = tokenizer(text_target=targets, truncation=True, max_length=self.target_len)
+        wanted: Any = bounded(
+            lambda: tokenizer(text_target=targets, truncation=True, max_length=self.target_len), sum(map(len, targets))
+        )
         for row, target in zip(self.encoded(sources), wanted.encodings, strict=True):
             yield {
                 **row,
