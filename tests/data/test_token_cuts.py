@@ -131,7 +131,23 @@ def full(kind: str, bos: bool, text: str) -> list[int]:
     return [1, *ids] if bos else ids
 
 
-WORDS = ["the", "fox", " ", "  ", "\n", "\n\n", ",", "1234567", "naïve", "é", "漢字", "🎉", "aaaa", "<tool>", "dog jumps"]
+WORDS = [
+    "the",
+    "fox",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    ",",
+    "1234567",
+    "naïve",
+    "é",
+    "漢字",
+    "🎉",
+    "aaaa",
+    "<tool>",
+    "dog jumps",
+]
 TEXT = st.lists(st.sampled_from(WORDS), min_size=1, max_size=12).map("".join)
 #: Runs are longer than what windows share, so that some cuts must be given up.
 LONG = st.tuples(

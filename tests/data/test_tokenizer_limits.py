@@ -39,7 +39,9 @@ def save(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["regex", "alternatives"])
 def test_a_panic_of_the_library_is_an_error_of_the_data(tmp_path, kind, capfd):
     tokenizer = import_tokenizer(tmp_path / "t", str(save(tmp_path / "s", kind)))
-    with pytest.raises(DataError, match=r"tokenizer: the tokenizers library failed \(.*retry-limit.*\)\. Check the norm"):
+    with pytest.raises(
+        DataError, match=r"tokenizer: the tokenizers library failed \(.*retry-limit.*\)\. Check the norm"
+    ):
         tokenizer.encode_batch(["a" * 40 + "b"])
     assert "panicked" not in capfd.readouterr().err
     assert tokenizer.encode("b") == [1], "other texts go on"
@@ -60,7 +62,9 @@ def test_a_chain_of_replacements_does_not_fill_the_memory(tmp_path, kind):
         "    print('refused', error)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code, str(tmp_path / "t")], capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "t")], capture_output=True, text=True, timeout=60
+    )
     assert found.returncode == 0, found.stderr
     refused, peak_mib = found.stdout.splitlines()
     assert refused.startswith("refused tokenizer: it took more than")

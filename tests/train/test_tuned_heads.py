@@ -81,7 +81,9 @@ def test_names_of_classes_are_those_of_the_head():
     assert {name: found["ids"][name] for name in wanted} == wanted
     assert settled_labels("", ["ENTAILMENT", "Contradiction"], HEAD)["labels"] == [*HEAD.values()]
     assert settled_labels("", ["0", "2"], HEAD)["ids"] == {"0": 0, "1": 1, "2": 2}
-    with pytest.raises(ConfigError, match=r"data has the classes a, b, c, and the folder's head CONTRADICTION, .*new_head"):
+    with pytest.raises(
+        ConfigError, match=r"data has the classes a, b, c, and the folder's head CONTRADICTION, .*new_head"
+    ):
         settled_labels("", "abc", HEAD)
     assert settled_labels("c,b,a", "abc", HEAD)["labels"] == ["c", "b", "a"]
     assert settled_labels("", "abc", HEAD, new_head=True)["labels"] == ["a", "b", "c"]

@@ -64,7 +64,9 @@ def test_tied_tensors_are_stored_with_one_value(tmp_path, kind, own, other):
     table[-1, -1] += 1
     change(folder, **{other: table})
     name = other.replace("__", ".")
-    with pytest.raises(CheckpointError, match=r'config\.json ties .*, and .* different values\. Set "tie_word_emb') as e:
+    with pytest.raises(
+        CheckpointError, match=r'config\.json ties .*, and .* different values\. Set "tie_word_emb'
+    ) as e:
         pretrained_source(model_of(folder), folder)
     assert repr(name) in str(e.value)
 
@@ -79,5 +81,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path, dtype, value):
     load_pretrained(model, folder)
     weights[name][3, 5] = value
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"tensor '{name}' of model\.safetensors holds values that are not finite"):
+    with pytest.raises(
+        CheckpointError, match=rf"tensor '{name}' of model\.safetensors holds values that are not finite"
+    ):
         load_pretrained(model, folder)

@@ -126,7 +126,9 @@ class JsonCodec:
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of texts of a window's length, int64."""
         found = [np.array(encoding.ids, dtype=np.int64) for encoding in self._batch(texts, fast=True)]
-        return [self._apart(text).ids if self._has_control(ids) else ids for text, ids in zip(texts, found, strict=True)]
+        return [
+            self._apart(text).ids if self._has_control(ids) else ids for text, ids in zip(texts, found, strict=True)
+        ]
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
         """Return the ids of texts of a window's length, with offsets."""

@@ -232,9 +232,7 @@ class TextEncoder:
         return index + 1, current._replace(high=high, tokens=tokens)
 
 
-def encode_long(
-    text: str, encoder: Encoder, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False
-) -> Tokens:
+def encode_long(text: str, encoder: Encoder, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False) -> Tokens:
     """Return the tokens of a text of any length.
 
     Args:
