@@ -241,7 +241,7 @@ def test_documents_begin_as_the_tokenizer_begins_a_text(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     plain.save(str(tmp_path / "plain" / "tokenizer.json"))
 
-    def begin(folder: Path, name: str, config: dict[str, object] | None = None, **options: Any) -> tuple[int, ...]:
+    def begin(folder: Path, name: str, config: Any = None, **options: Any) -> tuple[int, ...]:
         file = folder / "tokenizer_config.json"
         file.unlink(missing_ok=True)
         if config is not None:

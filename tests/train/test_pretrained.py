@@ -267,6 +267,7 @@ def test_a_folder_that_balances_its_experts_is_trained_with_that_loss(tmp_path, 
     model = task.initial_model(Plan())
     source = task.initial_weights(model)
     ours = model.to_empty(device="cpu")
+    assert source is not None
     fill_whole(ours, source)
     for name, own in plain.named_buffers():
         ours.get_buffer(name).copy_(own)

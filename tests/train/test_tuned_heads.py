@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.train.tuned_folders import WORDS, save_tokenizer
-from weft.data.read.records import Record
 from weft.errors import ConfigError, DataError
 from weft.spec.files.config_file import load_config
-from weft.structure import hugging_face
-from weft.train.task import Share
 from weft.train.tasks.task_choice import find_task
 from weft.train.tasks.tuned.label_names import label_id, settled_labels
 from weft.train.tasks.tuned.table_data import TableRecord
@@ -33,7 +30,7 @@ def prepared(folder: Path, task: str, *words: str):
     from weft.train import prepare_run
 
     run = prepare_run(load_config(None, lines).config, world_size=1)
-    found = find_task(run.config())
+    found: Any = find_task(run.config())
     found.open(run)
     return found
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -278,7 +279,7 @@ class JoinedTensors:
 def _all_finite(out: memoryview, dtype: str) -> bool:
     """Whether the exponent of each float is below the highest."""
     exponent = _EXPONENTS[dtype]
-    bits = np.frombuffer(out, _BITS[DTYPE_BYTES[dtype]])
+    bits: Any = np.frombuffer(out, _BITS[DTYPE_BYTES[dtype]])
     for start in range(0, len(bits), _CHECKED_ELEMENTS):
         if ((bits[start : start + _CHECKED_ELEMENTS] & exponent).max(initial=0)) == exponent:
             return False

@@ -27,8 +27,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.data.tokens.limits import bounded
     from weft.data.tokens.bpe import train_bpe
+    from weft.data.tokens.limits import bounded
     from weft.data.tokens.tokenise import (
         ALL_DRAWS,
         FORMAT_VERSION,

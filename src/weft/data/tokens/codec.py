@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.data.tokens.limits import bounded
 from weft.data.tokens.chat_template import TrainedSpan
+from weft.data.tokens.limits import bounded
 from weft.data.tokens.text_windows import GROUP_WINDOWS, WINDOW_CHARS, Tokens, encode_long
 from weft.errors import DataError
 

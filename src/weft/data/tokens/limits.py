@@ -1,7 +1,7 @@
 """Calls of the tokenizers library with limits on time and memory, since its components come from files of strangers.
 
-A regular expression may backtrack without end, and a chain of replacements may turn one letter into gigabytes. The call
-runs in a thread of its own. A call past its limits cannot be stopped, so it is left behind, and the error ends the command.
+A regular expression may backtrack without end, and a chain of replacements may turn one letter into gigabytes. Each call
+runs in its own thread. A call past its limits cannot be stopped. It goes on until the process ends, which the error causes.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _translated(error: BaseException) -> BaseException:
 
 def _unusable(what: str) -> DataError:
     return DataError(
-        f"tokenizer: {what}. Check the normalizer and the regular expressions in its tokenizer.json, or use another one."
+        f"tokenizer: {what}. Check the normalizer and regular expressions in its tokenizer.json, or use another one."
     )
 
 

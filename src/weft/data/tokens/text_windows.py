@@ -1,9 +1,9 @@
 """Token ids of texts of any length in bounded memory, equal to those of the full text.
 
-A long text is encoded in windows that overlap. Tokenizers look at a neighbourhood only, such as a word, but also at the
-start of a text, which some of them prefix with a blank. So a cut is accepted only if two neighbouring windows agree on all
-tokens around it: what one window has left of the cut and the other one right of it is then what the full text has.
-Windows that do not agree are encoded as one.
+A long text is encoded in windows that overlap. A token depends on its neighbourhood, such as a word, and on the start of
+the text, where some tokenizers add a blank. So a cut is accepted only if two windows have the same tokens around it. The
+tokens of the first window before the cut and of the second after it are then those of the full text. Windows without such
+a cut are encoded as one.
 """
 
 from __future__ import annotations

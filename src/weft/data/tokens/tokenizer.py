@@ -12,14 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from weft.data.read import Turn
-from weft.data.tokens.limits import bounded
 from weft.data.tokens.chat_template import ChatTemplate, TrainedSpan
 from weft.data.tokens.codec import (
     END,
@@ -33,6 +31,7 @@ from weft.data.tokens.codec import (
     full_tokens,
     weights_of,
 )
+from weft.data.tokens.limits import bounded
 from weft.data.tokens.text_windows import TextEncoder, Tokens
 from weft.errors import DataError
 
@@ -131,7 +130,7 @@ class Tokenizer:
         kept = [int(token) for token in ids]
         return self._codec.decode(kept if specials else [token for token in kept if token not in self._special])
 
-    def decode_parts(self, parts: Sequence[Sequence[int]]) -> list[str]:
+    def decode_parts(self, parts: Iterable[Iterable[int]]) -> list[str]:
         """Return the texts of parts of a document, with special tokens; they join to the text of all ids.
 
         Decoding a part alone would lose the blank that some tokenizers drop at the start of a text.
@@ -146,7 +145,12 @@ class Tokenizer:
         text, cuts = self._codec.decode(ids), [0]
         for border in borders[1:-1]:
             # A character that is not complete yet belongs to the part of its last token.
-            cuts.append(max(cuts[-1], len(commonprefix([self._codec.decode(ids[:border]).rstrip("\ufffd"), text]))))
+            before = self._codec.decode(ids[:border]).rstrip("\ufffd")
+            same = next(
+                (place for place, (one, other) in enumerate(zip(before, text, strict=False)) if one != other),
+                len(before),
+            )
+            cuts.append(max(cuts[-1], min(same, len(text))))
         return [text[low:high] for low, high in pairwise([*cuts, len(text)])]
 
     def library_json(self) -> str:
@@ -304,7 +308,7 @@ def import_tokenizer(folder: Path, path: str, *, template: bool = False, bos: Bo
         bos: which tokens begin a document, as data.bos says.
 
     Raises:
-        DataError: if there is none, it cannot be read, or it lacks its end token or the beginning that data.bos asks for.
+        DataError: if there is none, it cannot be read, or it lacks an end token or the one that data.bos asks for.
     """
     from tokenizers import Tokenizer as Library
 
@@ -339,7 +343,7 @@ def _begin_ids(text: str, names: Mapping[str, int], settings: Mapping[str, Any],
         return []
     own = _token_name(settings.get("bos_token"))
     if "add_bos_token" in settings or "add_eos_token" in settings:  # transformers then ignores the post-processor
-        found = [names[own]] if settings.get("add_bos_token") and own in names else []
+        found = [names[own]] if settings.get("add_bos_token") and own is not None and own in names else []
     else:
         found, library = [], Library.from_str(text)
         if library.post_processor is not None:

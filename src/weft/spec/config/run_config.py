@@ -110,8 +110,8 @@ class ModelSection(Section):
     adjusted after each step; none: no balancing. Of model.path: aux_loss or none, by default aux_loss if its config
     sets output_router_logits."""
     balance_rate: PositiveFloat | None = None
-    """Weight of the auxiliary loss, or how much a routing bias changes in one step. Of model.path: by default its config's
-    router_aux_loss_coef."""
+    """Weight of the auxiliary loss, or how much a routing bias changes in one step. Of model.path: by default its
+    config's router_aux_loss_coef."""
     capacity_factor: NonNegative | None = None
     """An expert accepts at most this many times its even share of each sequence's tokens and drops the rest; 0 drops no
     token."""

@@ -123,7 +123,7 @@ class PretrainedTask(DecoderTask):
                 balance_routers(model, rate)
             except ModelError as error:
                 raise _wrong(
-                    "model.balance", "aux_loss", f"Weft finds no routers in {type(model).__name__} that it can balance. "
+                    "model.balance", "aux_loss", f"Weft cannot balance the routers of {type(model).__name__}. "
                     'Set model.balance="none".',
                 ) from error  # fmt: skip
         return model

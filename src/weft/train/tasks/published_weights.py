@@ -90,8 +90,8 @@ def _refuse_unequal(
         for other in present[1:]:
             if not source.is_equal(present[0], other):
                 raise CheckpointError(
-                    f"model.path={folder}: config.json ties {present[0]!r} and {other!r}, and the files store them with "
-                    'different values. Set "tie_word_embeddings": false in config.json, or remove the one that was not '
+                    f"model.path={folder}: config.json ties {present[0]!r} and {other!r}, and their stored values "
+                    'differ. Set "tie_word_embeddings": false in config.json, or remove the one that was not '
                     "trained from the files."
                 )
 

@@ -72,8 +72,8 @@ def settled_labels(
         raise ConfigError([Problem("task.options.labels", f"task.options.labels={option}: {rule}. Name all of them.")])
     if len(known) == len(names) and not option:
         rule = (
-            f"the data has the classes {_shown(names)}, and the folder's head {_shown(known)}. Name the data's classes in "
-            "the order of the head, or set task.options.new_head=true for a head that starts anew"
+            f"the data has the classes {_shown(names)}, and the folder's head {_shown(known)}. Name the data's classes "
+            "in the order of the head, or set task.options.new_head=true for a head that starts anew"
         )
         raise ConfigError([Problem("task.options.labels", f"task.options.labels: {rule}.")])
     return {"labels": names, "ids": {name: index for index, name in enumerate(names)}}
