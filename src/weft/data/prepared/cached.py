@@ -59,8 +59,8 @@ def ready_tokenizer(
     section = config.tokenizer
     if config.data.bos is True and section.kind != "file":
         raise DataError(
-            f"data.bos=true: a tokenizer of kind {section.kind} has no beginning-of-sequence token. Leave data.bos out, "
-            "or use tokenizer.kind=file."
+            f"data.bos=true: a tokenizer of kind {section.kind} has no bos_token. Leave data.bos out, or "
+            "use tokenizer.kind=file."
         )
     if section.kind == "bytes":
         key = key_of("bytes", FORMAT_VERSION)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
-    "ALL_DRAWS",
     "DocumentStream",
     "FORMAT_VERSION",
     "SourceManifest",
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from weft.data.tokens.bpe import train_bpe
     from weft.data.tokens.limits import bounded
     from weft.data.tokens.tokenise import (
-        ALL_DRAWS,
         FORMAT_VERSION,
         QUARANTINE,
         DocumentStream,
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
-        "ALL_DRAWS": ".tokenise",
         "DocumentStream": ".tokenise",
         "FORMAT_VERSION": ".tokenise",
         "SourceManifest": ".tokenise",

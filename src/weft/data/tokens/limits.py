@@ -1,7 +1,7 @@
 """Calls of the tokenizers library with limits on time and memory, since its components come from files of strangers.
 
-A regular expression may backtrack without end, and a chain of replacements may turn one letter into gigabytes. Each call
-runs in its own thread. A call past its limits cannot be stopped. It goes on until the process ends, which the error causes.
+A regular expression may backtrack without end, and a chain of replacements may turn one letter into gigabytes. Each
+call runs in its own thread. A call past its limits cannot be stopped: it goes on until the error ends the process.
 """
 
 from __future__ import annotations

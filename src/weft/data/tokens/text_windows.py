@@ -1,9 +1,9 @@
 """Token ids of texts of any length in bounded memory, equal to those of the full text.
 
-A long text is encoded in windows that overlap. A token depends on its neighbourhood, such as a word, and on the start of
-the text, where some tokenizers add a blank. So a cut is accepted only if two windows have the same tokens around it. The
-tokens of the first window before the cut and of the second after it are then those of the full text. Windows without such
-a cut are encoded as one.
+A long text is encoded in windows that overlap. A token depends on its neighbourhood, such as a word, and on the start
+of the text, where some tokenizers add a blank. So a cut is accepted only if two windows have the same tokens around it.
+The tokens of the first window before the cut and of the second after it are then those of the full text. Windows
+without such a cut are encoded as one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Tokens:
         return np.array(self._source.offsets, np.int64).reshape(-1, 2)
 
 
-class Encoder(Protocol):
+class WindowCodec(Protocol):
     """Encodes texts of a window's length, each for itself."""
 
     def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -89,7 +89,7 @@ class TextEncoder:
         with_offsets: whether results have offsets, which takes half as long again.
     """
 
-    def __init__(self, encoder: Encoder, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False):
+    def __init__(self, encoder: WindowCodec, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False):
         self._encoder, self._window_chars, self._with_offsets = encoder, window_chars, with_offsets
         self._parts: list[str] = []
         self._num_chars = 0
@@ -232,16 +232,18 @@ class TextEncoder:
         return index + 1, current._replace(high=high, tokens=tokens)
 
 
-def encode_long(text: str, encoder: Encoder, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False) -> Tokens:
+def encode_long(
+    text: str, encoder: WindowCodec, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False
+) -> Tokens:
     """Return the tokens of a text of any length.
 
     Args:
         text: encoded in windows if it is longer than one.
-        encoder: encodes windows.
+        codec: encodes windows.
         window_chars: characters of a window.
         with_offsets: whether the result has offsets.
     """
-    stream = TextEncoder(encoder, window_chars=window_chars, with_offsets=with_offsets)
+    stream = TextEncoder(codec, window_chars=window_chars, with_offsets=with_offsets)
     step = GROUP_WINDOWS * window_chars
     parts = [stream.feed(text[start : start + step]) for start in range(0, len(text), step)]
     return _joined([*parts, stream.finish()])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.read import Broken, Document, FileSet, RecordReader, Schema, read_document
+from weft.data.read import ALL_DRAWS, Broken, Document, FileSet, RecordReader, Schema, read_document
 from weft.data.shards import SHARD_BYTES, SplitCounts, SplitWriter
 from weft.data.tokens.encode import encode_documents
 from weft.data.tokens.text_windows import TextEncoder
@@ -31,7 +31,6 @@ _MIN_PIECE_BYTES = 256
 _EARLY_RECORDS = 1000
 #: Longer texts are tokenised in pieces: a token id takes eight times the memory of its character.
 _LONG_CHARS = 2**21
-ALL_DRAWS = 2**32
 
 Report = Callable[[str, int, int], None]
 
