@@ -233,7 +233,7 @@ class TextEncoder:
 
 
 def encode_long(
-    text: str, encoder: WindowCodec, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False
+    text: str, codec: WindowCodec, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False
 ) -> Tokens:
     """Return the tokens of a text of any length.
 
