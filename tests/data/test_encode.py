@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-import itertools
-from pathlib import Path
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from weft.data.read.documents import Document
 from weft.data.read.turns import Turn
-from weft.data.tokens import encode
-from weft.data.tokens.encode import encode_documents, split_text
+from weft.data.tokens import codec
+from weft.data.tokens.encode import encode_documents
 from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
 
 
@@ -47,8 +42,7 @@ def test_a_user_cannot_write_turns_of_others(tokenizer: Tokenizer) -> None:
 
 
 def test_documents_keep_their_order_and_kind(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_PIECE_CHARS", 8)
-    monkeypatch.setattr(encode, "_GROUP_CHARS", 16)
+    monkeypatch.setattr(codec, "WINDOW_CHARS", 8)
     ids = np.array([7, 8])
     mask = np.array([True, False])
     documents = [
@@ -63,19 +57,3 @@ def test_documents_keep_their_order_and_kind(tokenizer: Tokenizer, monkeypatch: 
     assert show(*results[2], tokenizer, True) == "a long answer in pieces, too<|im_end|>"
     assert tokenizer.decode(results[3][0]) == "b"
     assert results[0][1] is results[3][1] is None
-
-
-@settings(max_examples=200, deadline=None)
-@given(text=st.text(alphabet="ab \né", max_size=60), limit=st.integers(2, 9))
-def test_pieces_join_to_the_text(text: str, limit: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode, "_PIECE_CHARS", limit)
-        pieces = split_text(text)
-    assert "".join(pieces) == text
-    assert all(len(piece) <= limit for piece in pieces)
-    assert pieces == [""] or text == "" or all(pieces)
-
-
-def test_cuts_are_at_line_ends(tmp_path: Path) -> None:
-    pieces = split_text("x" * 100 + "\n" + "word " * 60_000)
-    assert all(piece.endswith("d") and following.startswith(" ") for piece, following in itertools.pairwise(pieces))

@@ -13,7 +13,8 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from weft.data.tokens.bpe import train_bpe
-from weft.data.tokens.tokenizer import SPECIAL_TOKENS, Tokenizer, import_tokenizer, save_bytes_tokenizer
+from weft.data.tokens.codec import SPECIAL_TOKENS
+from weft.data.tokens.tokenizer import Tokenizer, import_tokenizer, save_bytes_tokenizer
 from weft.errors import DataError
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 5, "naïve café 漢字 🎉 the the the", "<|endoftext|> is a token's name"] * 3

@@ -28,6 +28,8 @@ from weft.testing.parity import local_microbatches
 from weft.train import TrainStep, prepare_run, run_rank
 from weft.train.state import capture_model
 from weft.train.tasks import pretrained_source, token_cross_entropy
+from weft.train.tasks.published_weights import fill_whole
+from weft.train.tasks.task_choice import find_task
 
 transformers = pytest.importorskip("transformers")
 
@@ -245,3 +247,36 @@ def test_documents_that_a_model_would_mix_are_refused_before_the_first_step(tmp_
     teacher = ["task=distill", f"task.options.teacher={folder}", "tokenizer.kind=bytes", "run.name=taught"]
     assert weft_run(["train", *teacher, *words]) == 2
     assert "documents of one row see each other in a mamba model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", [None, "none", "aux_loss"])
+def test_a_folder_that_balances_its_experts_is_trained_with_that_loss(tmp_path, setting):
+    """For one layer and one sequence it is the number of transformers."""
+    torch.manual_seed(3)
+    flag = setting is None
+    config = transformers.MixtralConfig(
+        **{**SHAPE, "num_hidden_layers": 1}, num_local_experts=4, output_router_logits=flag, router_aux_loss_coef=0.5
+    )
+    plain = transformers.MixtralForCausalLM(config)
+    plain.save_pretrained(tmp_path / "folder")
+    save_bytes_tokenizer(tmp_path / "bytes")
+    (tmp_path / "folder" / "tokenizer.json").write_text(Tokenizer.load(tmp_path / "bytes").library_json())
+    words = [f"model.path={tmp_path / 'folder'}", f"run.dir={tmp_path}", "train.seq_len=16"]
+    words += [f"model.balance={setting}"] if setting else []
+    task = find_task(load_config(None, words).config)
+    model = task.initial_model(Plan())
+    source = task.initial_weights(model)
+    ours = model.to_empty(device="cpu")
+    assert source is not None
+    fill_whole(ours, source)
+    for name, own in plain.named_buffers():
+        ours.get_buffer(name).copy_(own)
+    ids = batch(1)["input_ids"][:1]
+    both = {"input_ids": ids, "labels": ids.roll(-1), "positions": torch.arange(16)[None]}
+    loss, number = task.loss(task.forward(ours.train(), both), both)
+    (loss / number).backward()
+    found = plain.train()(input_ids=ids, output_router_logits=True, use_cache=False)
+    losses = torch.nn.functional.cross_entropy(found.logits[0].float(), both["labels"][0])
+    (losses + (0.0 if setting == "none" else 0.5) * found.aux_loss).backward()
+    name = "model.layers.0.mlp.gate.weight"
+    torch.testing.assert_close(ours.get_parameter(name).grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-7)

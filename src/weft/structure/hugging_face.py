@@ -13,7 +13,7 @@ import sys
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -165,6 +165,25 @@ def headed_model(config: Any, head: str, words: str) -> nn.Module:
         raise ModelError(
             f"model.path: transformers has no {words} for model_type={family} ({first}). Give the folder of a {words}."
         ) from error
+
+
+def decoder_start(model: Any) -> int | Literal["last"] | None:
+    """Return the token that a model puts before its labels when it makes the decoder's inputs of them.
+
+    "last" is the labels' own last token, and None a model that makes no such inputs.
+    """
+    shift = getattr(model, "prepare_decoder_input_ids_from_labels", None) or getattr(model, "_shift_right", None)
+    if shift is None:
+        return None
+    taken = {getattr(model.config, f"{name}_token_id", None) for name in ("pad", "eos", "bos", "decoder_start")}
+    free = [token for token in range(vocab_size(model.config) or 64) if token not in taken][:4]
+    try:
+        starts = [int(shift(torch.tensor([labels]))[0, 0]) for labels in (free[:2], free[2:])]
+    except (ValueError, AssertionError, TypeError):  # its config lacks the token
+        return None
+    if starts[0] == starts[1]:
+        return starts[0]
+    return "last" if starts == [free[1], free[3]] else None
 
 
 def load_tokenizer(folder: Path, **options: Any) -> Any:

@@ -6,8 +6,9 @@ Nothing is put together in memory: a stretch that is asked for is looked up in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,12 @@ from weft.checkpoint.pretrained.weights_folder import StoredWeights
 from weft.checkpoint.read import StretchReader
 from weft.errors import CheckpointError
 
+#: Bits of the exponent of each float format: all of them are set in values that are not finite.
+_EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
+#: Elements that are looked at together, so that they stay in the processor's cache.
+_CHECKED_ELEMENTS = 2**16
+#: Bytes of tensors that are compared together.
+_COMPARED_BYTES = 2**22
 #: Whole numbers as wide as an element, by its bytes.
 _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -153,15 +160,18 @@ class Computed:
 
 
 class JoinedTensors:
-    """Tensors by a model's names, of which any stretch is read from the files of a folder.
+    """Tensors by a model's names, of which any part is read from the files of a folder.
 
     Args:
-        stored: what the folder has.
-        entries: what each of the model's tensors is made of.
+        stored: tensors of the folder.
+        entries: composition of each of the model's tensors.
+        finite: names of tensors whose values must be finite, which is checked as they are read.
     """
 
-    def __init__(self, stored: StoredWeights, entries: Mapping[str, Joined | Computed]):
-        self.entries = entries
+    def __init__(
+        self, stored: StoredWeights, entries: Mapping[str, Joined | Computed], finite: Collection[str] = frozenset()
+    ):
+        self.entries, self._finite = entries, finite
         self._stored = stored
         self._reader = StretchReader(stored.folder, stored.files)
         #: What the last computation made: tensors that come from the same ones are read one after the other.
@@ -182,8 +192,46 @@ class JoinedTensors:
             out: filled to its end, in the stored dtype.
 
         Raises:
-            CheckpointError: where bytes are missing or cannot be read.
+            CheckpointError: if bytes are missing or cannot be read, or a weight is not finite.
         """
+        self._read(name, part, start, out)
+        dtype = self.entries[name].dtype
+        if name in self._finite and dtype in _EXPONENTS and not _all_finite(out, dtype):
+            raise CheckpointError(self._not_finite(name))
+
+    def without(self, names: Collection[str]) -> JoinedTensors:
+        """Return the same tensors without some."""
+        kept = {name: entry for name, entry in self.entries.items() if name not in names}
+        return JoinedTensors(self._stored, kept, self._finite)
+
+    def is_equal(self, first: str, second: str) -> bool:
+        """Return whether two tensors have the same shape, format and bytes. Reads both, some megabytes at a time."""
+        one, other = self.entries[first], self.entries[second]
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        if one == other:  # the same stored tensor
+            return True
+        width, numel, part = DTYPE_BYTES[one.dtype], math.prod(one.shape), Part(one.shape)
+        for start in range(0, numel, _COMPARED_BYTES // width):
+            size = min(_COMPARED_BYTES // width, numel - start)
+            both = np.empty((2, size * width), np.uint8)
+            for row, name in zip(both, (first, second), strict=True):
+                self._read(name, part, start, row.data)
+            if not np.array_equal(both[0], both[1]):
+                return False
+        return True
+
+    def _not_finite(self, name: str) -> str:
+        joined = self.entries[name]
+        pieces = [piece.name for piece in joined.pieces] if isinstance(joined, Joined) else []
+        files = sorted({self._stored.entries[piece].file for piece in pieces})
+        where = f" of {', '.join(files[:3])}" if files else ""
+        return (
+            f"model.path={self._stored.folder}: tensor {name!r}{where} holds values that are not finite (NaN or "
+            "infinity). Download the folder again, or give weights that were saved before training failed."
+        )
+
+    def _read(self, name: str, part: Part, start: int, out: memoryview) -> None:
         joined = self.entries[name]
         width = DTYPE_BYTES[joined.dtype]
         target = np.frombuffer(out, _BITS[width])
@@ -226,6 +274,16 @@ class JoinedTensors:
         if bits.size:
             self._reader.read_box(name, entry, bits, whole)
         return torch.from_numpy(bits.view(np.uint8)).view(torch_formats()[entry.dtype]).view(entry.shape)
+
+
+def _all_finite(out: memoryview, dtype: str) -> bool:
+    """Whether the exponent of each float is below the highest."""
+    exponent = _EXPONENTS[dtype]
+    bits: Any = np.frombuffer(out, _BITS[DTYPE_BYTES[dtype]])
+    for start in range(0, len(bits), _CHECKED_ELEMENTS):
+        if ((bits[start : start + _CHECKED_ELEMENTS] & exponent).max(initial=0)) == exponent:
+            return False
+    return True
 
 
 def _copy_array(source: np.ndarray, target: np.ndarray, view: BoxView) -> None:

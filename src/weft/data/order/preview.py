@@ -94,10 +94,14 @@ def _segments(
     ids: list[int], weights: list[float], documents: list[int], tokenizer: Tokenizer
 ) -> Iterator[TextSegment]:
     special = [tokenizer.is_special(token) for token in ids]
+    groups = [
+        (*key, [entry[0] for entry in group])
+        for key, group in groupby(zip(ids, weights, special, documents, strict=True), key=lambda entry: entry[1:])
+    ]
     previous = documents[0] if documents else 0
-    for (weight, is_special, document), group in groupby(
-        zip(ids, weights, special, documents, strict=True), key=lambda entry: entry[1:]
-    ):
-        text = tokenizer.decode([entry[0] for entry in group], specials=True)
-        yield TextSegment(text, weight != 0, is_special, weight, document != previous)
-        previous = document
+    for document, own in groupby(groups, key=lambda group: group[2]):
+        parts = list(own)
+        texts = tokenizer.decode_parts([part for *_, part in parts])
+        for (weight, is_special, _, _), text in zip(parts, texts, strict=True):
+            yield TextSegment(text, weight != 0, is_special, weight, document != previous)
+            previous = document

@@ -57,6 +57,11 @@ def ready_tokenizer(
 ) -> tuple[Path, Tokenizer]:
     """The tokenizer of the config, made where it is not there yet, and its folder."""
     section = config.tokenizer
+    if config.data.bos is True and section.kind != "file":
+        raise DataError(
+            f"data.bos=true: a tokenizer of kind {section.kind} has no bos_token. Leave data.bos out, or "
+            "use tokenizer.kind=file."
+        )
     if section.kind == "bytes":
         key = key_of("bytes", FORMAT_VERSION)
     elif section.kind == "file":
@@ -64,7 +69,7 @@ def ready_tokenizer(
         settings = source.parent / "tokenizer_config.json"
         files = [source, settings, *([source.parent / "chat_template.jinja"] if section.template else [])]
         content = [path.read_bytes().hex() for path in files if path.is_file()]
-        key = key_of("file", FORMAT_VERSION, content, *(["template"] if section.template else []))
+        key = key_of("file", FORMAT_VERSION, content, config.data.bos, *(["template"] if section.template else []))
     else:
         # The names decide in which order texts are read.
         texts = [
@@ -83,7 +88,7 @@ def ready_tokenizer(
             if section.kind == "bytes":
                 save_bytes_tokenizer(temporary)
             elif section.kind == "file":
-                import_tokenizer(temporary, section.path, template=section.template)
+                import_tokenizer(temporary, section.path, template=section.template, bos=config.data.bos)
             else:
                 train_bpe(temporary, _training_text(train, section.train_bytes, report), section.vocab_size)
         return folder, Tokenizer.load(folder)

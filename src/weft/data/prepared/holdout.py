@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from weft.data.prepared.wanted import WantedSource
-from weft.data.tokens import ALL_DRAWS, split_of
+from weft.data.read import ALL_DRAWS
+from weft.data.tokens import split_of
 
 #: Fewer documents are all needed for training.
 _FEWEST = 10

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
+    "ALL_DRAWS",
     "Broken",
     "Document",
     "FileSet",
@@ -22,6 +23,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.data.read.documents import Document, read_document
+    from weft.data.read.one_document import ALL_DRAWS
     from weft.data.read.records import Broken, RecordReader
     from weft.data.read.schema import Schema, detect_schema
     from weft.data.read.source import FileSet, find_files
@@ -31,6 +33,7 @@ __getattr__ = loads(
     __name__,
     {
         "Broken": ".records",
+        "ALL_DRAWS": ".one_document",
         "Document": ".documents",
         "FileSet": ".source",
         "RecordReader": ".records",

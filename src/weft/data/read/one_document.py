@@ -20,6 +20,9 @@ from weft.data.read.records import Record
 from weft.data.read.schema import Schema
 from weft.data.read.turns import Turn, Unusable, as_json
 
+#: Number of values of a document's draw.
+ALL_DRAWS = 2**32
+
 
 @dataclass(frozen=True, slots=True)
 class Document:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from weft.lazy import loads
 
 __all__ = [
-    "ALL_DRAWS",
     "DocumentStream",
     "FORMAT_VERSION",
     "SourceManifest",
@@ -15,6 +14,7 @@ __all__ = [
     "ReadLimits",
     "Report",
     "Tokenizer",
+    "bounded",
     "find_tokenizer_file",
     "import_tokenizer",
     "piece_bytes",
@@ -27,8 +27,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.data.tokens.bpe import train_bpe
+    from weft.data.tokens.limits import bounded
     from weft.data.tokens.tokenise import (
-        ALL_DRAWS,
         FORMAT_VERSION,
         QUARANTINE,
         DocumentStream,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 __getattr__ = loads(
     __name__,
     {
-        "ALL_DRAWS": ".tokenise",
         "DocumentStream": ".tokenise",
         "FORMAT_VERSION": ".tokenise",
         "SourceManifest": ".tokenise",
@@ -53,6 +52,7 @@ __getattr__ = loads(
         "ReadLimits": ".tokenise",
         "Report": ".tokenise",
         "Tokenizer": ".tokenizer",
+        "bounded": ".limits",
         "find_tokenizer_file": ".tokenizer",
         "import_tokenizer": ".tokenizer",
         "piece_bytes": ".tokenise",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from weft.data.tokens.tokenizer import END, PAD, SPECIAL_TOKENS, Tokenizer, save_json_tokenizer
+from weft.data.tokens.codec import END, PAD, SPECIAL_TOKENS
+from weft.data.tokens.tokenizer import Tokenizer, save_json_tokenizer
 
 
 def train_bpe(folder: Path, texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -1,7 +1,8 @@
-"""Documents to token ids: plain text, and conversations with a mask of what is trained.
+"""Documents to token ids: texts, answers behind a prompt, and conversations, with a mask of what is trained.
 
-Where the tokenizer has no chat template of its own, conversations have the ChatML form: a turn is
-`<|im_start|>role\\n` content `<|im_end|>\\n`. Trained: an assistant's content and the
+Ids are those of the full text: a document is never encoded in pieces that its tokenizer would treat as texts by
+themselves. The text of a conversation is what the tokenizer's chat template renders. Without a template it has the
+ChatML form, in which a turn is `<|im_start|>role\\n` content `<|im_end|>\\n`. Trained: an assistant's content and the
 <|im_end|> after it, with the weight of the turn.
 """
 
@@ -13,12 +14,9 @@ import numpy as np
 
 from weft.data.read import Document
 from weft.data.tokens.chat_template import RefusedConversation
+from weft.data.tokens.codec import MarkedText
 from weft.data.tokens.tokenizer import Tokenizer
 from weft.errors import DataError
-
-#: Longer texts are encoded in pieces, so that memory stays bounded and all cores have work.
-_PIECE_CHARS = 2**16
-_GROUP_CHARS = 2**20
 
 
 #: Ids and weights of a document, or why the chat template does not render it.
@@ -26,96 +24,76 @@ Encoded = tuple[np.ndarray, np.ndarray | None] | RefusedConversation
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> list[Encoded]:
-    """(ids, weights) of each document, without its end token; weights are bool or float32, None where every one is 1.
+    """Return (ids, weights) of documents, with the tokens that begin a document and without its end token.
 
-    A conversation that the chat template refuses has its RefusedConversation instead.
+    Weights are bool or float32, or None if all are 1. A conversation that the chat template refuses has its
+    RefusedConversation instead.
+
+    Args:
+        documents: each one in full.
+        tokenizer: makes the ids.
 
     Raises:
         DataError: if messages call tools and there is no chat template, or if the template cannot be used at all.
     """
-    texts: list[str] = []
-    spans: list[list[int]] = []
-    for document in documents:
-        span = []
-        for text in _texts(document, tokenizer):
-            pieces = split_text(text)
-            texts.extend(pieces)
-            span.append(len(pieces))
-        spans.append(span)
-    encoded = _encoded(texts, tokenizer)
-    return [_assemble(document, [_join([next(encoded) for _ in range(n)]) for n in span], tokenizer)
-            for document, span in zip(documents, spans, strict=True)]  # fmt: skip
+    kinds = [_kind(document) for document in documents]
+    by_kind = {kind: [one for one, own in zip(documents, kinds, strict=True) if own == kind] for kind in set(kinds)}
+    results: dict[str, Iterator[Encoded]] = {
+        "ids": iter([(one.ids, one.trained) for one in by_kind.get("ids", ()) if one.ids is not None]),
+        "text": _texts(by_kind.get("text", ()), tokenizer),
+        "answer": _answers(by_kind.get("answer", ()), tokenizer),
+        "turns": _conversations(by_kind.get("turns", ()), tokenizer),
+    }
+    return [next(results[kind]) for kind in kinds]
 
 
-def _encoded(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    """Encode some texts at a time: the library's result takes a hundred bytes and more per token."""
-    group: list[str] = []
-    num_chars = 0
-    for text in texts:
-        group.append(text)
-        num_chars += len(text)
-        if num_chars >= _GROUP_CHARS:
-            yield from tokenizer.encode_batch(group)
-            group, num_chars = [], 0
-    if group:
-        yield from tokenizer.encode_batch(group)
+def _kind(document: Document) -> str:
+    if document.ids is not None:
+        return "ids"
+    if document.turns is not None:
+        return "turns"
+    return "text" if document.prompt is None else "answer"
 
 
-def split_text(text: str) -> list[str]:
-    """The text in pieces of bounded length that join to it, cut after a newline or before a space if there is one."""
-    return list(cut_text(text, _PIECE_CHARS))
+def _texts(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, None]]:
+    for ids in tokenizer.encode_batch([document.text or "" for document in documents]):
+        yield np.concatenate([tokenizer.begin_ids, ids]), None
 
 
-def cut_text(text: str, max_chars: int) -> Iterator[str]:
-    """The same one after the other, for texts so long that a second copy matters."""
-    start = 0
-    while len(text) - start > max_chars:
-        half, end = start + max_chars // 2, start + max_chars
-        cut = text.rfind("\n", half, end) + 1 or max(text.rfind(" ", half, end), 0) or end
-        yield text[start:cut]
-        start = cut
-    yield text[start:]
+def _answers(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for ids, trained in tokenizer.encode_answers([(one.prompt or "", one.text or "") for one in documents]):
+        yield _begun(tokenizer, ids, trained)
 
 
-def _texts(document: Document, tokenizer: Tokenizer) -> list[str]:
-    if document.turns is not None and tokenizer.template is not None:
-        return []
-    if document.turns is None:
-        return [text for text in (document.prompt, document.text) if text is not None]
-    if document.tools or any("tool_call" in turn.more for turn in document.turns):
+def _conversations(documents: Sequence[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    marked = [_marked(document, tokenizer) for document in documents]
+    encoded = iter(tokenizer.encode_marked([one for one in marked if isinstance(one, MarkedText)]))
+    for one in marked:
+        if isinstance(one, RefusedConversation):
+            yield one
+            continue
+        ids, weights = next(encoded)
+        # A chat template writes its own beginning.
+        yield (ids, weights) if tokenizer.template is not None else _begun(tokenizer, ids, weights)
+
+
+def _marked(document: Document, tokenizer: Tokenizer) -> MarkedText | RefusedConversation:
+    assert document.turns is not None
+    calls = document.tools or any("tool_call" in turn.more for turn in document.turns)
+    if calls and tokenizer.template is None:
         raise DataError(
             f"{document.place}: its messages call tools, which needs a chat template, and the tokenizer has none. "
             "Give model.path, or tokenizer.kind=file with tokenizer.template=true, of a model that calls tools."
         )
-    return [part for turn in document.turns for part in (f"{turn.role}\n", turn.content, "\n")]
+    try:
+        return tokenizer.marked_turns(document.turns, document.tools)
+    except RefusedConversation as refusal:
+        return refusal
+    except DataError as error:
+        raise DataError(f"{document.place}: {error}") from error
 
 
-def _assemble(document: Document, parts: list[np.ndarray], tokenizer: Tokenizer) -> Encoded:
-    if document.ids is not None:
-        return document.ids, document.trained
-    if document.prompt is not None:
-        prompt, text = parts
-        return np.concatenate(parts), np.repeat([False, True], [prompt.size, text.size])
-    if document.turns is None:
-        return parts[0], None
-    if tokenizer.template is not None:
-        try:
-            return tokenizer.encode_turns(document.turns, document.tools)
-        except RefusedConversation as refusal:
-            return refusal
-        except DataError as error:
-            raise DataError(f"{document.place}: {error}") from error
-    start = np.array([tokenizer.vocabulary.turn_start_id])
-    end = np.array([tokenizer.vocabulary.turn_end_id])
-    ids: list[np.ndarray] = []
-    trained: list[np.ndarray] = []
-    for index, turn in enumerate(document.turns):
-        header, content, newline = parts[3 * index : 3 * index + 3]
-        ids += [start, header, content, end, newline]
-        answer = np.full(content.size + 1, turn.weight if turn.role == "assistant" else 0.0, np.float32)
-        trained += [np.zeros(1 + header.size, np.float32), answer, np.zeros(newline.size, np.float32)]
-    return np.concatenate(ids), np.concatenate(trained)
-
-
-def _join(arrays: list[np.ndarray]) -> np.ndarray:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+def _begun(tokenizer: Tokenizer, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same behind the tokens that begin a document, which are not trained."""
+    begin = tokenizer.begin_ids
+    return np.concatenate([begin, ids]), np.concatenate([np.zeros(len(begin), weights.dtype), weights])

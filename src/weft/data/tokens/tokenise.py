@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from weft.data.read import Broken, Document, FileSet, RecordReader, Schema, read_document
+from weft.data.read import ALL_DRAWS, Broken, Document, FileSet, RecordReader, Schema, read_document
 from weft.data.shards import SHARD_BYTES, SplitCounts, SplitWriter
 from weft.data.tokens.chat_template import RefusedConversation
-from weft.data.tokens.encode import cut_text, encode_documents
+from weft.data.tokens.encode import Encoded, encode_documents
+from weft.data.tokens.text_windows import TextEncoder
 from weft.data.tokens.tokenizer import Tokenizer
 from weft.errors import DataError
 
@@ -32,9 +33,8 @@ _MIN_PIECE_BYTES = 256
 _EARLY_RECORDS = 1000
 #: Longer texts are tokenised in pieces: a token id takes eight times the memory of its character.
 _LONG_CHARS = 2**21
-#: A template's own words are reasons to refuse a document: this many different ones are counted apart.
+#: A template's own words are reasons to refuse a document: this many different ones are counted separately.
 _MAX_REASONS = 20
-ALL_DRAWS = 2**32
 
 Report = Callable[[str, int, int], None]
 
@@ -191,13 +191,11 @@ def _in_parts(document: Document) -> Iterator[Document]:
         if document.other is not None:  # a pair is two documents, one after the other, in the same split
             yield document.other
         return
-    part, previous = document.part, None
-    for piece in cut_text(text, _LONG_CHARS // 2):
-        if previous is not None:
-            yield replace(document, text=previous, part=part, last=False)
-            part += 1
-        previous = piece
-    yield replace(document, text=previous, part=part)
+    starts = range(0, len(text), _LONG_CHARS // 2)
+    for number, start in enumerate(starts):
+        is_end = number == len(starts) - 1
+        piece = text[start : start + _LONG_CHARS // 2]
+        yield replace(document, text=piece, part=document.part + number, last=document.last and is_end)
 
 
 class TooManyBroken(Exception):
@@ -270,9 +268,9 @@ def tokenise_source(
 
 
 class _Router:
-    """Sends each document to its split. A text file whose pieces go to several splits is several documents.
+    """Writes each document to its split. A text file whose pieces go to several splits is several documents.
 
-    opened: closes the files of the splits, also where an error ends the work.
+    opened: closes the files of the splits, even if an error ends the work.
     refuse: called with a document and the reason for which the chat template refuses it.
     """
 
@@ -292,49 +290,82 @@ class _Router:
         self._tokenizer, self._holdout, self._refuse = tokenizer, holdout, refuse
         self._open: str | None = None
         self._next = ("", 0)
+        #: Of the text whose pieces are being read.
+        self._encoder: TextEncoder | None = None
+        self._last_id = -1
         self.notes: Counter[str] = Counter()
 
     def add(self, documents: list[Document]) -> None:
-        for document, ids, trained in self._encoded(documents):
+        for document, encoded in self._encoded(documents):
             if document.note:
                 self.notes[document.note] += 1
-            if document.liking != 1.0 and trained is not None:
-                trained = trained * np.float32(document.liking)
             split = split_of(document, self._holdout)
             # A broken piece between two good ones ends the document too.
             if self._open is not None and (split, document.file, document.part) != (self._open, *self._next):
                 self._end(self._open, end_trained=True)
-            writer = self._writers[split]
-            writer.append(ids, trained)
+            ids, trained = (self._piece_ids(document), None) if encoded is None else encoded
+            if document.liking != 1.0 and trained is not None:
+                trained = trained * np.float32(document.liking)
+            self._append(split, ids, trained)
             self._open, self._next = split, (document.file, document.part + 1)
             if document.last:
-                self._end(split, end_trained=_end_trained(document), ids=document.ids, liking=document.liking)
+                self._end(split, end_trained=_end_trained(document), liking=document.liking)
 
-    def _encoded(self, documents: list[Document]) -> Iterator[tuple[Document, np.ndarray, np.ndarray | None]]:
-        """The documents with their ids and weights. Both answers of a pair are refused if one of them is."""
-        encoded = zip(documents, encode_documents(documents, self._tokenizer), strict=True)
-        for first in encoded:
-            group = [first, next(encoded)] if first[0].other is not None else [first]
+    def _encoded(
+        self, documents: list[Document]
+    ) -> Iterator[tuple[Document, tuple[np.ndarray, np.ndarray | None] | None]]:
+        """Yield documents with their ids and weights, or None for pieces of a text, which are encoded in turn.
+
+        Both answers of a pair are refused if one of them is.
+        """
+        encoded = iter(encode_documents([one for one in documents if not _is_piece(one)], self._tokenizer))
+        remaining = iter(documents)
+        for document in remaining:
+            if _is_piece(document):
+                yield document, None
+                continue
+            group: list[tuple[Document, Encoded]] = [(document, next(encoded))]
+            if document.other is not None:
+                group.append((next(remaining), next(encoded)))
             refusal = next((result for _, result in group if isinstance(result, RefusedConversation)), None)
             if refusal is not None:
-                self._refuse(first[0], refusal.reason)
+                self._refuse(document, refusal.reason)
                 continue
-            for document, result in group:
+            for one, result in group:
                 assert not isinstance(result, RefusedConversation)
-                yield document, *result
+                yield one, result
 
-    def _end(self, split: str, *, end_trained: bool, ids: np.ndarray | None = None, liking: float = 1.0) -> None:
+    def _piece_ids(self, document: Document) -> np.ndarray:
+        """The ids that a piece of a text settles. The others follow with the next piece or the end."""
+        begin = np.zeros(0, np.int64)
+        if self._encoder is None:
+            self._encoder, begin = self._tokenizer.text_encoder(), self._tokenizer.begin_ids
+        return np.concatenate([begin, self._encoder.feed(document.text or "").ids])
+
+    def _append(self, split: str, ids: np.ndarray, trained: np.ndarray | None) -> None:
+        self._writers[split].append(ids, trained)
+        if ids.size:
+            self._last_id = int(ids[-1])
+
+    def _end(self, split: str, *, end_trained: bool, liking: float = 1.0) -> None:
+        if self._encoder is not None:
+            self._append(split, self._encoder.finish().ids, None)
+            self._encoder = None
         writer = self._writers[split]
-        # Ids that were made elsewhere may have their end token already.
-        if ids is None or ids.size == 0 or ids[-1] != self._tokenizer.end_id:
+        # Ids that were made elsewhere may have their end token already, and a chat template may write it.
+        if self._last_id != self._tokenizer.end_id:
             writer.append(np.array([self._tokenizer.end_id]), np.array([liking if end_trained else 0.0], np.float32))
         writer.end_document()
-        self._open = None
+        self._open, self._last_id = None, -1
 
     def close(self) -> dict[str, SplitCounts]:
         if self._open is not None:
             self._end(self._open, end_trained=True)
         return {name: writer.close() for name, writer in self._writers.items()}
+
+
+def _is_piece(document: Document) -> bool:
+    return document.text is not None and document.prompt is None and (document.part > 0 or not document.last)
 
 
 def _end_trained(document: Document) -> bool:

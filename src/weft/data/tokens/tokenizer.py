@@ -8,31 +8,47 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from weft.data.read import Turn
 from weft.data.tokens.chat_template import ChatTemplate, TrainedSpan
+from weft.data.tokens.codec import (
+    END,
+    PAD,
+    TURN_END,
+    TURN_START,
+    ByteCodec,
+    JsonCodec,
+    MarkedText,
+    full_ids,
+    full_tokens,
+    weights_of,
+)
+from weft.data.tokens.limits import bounded
+from weft.data.tokens.text_windows import TextEncoder, Tokens
 from weft.errors import DataError
 from weft.files import read_regular
 
-END, PAD, TURN_START, TURN_END = "<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
-SPECIAL_TOKENS = (END, PAD, TURN_START, TURN_END)
 _END_NAMES = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>", "[SEP]")
-_BYTE_FALLBACK = re.compile(r"<0x[0-9A-F]{2}>")
+_BEGIN_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]")
+
+#: Values of data.bos.
+Bos = Literal["auto"] | bool
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The numbers that others need. turn_start_id and turn_end_id are -1 where the tokenizer has no chat tokens.
+    """Numbers of a tokenizer. turn_start_id and turn_end_id are -1 if it has no chat tokens.
 
-    chat: the chat template and the names of tokens that it knows; None: chats are ChatML.
+    chat: the chat template and the names of tokens that it may use, or None: chats are ChatML.
+    begin_ids: tokens before each document.
     """
 
     kind: str
@@ -43,148 +59,7 @@ class Vocabulary:
     turn_end_id: int
     digest: str
     chat: dict[str, str] | None = None
-
-
-class _ByteCodec:
-    """One token per byte of UTF-8, then the special tokens."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int64) for text in texts]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        parts, run = [], bytearray()
-        for token in ids:
-            if token < 256:
-                run.append(token)
-                continue
-            parts += [run.decode("utf-8", "replace"), SPECIAL_TOKENS[token - 256]]
-            run = bytearray()
-        return "".join([*parts, run.decode("utf-8", "replace")])
-
-    def library_json(self) -> str:
-        """As the `tokenizers` library has it: the ids are the bytes, then come the special tokens."""
-        from tokenizers import Tokenizer as Library
-        from tokenizers import decoders, models, pre_tokenizers
-
-        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        letters = {byte: chr(byte) for byte in shown}
-        for byte in range(256):  # GPT-2's alphabet: bytes that cannot be shown get letters from 256 on
-            letters.setdefault(byte, chr(256 + len(letters) - len(shown)))
-        library = Library(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
-        library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        library.decoder = decoders.ByteLevel()
-        library.add_special_tokens(list(SPECIAL_TOKENS))
-        return library.to_str()
-
-    def token_bytes(self, vocab_size: int) -> np.ndarray:
-        return (np.arange(vocab_size) < 256).astype(np.int64)
-
-    def special_ids(self) -> list[int]:
-        return list(range(256, 256 + len(SPECIAL_TOKENS)))
-
-
-class _JsonCodec:
-    """A tokenizer.json, through the `tokenizers` library."""
-
-    def __init__(self, text: str, control_ids: Iterable[int]):
-        from tokenizers import Tokenizer as Library
-
-        self._text = text
-        self._library = Library.from_str(text)
-        self._library.no_truncation()
-        self._library.no_padding()
-        # Without this, "<|endoftext|>" in a document would become the real end token.
-        self._library.encode_special_tokens = True
-        self._control = {token: self._library.id_to_token(token) or "" for token in control_ids if token >= 0}
-        self._control_ids = np.array(sorted(self._control))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        arrays = [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
-        for index, ids in enumerate(arrays):
-            if np.isin(ids, self._control_ids).any():
-                arrays[index] = self._encode_apart(texts[index])
-        return arrays
-
-    def _encode_apart(self, text: str) -> np.ndarray:
-        """Encode with each control token's text cut in two, for tokenizers that match it even as plain text."""
-        names = filter(None, self._control.values())
-        pattern = "|".join(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names)
-        parts = self._library.encode_batch_fast(re.split(pattern, text), add_special_tokens=False)
-        ids = np.array([token for part in parts for token in part.ids], dtype=np.int64)
-        if np.isin(ids, self._control_ids).any():
-            raise DataError("tokenizer: it turns plain text into special tokens. Use another tokenizer, or kind=bpe.")
-        return ids
-
-    def library_json(self) -> str:
-        return self._text
-
-    def encode_rendered(self, text: str, spans: Sequence[TrainedSpan]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a text in which special tokens count, and the weights of those that begin in one of the spans."""
-        encoding = self._rendered.encode(text, add_special_tokens=False)
-        starts = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-        trained = np.zeros(len(starts), np.float32)
-        for low, high, weight in spans:
-            trained[(starts >= low) & (starts < high)] = weight
-        return np.array(encoding.ids, dtype=np.int64), trained
-
-    def encode_pieces(
-        self, pieces: Sequence[tuple[str, bool]], spans: Sequence[TrainedSpan]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The same, of pieces that join to the text; in those marked true what looks like a special token is text."""
-        ids, trained, place = [], [], 0
-        for text, is_plain in pieces:
-            if is_plain:
-                ids.append(self.encode_batch([text])[0])
-                weight = next((weight for low, high, weight in spans if low <= place < high), 0.0)
-                trained.append(np.full(ids[-1].size, weight, np.float32))
-            else:
-                moved = [TrainedSpan(low - place, high - place, weight) for low, high, weight in spans]
-                both = self.encode_rendered(text, moved)
-                ids.append(both[0])
-                trained.append(both[1])
-            place += len(text)
-        return np.concatenate(ids), np.concatenate(trained)
-
-    @cached_property
-    def _rendered(self) -> Any:
-        """The library as it is used for what a template renders: there special tokens count."""
-        from tokenizers import Tokenizer as Library
-
-        library = Library.from_str(self._text)
-        library.no_truncation()
-        library.no_padding()
-        library.encode_special_tokens = False
-        return library
-
-    def special_names(self) -> list[str]:
-        return [self._library.id_to_token(token) or "" for token in self.special_ids()]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._library.decode(list(ids), skip_special_tokens=False)
-
-    def special_ids(self) -> list[int]:
-        added = self._library.get_added_tokens_decoder()
-        return sorted({token for token, entry in added.items() if entry.special} | set(self._control))
-
-    def token_bytes(self, vocab_size: int) -> np.ndarray:
-        added = self._library.get_added_tokens_decoder()
-        alphabet = _byte_level_alphabet() if self._is_byte_level() else None
-        sizes = np.zeros(vocab_size, np.int64)
-        for name, token in self._library.get_vocab(with_added_tokens=True).items():
-            if token in added:
-                sizes[token] = 0 if added[token].special else len(added[token].content.encode())
-            elif alphabet is not None and all(letter in alphabet for letter in name):
-                sizes[token] = len(name)
-            elif _BYTE_FALLBACK.fullmatch(name):
-                sizes[token] = 1
-            else:
-                sizes[token] = len(name.replace("\u2581", " ").encode())
-        sizes[list(self._control)] = 0
-        return sizes
-
-    def _is_byte_level(self) -> bool:
-        return "ByteLevel" in json.dumps(json.loads(self._library.to_str()).get("decoder"))
+    begin_ids: tuple[int, ...] = ()
 
 
 class Tokenizer:
@@ -194,8 +69,11 @@ class Tokenizer:
         self.vocabulary = vocabulary
         self.vocab_size, self.digest = vocabulary.vocab_size, vocabulary.digest
         self.end_id, self.pad_id = vocabulary.end_id, vocabulary.pad_id
-        control = (self.end_id, self.pad_id, vocabulary.turn_start_id, vocabulary.turn_end_id)
-        self._codec = _ByteCodec() if tokenizer_json is None else _JsonCodec(tokenizer_json, control)
+        self.begin_ids = np.array(vocabulary.begin_ids, np.int64)
+        control = (
+            self.end_id, self.pad_id, vocabulary.turn_start_id, vocabulary.turn_end_id, *vocabulary.begin_ids
+        )  # fmt: skip
+        self._codec = ByteCodec() if tokenizer_json is None else JsonCodec(tokenizer_json, control)
         self._special = frozenset(self._codec.special_ids())
 
     @classmethod
@@ -207,7 +85,8 @@ class Tokenizer:
         """
         folder = Path(folder)
         try:
-            vocabulary = Vocabulary(**json.loads((folder / "vocabulary.json").read_text("utf-8")))
+            values = json.loads((folder / "vocabulary.json").read_text("utf-8"))
+            vocabulary = Vocabulary(**{**values, "begin_ids": tuple(values.get("begin_ids", ()))})
             source = folder / "tokenizer.json"
             text = None if vocabulary.kind == "bytes" else source.read_text("utf-8")
         except (OSError, ValueError, TypeError) as error:
@@ -221,12 +100,28 @@ class Tokenizer:
         return cls(vocabulary, text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without special tokens around it."""
-        return self._codec.encode_batch([text])[0].tolist()
+        """Return the ids of a text as a document begins: behind the tokens that begin one, without its end token."""
+        return [*self.vocabulary.begin_ids, *self.encode_batch([text])[0].tolist()]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return one int64 array of ids per text, without end tokens."""
-        return self._codec.encode_batch(texts)
+        """Return the ids of texts of any length, int64 each, without tokens around them."""
+        return full_ids(self._codec, texts)
+
+    def encode_answers(self, answers: Sequence[tuple[str, str]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Encode prompts with their answers, each pair as one text: ids, and whether they are of the answer, bool.
+
+        A token across the border is part of the answer.
+
+        Args:
+            answers: pairs of prompt and answer.
+        """
+        encoded = full_tokens(self._codec, [prompt + answer for prompt, answer in answers])
+        spans = [TrainedSpan(len(prompt), len(prompt) + len(answer)) for prompt, answer in answers]
+        return [(one.ids, weights_of(one.offsets(), [span]) != 0) for one, span in zip(encoded, spans, strict=True)]
+
+    def text_encoder(self) -> TextEncoder:
+        """Return an encoder of one text that arrives in parts."""
+        return TextEncoder(self._codec)
 
     def decode(self, ids: Iterable[int], *, specials: bool = False) -> str:
         """Return the text of `ids`; special tokens are left out unless `specials`.
@@ -235,6 +130,29 @@ class Tokenizer:
         """
         kept = [int(token) for token in ids]
         return self._codec.decode(kept if specials else [token for token in kept if token not in self._special])
+
+    def decode_parts(self, parts: Iterable[Iterable[int]]) -> list[str]:
+        """Return the texts of parts of a document, with special tokens; they join to the text of all ids.
+
+        Decoding a part alone would lose the blank that some tokenizers drop at the start of a text.
+
+        Args:
+            parts: ids of consecutive parts.
+        """
+        ids, borders = list[int](), [0]
+        for part in parts:
+            ids += map(int, part)
+            borders.append(len(ids))
+        text, cuts = self._codec.decode(ids), [0]
+        for border in borders[1:-1]:
+            # A character that is not complete yet belongs to the part of its last token.
+            before = self._codec.decode(ids[:border]).rstrip("\ufffd")
+            same = next(
+                (place for place, (one, other) in enumerate(zip(before, text, strict=False)) if one != other),
+                len(before),
+            )
+            cuts.append(max(cuts[-1], min(same, len(text))))
+        return [text[low:high] for low, high in pairwise([*cuts, len(text)])]
 
     def library_json(self) -> str:
         """Return the content of a tokenizer.json that gives the same ids."""
@@ -257,27 +175,42 @@ class Tokenizer:
     @cached_property
     def template(self) -> ChatTemplate | None:
         """Its own chat template; None: chats are ChatML."""
-        if self.vocabulary.chat is None or not isinstance(self._codec, _JsonCodec):
+        if self.vocabulary.chat is None or not isinstance(self._codec, JsonCodec):
             return None
         return ChatTemplate(self.vocabulary.chat, self._codec.special_names())
 
-    def encode_turns(self, turns: Sequence[Turn], tools: str = "") -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and the weight of each in the loss (float32), of a conversation through its own template.
+    def marked_turns(self, turns: Sequence[Turn], tools: str = "") -> MarkedText:
+        """Return the text of a conversation, for `encode_marked`: of its own template, or of ChatML.
 
         Args:
             turns: of the conversation.
             tools: JSON of what the assistant may call; "": nothing.
 
         Raises:
-            DataError: where the template refuses the conversation.
+            DataError: when the template refuses the conversation.
         """
-        template, codec = self.template, self._codec
-        assert template is not None
-        assert isinstance(codec, _JsonCodec)
-        text, spans = template.render(turns, tools)
-        if template.has_special(turns, tools):
-            return codec.encode_pieces(template.apart(turns, tools), spans)
-        return codec.encode_rendered(text, spans)
+        if self.template is None:
+            return _chatml(turns)
+        text, spans = self.template.render(turns, tools)
+        literals = self.template.apart(turns, tools) if self.template.has_special(turns, tools) else []
+        return MarkedText(text, _plain_ranges(literals), spans)
+
+    def encode_marked(self, texts: Sequence[MarkedText]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return ids of conversations, int64, and the weight of each token in the loss, float32."""
+        encoded: list[Tokens] = self._codec.marked(texts)
+        return [(one.ids, weights_of(one.offsets(), text.spans)) for one, text in zip(encoded, texts, strict=True)]
+
+    def encode_turns(self, turns: Sequence[Turn], tools: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """Return ids and the weight of each in the loss (float32), of one conversation.
+
+        Args:
+            turns: of the conversation.
+            tools: JSON of what the assistant may call; "": nothing.
+
+        Raises:
+            DataError: when the template refuses the conversation.
+        """
+        return self.encode_marked([self.marked_turns(turns, tools)])[0]
 
     def encode_prompt(self, turns: Sequence[Turn], tools: str = "") -> np.ndarray:
         """Return ids of a conversation and of the text before the assistant's next turn.
@@ -289,17 +222,39 @@ class Tokenizer:
         Raises:
             DataError: if the template refuses the conversation.
         """
-        template, codec = self.template, self._codec
+        template = self.template
         if template is None:
-            start, end, newline = self.vocabulary.turn_start_id, self.vocabulary.turn_end_id, self.encode("\n")
-            ids = []
-            for turn in turns:
-                ids += [start, *self.encode(f"{turn.role}\n"), *self.encode(turn.content), end, *newline]
-            return np.array([*ids, start, *self.encode("assistant\n")], np.int64)
-        assert isinstance(codec, _JsonCodec)
-        if template.has_special(turns, tools):
-            return codec.encode_pieces(template.apart(turns, tools, prompt=True), [])[0]
-        return codec.encode_rendered(template.prompt(turns, tools), [])[0]
+            text, plain, _ = _chatml(turns)
+            asked = MarkedText(f"{text}{TURN_START}assistant\n", plain, [])
+            return np.concatenate([self.begin_ids, self.encode_marked([asked])[0][0]])
+        literals = template.apart(turns, tools, prompt=True) if template.has_special(turns, tools) else []
+        text = template.prompt(turns, tools)
+        return self.encode_marked([MarkedText(text, _plain_ranges(literals), [])])[0][0]
+
+
+def _plain_ranges(parts: Sequence[tuple[str, bool]]) -> list[tuple[int, int]]:
+    """Return the character ranges of the parts in which special tokens are ordinary text."""
+    ranges, position = list[tuple[int, int]](), 0
+    for part, is_plain in parts:
+        if is_plain:
+            ranges.append((position, position + len(part)))
+        position += len(part)
+    return ranges
+
+
+def _chatml(turns: Sequence[Turn]) -> MarkedText:
+    """The form of conversations for tokenizers without a template. Roles and contents hold no special tokens."""
+    parts, plain, spans, position = list[str](), [], [], 0
+    for turn in turns:
+        start = position + len(TURN_START)
+        content = start + len(turn.role) + 1
+        end = content + len(turn.content)
+        plain += [(start, start + len(turn.role)), (content, end)]
+        if turn.role == "assistant":
+            spans.append(TrainedSpan(content, end + len(TURN_END), turn.weight))
+        parts.append(f"{TURN_START}{turn.role}\n{turn.content}{TURN_END}\n")
+        position += len(parts[-1])
+    return MarkedText("".join(parts), plain, spans)
 
 
 def save_bytes_tokenizer(folder: Path) -> Tokenizer:
@@ -308,9 +263,20 @@ def save_bytes_tokenizer(folder: Path) -> Tokenizer:
 
 
 def save_json_tokenizer(
-    folder: Path, kind: str, text: str, end: str, pad: str, chat: dict[str, str] | None = None
-) -> Tokenizer:
-    """text: content of a tokenizer.json. end, pad: names of its tokens. chat: as `Vocabulary` has it."""
+    folder: Path, kind: str, text: str, end: str, pad: str, chat: dict[str, str] | None = None,
+    begin_ids: Sequence[int] = (),
+) -> Tokenizer:  # fmt: skip
+    """Save a tokenizer of the tokenizers library.
+
+    Args:
+        folder: of the tokenizer's files.
+        kind: bpe or file.
+        text: content of a tokenizer.json.
+        end: name of the token that ends a document.
+        pad: name of the token that fills up rows.
+        chat: as `Vocabulary` has it.
+        begin_ids: tokens before each document.
+    """
     from tokenizers import Tokenizer as Library
 
     library = Library.from_str(text)
@@ -318,7 +284,8 @@ def save_json_tokenizer(
     numbers = [-1 if token is None else token for token in ids]
     # Ids may have gaps, so the table must reach the highest one.
     vocab_size = max(library.get_vocab(with_added_tokens=True).values()) + 1
-    return _save(folder, Vocabulary(kind, vocab_size, *numbers, digest="", chat=chat), text)
+    vocabulary = Vocabulary(kind, vocab_size, *numbers, digest="", chat=chat, begin_ids=tuple(begin_ids))
+    return _save(folder, vocabulary, text)
 
 
 def _save(folder: Path, vocabulary: Vocabulary, text: str | None) -> Tokenizer:
@@ -334,6 +301,8 @@ def _digest(vocabulary: Vocabulary, text: str | None) -> str:
     numbers = {**asdict(vocabulary), "digest": ""}
     if vocabulary.chat is None:  # as before there were templates
         del numbers["chat"]
+    if not vocabulary.begin_ids:  # as before documents had a beginning
+        del numbers["begin_ids"]
     content = json.dumps(numbers, sort_keys=True) + "\n" + (text or "")
     return hashlib.sha256(content.encode("utf-8")).hexdigest()
 
@@ -353,24 +322,25 @@ def find_tokenizer_file(path: str) -> Path:
     return found
 
 
-def import_tokenizer(folder: Path, path: str, *, template: bool = False) -> Tokenizer:
+def import_tokenizer(folder: Path, path: str, *, template: bool = False, bos: Bos = "auto") -> Tokenizer:
     """Copy the tokenizer of `path` into `folder`.
 
     Args:
-        folder: where it goes.
+        folder: new folder of the tokenizer.
         path: a tokenizer.json, or a folder with one.
-        template: whether its chat template comes along, where it has one.
+        template: copies its chat template too, if it has one.
+        bos: which tokens begin a document, as data.bos says.
 
     Raises:
-        DataError: where there is none, it cannot be read, or it has no end token.
+        DataError: if there is none, it cannot be read, or it lacks an end token or the one that data.bos asks for.
     """
     from tokenizers import Tokenizer as Library
 
     source = find_tokenizer_file(path)
     try:
         text = source.read_text("utf-8")
-        names = Library.from_str(text).get_vocab(with_added_tokens=True)
-    # The library raises bare Exception for every kind of bad file.
+        names = bounded(lambda: Library.from_str(text), len(text)).get_vocab(with_added_tokens=True)
+    # The library raises bare Exception for every kind of bad file, and so does reading one.
     except Exception as error:
         raise DataError(
             f"tokenizer.path={path}: not a tokenizer.json ({error}). Give one saved by `tokenizers`."
@@ -384,7 +354,35 @@ def import_tokenizer(folder: Path, path: str, *, template: bool = False) -> Toke
             'Add one to the tokenizer, or use tokenizer.kind="bpe".'
         )
     pad = next((name for name in (_token_name(settings.get("pad_token")), PAD, "<pad>", "[PAD]") if name in names), end)
-    return save_json_tokenizer(folder, "file", text, end, pad, _chat(source.parent, settings) if template else None)
+    begin_ids = _begin_ids(text, names, settings, path, bos)
+    chat = _chat(source.parent, settings) if template else None
+    return save_json_tokenizer(folder, "file", text, end, pad, chat, begin_ids)
+
+
+def _begin_ids(text: str, names: Mapping[str, int], settings: Mapping[str, Any], path: str, bos: Bos) -> list[int]:
+    """The tokens that the tokenizer puts before a text when transformers calls it, or those that data.bos asks for."""
+    from tokenizers import Tokenizer as Library
+
+    if bos is False:
+        return []
+    own = _token_name(settings.get("bos_token"))
+    if "add_bos_token" in settings or "add_eos_token" in settings:  # transformers then ignores the post-processor
+        found = [names[own]] if settings.get("add_bos_token") and own is not None and own in names else []
+    else:
+        found, library = [], Library.from_str(text)
+        if library.post_processor is not None:
+            [encoding] = bounded(lambda: library.encode_batch(["a"]), 1)
+            marks = encoding.special_tokens_mask
+            found = encoding.ids[: next((place for place, mark in enumerate(marks) if not mark), 0)]
+    if found or bos == "auto":
+        return found
+    name = next((name for name in (own, *_BEGIN_NAMES) if name in names), None)
+    if name is None:
+        raise DataError(
+            f"data.bos=true: the tokenizer of {path} has no bos_token. Name it in tokenizer_config.json, or use "
+            'data.bos="auto".'
+        )
+    return [names[name]]
 
 
 def _chat(folder: Path, settings: Mapping[str, Any]) -> dict[str, str] | None:
@@ -413,9 +411,3 @@ def _settings(path: Path) -> dict[str, Any]:
 def _token_name(entry: Any) -> str | None:
     name = entry.get("content") if isinstance(entry, dict) else entry
     return name if isinstance(name, str) else None
-
-
-def _byte_level_alphabet() -> frozenset[str]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return frozenset(ByteLevel.alphabet())

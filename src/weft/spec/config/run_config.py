@@ -111,9 +111,11 @@ class ModelSection(Section):
     """Factor on the scores of the chosen experts."""
     balance: Literal["aux_loss", "bias", "none"] | None = None
     """How the load of experts is balanced. aux_loss: an auxiliary loss per sequence; bias: a routing bias that is
-    adjusted after each step; none: no balancing."""
+    adjusted after each step; none: no balancing. Of model.path: aux_loss or none, by default aux_loss if its config
+    sets output_router_logits."""
     balance_rate: PositiveFloat | None = None
-    """Weight of the auxiliary loss, or how much a routing bias changes in one step."""
+    """Weight of the auxiliary loss, or how much a routing bias changes in one step. Of model.path: by default its
+    config's router_aux_loss_coef."""
     capacity_factor: NonNegative | None = None
     """An expert accepts at most this many times its even share of each sequence's tokens and drops the rest; 0 drops no
     token."""
@@ -168,6 +170,9 @@ class DataSection(Section):
     per sequence. By default fit for chats, instructions and completions, concat for text and ids."""
     borders: bool = True
     """Positions restart at each document, and attention does not cross document borders."""
+    bos: Literal["auto"] | bool = "auto"
+    """Whether each document begins with the tokenizer's beginning-of-sequence token. auto: as the tokenizer does it, by
+    its post-processor or add_bos_token in tokenizer_config.json. A chat template writes its own beginning."""
     max_record_bytes: PositiveInt = 64 * 2**20
     """Longest record in bytes; longer ones are quarantined. Plain text files are read in pieces and have no limit."""
     max_bad_fraction: Fraction = 0.01

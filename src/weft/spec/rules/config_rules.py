@@ -34,8 +34,10 @@ def _layout_problem(config: RunConfig) -> str:
 
 def _beside_path(config: RunConfig) -> list[str]:
     """Settings that the folder of model.path decides, and that are set all the same."""
-    usual = RunConfig()
-    model = (f"model.{name}" for name, value in config.model if name != "path" and value != getattr(usual.model, name))
+    usual, free = RunConfig(), ("path", "balance", "balance_rate")
+    model = (
+        f"model.{name}" for name, value in config.model if name not in free and value != getattr(usual.model, name)
+    )
     words = (f"tokenizer.{name}" for name, value in config.tokenizer if value != getattr(usual.tokenizer, name))
     return [*model, *words]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint.pretrained import no_folder
-from weft.errors import ConfigError, Problem
+from weft.errors import ConfigError, ModelError, Problem
 from weft.spec import RunConfig
 from weft.spec.rules import Facts
 from weft.train.folder import run_folder
@@ -115,7 +115,33 @@ class PretrainedTask(DecoderTask):
             return self.build()
 
     def initial_model(self, plan: Plan) -> nn.Module:
-        return self.shapes()
+        model = self.shapes()
+        if rate := self._balance_rate():
+            from weft.parallel.expert import balance_routers
+
+            try:
+                balance_routers(model, rate)
+            except ModelError as error:
+                raise _wrong(
+                    "model.balance", "aux_loss", f"Weft cannot balance the routers of {type(model).__name__}. "
+                    'Set model.balance="none".',
+                ) from error  # fmt: skip
+        return model
+
+    def _balance_rate(self) -> float:
+        """Weight of the auxiliary loss for the experts' load; 0 for none."""
+        from weft.structure import hugging_face
+
+        section, own = self.config.model, hugging_face.load_model_config(self._base).get_text_config(decoder=True)
+        if section.balance == "bias":
+            raise _wrong("model.balance", "bias", "routers of a folder have no bias to move. Use aux_loss or none.")
+        is_on = getattr(own, "output_router_logits", False) if section.balance is None else section.balance != "none"
+        if not is_on:
+            return 0.0
+        rate = section.balance_rate or getattr(own, "router_aux_loss_coef", None) or 0.0
+        if not rate and section.balance == "aux_loss":
+            raise _wrong("model.balance", "aux_loss", "its config has no router_aux_loss_coef. Set model.balance_rate.")
+        return float(rate)
 
     def initial_weights(self, model: nn.Module) -> StateSource | None:
         from weft.train.tasks.published_weights import pretrained_source
@@ -144,7 +170,6 @@ class PretrainedTask(DecoderTask):
 
     def describe(self) -> PlannedModel:
         """Describe the model from its config.json where the planner knows the family, else from a trace of it."""
-        from weft.errors import ModelError
         from weft.planner.search import read_model
         from weft.train.task import describe_by_tracing
 

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from weft.checkpoint.pretrained import Computed, Joined, JoinedTensors, stored_weights, under_model_names
+from weft.checkpoint.pretrained import (
+    Computed,
+    Joined,
+    JoinedTensors,
+    StoredWeights,
+    stored_weights,
+    under_model_names,
+)
 from weft.errors import CheckpointError
 from weft.parallel.local_tensors import StateSource, originals_of, read_whole
 from weft.train.state import model_tensors
@@ -33,13 +40,14 @@ def pretrained_source(
 
     Raises:
         CheckpointError: for files that are missing, cut off or in pickles, for tensors that the model has and the
-            folder lacks, for other shapes, and for more blocks than the config has.
+            folder lacks, for other shapes, for tied tensors that differ, and for more blocks than the config has.
     """
     stored = stored_weights(folder)
     entries, left = under_model_names(model, stored)
     originals, by_first = originals_of(model), defaultdict[str, list[str]](list)
     for name, one in originals.items():
         by_first[one.first].append(name)
+    _refuse_unequal(by_first, entries, stored, folder)
     found: dict[str, Joined | Computed] = {}
     missing: list[str] = []
     for first, names in by_first.items():
@@ -68,7 +76,24 @@ def pretrained_source(
             f"model.path={folder}: the files have tensor {name!r}, and config.json makes only {number} modules in "
             f"{path!r}. Give the config.json that belongs to these weights."
         )
-    return JoinedTensors(stored, found), unexpected
+    parameters = {name for name, one in originals.items() if one.is_parameter}
+    return JoinedTensors(stored, found, finite=parameters), unexpected
+
+
+def _refuse_unequal(
+    by_first: Mapping[str, list[str]], entries: Mapping[str, Joined | Computed], stored: StoredWeights, folder: Path
+) -> None:
+    """Raise if tensors that the config ties are stored with different values: transformers then does not tie them."""
+    source = JoinedTensors(stored, entries)
+    for names in by_first.values():
+        present = [name for name in names if name in entries]
+        for other in present[1:]:
+            if not source.is_equal(present[0], other):
+                raise CheckpointError(
+                    f"model.path={folder}: config.json ties {present[0]!r} and {other!r}, and their stored values "
+                    'differ. Set "tie_word_embeddings": false in config.json, or remove the one that was not '
+                    "trained from the files."
+                )
 
 
 def _beyond_its_list(model: nn.Module, unexpected: list[str]) -> tuple[str, str, int] | None:

@@ -106,6 +106,11 @@ def write_tokenizer(source: Path, out: Path) -> None:
         "pad_token": library.id_to_token(tokenizer.pad_id),
         "clean_up_tokenization_spaces": False,
     }
+    begin = "".join(library.id_to_token(token) or "" for token in tokenizer.vocabulary.begin_ids)
+    if len(tokenizer.vocabulary.begin_ids) == 1:
+        said |= {"bos_token": begin, "add_bos_token": True}
+    elif not begin and library.post_processor is not None:  # data.bos=false may have turned it off
+        said |= {"add_bos_token": False}
     if tokenizer.vocabulary.turn_start_id >= 0:
-        said["chat_template"] = _CHATML
+        said["chat_template"] = begin + _CHATML
     (out / "tokenizer_config.json").write_text(json.dumps(said, indent=1) + "\n")

@@ -57,6 +57,8 @@ class FolderTask(Task):
     #: Options that do not change the rows.
     free_options: ClassVar[tuple[str, ...]] = ("pad_multiple",)
     pad_multiple: int = 8
+    #: Whether a head that the folder has is left out, so that it starts anew.
+    new_head: bool = False
     #: What of a row is filled up.
     padded_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
 
@@ -122,14 +124,21 @@ class FolderTask(Task):
         if entries > rows:
             rule = f"its tokenizer has {entries} entries, and its embedding {rows} rows"
             raise _wrong("model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights of one model.")
-        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        # The config's first: heads find a text's last token by it, and RoBERTa the positions.
+        own = _own_pad(self._own_config(), rows)
+        pads = (own, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return {"pad_id": next(one for one in pads if one is not None), **self.survey(records)}
+
+    def _own_config(self) -> Any:
+        from weft.structure import hugging_face
+
+        return hugging_face.load_model_config(self._base)
 
     def _weight_notes(self) -> list[str]:
         from weft.train.tasks.published_weights import told_new, told_unexpected
         from weft.train.tasks.tuned.new_head import source_with_head
 
-        source, unexpected = source_with_head(self.shapes(), self._path, self.config.seed)
+        source, unexpected = source_with_head(self.shapes(), self._path, self.config.seed, new_head=self.new_head)
         return [*told_unexpected(unexpected), *told_new(source.new_names, self.config.seed)]
 
     def _check_length(self) -> None:
@@ -205,10 +214,7 @@ class FolderTask(Task):
 
     def own_labels(self) -> Mapping[Any, str] | None:
         """Return the classes that the folder's config names."""
-        from weft.structure import hugging_face
-
-        config: Any = hugging_face.load_model_config(self._base)
-        return getattr(config, "id2label", None)
+        return getattr(self._own_config(), "id2label", None)
 
     def tokenizer(self, **options: Any) -> Any:
         """Return the folder's tokenizer, as transformers has it with such options."""
@@ -228,8 +234,8 @@ class FolderTask(Task):
             most: tokens of a row; None: train.seq_len.
         """
         tokenizer = self.tokenizer(**({"add_prefix_space": True} if is_split else {}))
-        found: Any = tokenizer(
-            texts, pairs, truncation=True, max_length=most or self.config.train.seq_len, is_split_into_words=is_split
+        found = self.tokenised(
+            tokenizer, texts, pairs, max_length=most or self.config.train.seq_len, is_split_into_words=is_split
         )
         for one in found.encodings:
             row = {"input_ids": np.array(one.ids, np.int32), "is_cut": np.array([bool(one.overflowing)], np.uint8)}
@@ -238,6 +244,23 @@ class FolderTask(Task):
             if is_split:
                 row["word_ids"] = np.array([-1 if word is None else word for word in one.word_ids], np.int64)
             yield row
+
+    def tokenised(self, tokenizer: Any, texts: Any, pairs: Any = None, **options: Any) -> Any:
+        """Return what a tokenizer gives for some texts, cut to a length.
+
+        Args:
+            tokenizer: of transformers.
+            texts: each a text; or a list of words.
+            pairs: second texts, one for each.
+            options: further arguments of the tokenizer, such as max_length.
+
+        Raises:
+            DataError: when it takes too long, needs too much memory, or fails.
+        """
+        from weft.data.tokens import bounded
+
+        num_chars = sum(len(one) if isinstance(one, str) else sum(map(len, one)) for one in (*texts, *(pairs or ())))
+        return bounded(lambda: tokenizer(texts, pairs, truncation=True, **options), num_chars)
 
     # --- batches ---
 
@@ -325,7 +348,7 @@ class FolderTask(Task):
 
         if not (self._needs_folder or self._path.is_dir()):
             return None
-        return source_with_head(model, self._path, self.config.seed)[0]
+        return source_with_head(model, self._path, self.config.seed, new_head=self.new_head)[0]
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return self.called(model, batch).logits
@@ -342,9 +365,9 @@ class FolderTask(Task):
         return model(**inputs, **options)
 
     def _changed(self, config: Any) -> dict[str, Any]:
-        """The task's fields of a config, and where it names no padding the id that batches have."""
+        """The task's fields of a config, and the padding of batches if the config has none that a batch can hold."""
         changes = dict(self.model_changes())
-        if getattr(config, "pad_token_id", None) is None and "pad_id" in self._found:
+        if "pad_id" in self._found and _own_pad(config, self.pad_id + 1) != self.pad_id:
             changes["pad_token_id"] = self.pad_id
         return changes
 
@@ -379,6 +402,12 @@ class FolderTask(Task):
 
     def data_lines(self) -> Sequence[str]:
         return self.tables.summary
+
+
+def _own_pad(config: Any, rows: int) -> int | None:
+    """The padding id of a config; None if it names none, or one outside of an embedding with so many rows."""
+    found = getattr(config.get_text_config(), "pad_token_id", None)
+    return found if isinstance(found, int) and 0 <= found < rows else None
 
 
 def _wrong(key: str, value: object, rule: str) -> ConfigError:

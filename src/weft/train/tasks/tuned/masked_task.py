@@ -61,7 +61,7 @@ class MaskedTask(FolderTask):
         tokenizer: Any = self.tokenizer()
         texts = [one.text(self.text, "text") for one in records]
         length = self.config.train.seq_len
-        cut: Any = tokenizer(texts, truncation=True, max_length=length, return_overflowing_tokens=True)
+        cut = self.tokenised(tokenizer, texts, max_length=length, return_overflowing_tokens=True)
         for one in cut.encodings:
             is_text = 1 - np.array(one.special_tokens_mask, np.uint8)
             if is_text.any():

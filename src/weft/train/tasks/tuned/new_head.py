@@ -22,15 +22,18 @@ from weft.train.tasks.published_weights import pretrained_source
 _USUAL_STD = 0.02
 
 
-def source_with_head(model: Any, folder: Path, seed: int) -> tuple[WeightsWithHead, list[str]]:
-    """Return where a model's tensors come from, and the stored names that it has no place for.
+def source_with_head(
+    model: Any, folder: Path, seed: int, *, new_head: bool = False
+) -> tuple[WeightsWithHead, list[str]]:
+    """Return the source of a model's tensors, and the stored names that the model lacks.
 
-    What lies outside of the model's body, and its pooler, may be missing from the files, or have another shape there.
+    Tensors outside of the model's body, and its pooler, may be missing from the files, or have another shape there.
 
     Args:
         model: of transformers, as shapes.
         folder: config.json and safetensors files.
         seed: of what is made anew.
+        new_head: whether a head of the files is left out.
 
     Raises:
         CheckpointError, ModelError: as `pretrained_source` raises them.
@@ -42,6 +45,10 @@ def source_with_head(model: Any, folder: Path, seed: int) -> tuple[WeightsWithHe
         return "pooler." in name or (has_body and not name.startswith(body))
 
     stored, unexpected = pretrained_source(model, folder, may_lack)
+    if new_head:
+        heads = [name for name in stored.entries if has_body and not name.startswith(body)]
+        stored = stored.without(heads)
+        unexpected = sorted([*unexpected, *heads])
     return WeightsWithHead(stored, model, seed), unexpected
 
 

@@ -57,19 +57,25 @@ class Seq2SeqTask(FolderTask):
     def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
         from weft.structure import hugging_face
 
-        config: Any = hugging_face.load_model_config(self._base)
-        start = getattr(config, "decoder_start_token_id", None)
-        start = getattr(config, "bos_token_id", None) if start is None else start
+        start, config = hugging_face.decoder_start(self.shapes()), self._own_config()
+        if start == "last":  # of the target itself (mBART), where tokenizers put the language
+            return {"start_id": None}
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            start = getattr(config, name, None) if start is None else start
         if start is None:
             rule = "its config has no decoder_start_token_id. Add it to config.json."
             raise ConfigError([Problem("model.path", f"model.path={self.config.model.path}: {rule}")])
         return {"start_id": start}
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        from weft.data.tokens import bounded
+
         sources = [self.prefix + one.text(self.source, "source") for one in records]
         tokenizer: Any = self.tokenizer()
         targets = [one.text(self.target, "target") for one in records]
-        wanted: Any = tokenizer(text_target=targets, truncation=True, max_length=self.target_len)
+        wanted: Any = bounded(
+            lambda: tokenizer(text_target=targets, truncation=True, max_length=self.target_len), sum(map(len, targets))
+        )
         for row, target in zip(self.encoded(sources), wanted.encodings, strict=True):
             yield {
                 **row,
@@ -84,8 +90,8 @@ class Seq2SeqTask(FolderTask):
         batch = self.padded_inputs(samples, self.pad_id)
         targets = [one["labels"] for one in samples]
         length = padded_length(max(map(len, targets)), self.pad_multiple, self.target_len)
-        start = np.array([self._found["start_id"]])
-        read = [np.concatenate((start, one[:-1])) for one in targets]
+        start = self._found["start_id"]
+        read = [np.concatenate(([one[-1] if start is None else start], one[:-1])) for one in targets]
         counted = [
             one * 0 + IGNORED if "is_blank" in sample else one for one, sample in zip(targets, samples, strict=True)
         ]

@@ -20,7 +20,7 @@ from weft.spec.config import DataSection, SourceSection
 from weft.units import counted
 
 #: Part of the key of stored rows: another number, and they are made again.
-_VERSION = 1
+_VERSION = 2
 _AT_ONCE = 512
 #: Fewer records are all trained on where none are given for evaluation.
 _FEWEST = 10

@@ -36,6 +36,7 @@ class TextClassTask(FolderTask):
     label: column of the label: a name or a whole number, or with `regression` any number.
     labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
     regression: whether numbers are learnt, by the squared error.
+    new_head: leave out a head that the folder has, and start a new one.
     pad_multiple: what the length of a batch's texts is rounded up to.
     """
 
@@ -44,6 +45,7 @@ class TextClassTask(FolderTask):
     label: str = "label"
     labels: str = ""
     regression: bool = False
+    new_head: bool = False
     pad_multiple: int = 8
 
     unit = sample_unit = "texts"
@@ -64,7 +66,7 @@ class TextClassTask(FolderTask):
         if self.regression:
             return {}
         seen = {label_text(one, one.value(self.label, "label"), self.label) for one in records}
-        return settled_labels(self.labels, seen, self.own_labels())
+        return settled_labels(self.labels, seen, self.own_labels(), new_head=self.new_head)
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
         texts = [one.text(self.text, "text") for one in records]

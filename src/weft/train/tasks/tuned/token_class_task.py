@@ -27,12 +27,14 @@ class TokenClassTask(FolderTask):
     words: column of the words: a list of texts, or one text that is split at spaces.
     tags: column of their labels, as many.
     labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
+    new_head: leave out a head that the folder has, and start a new one.
     pad_multiple: what the length of a batch's texts is rounded up to.
     """
 
     words: str = "tokens"
     tags: str = "tags"
     labels: str = ""
+    new_head: bool = False
     pad_multiple: int = 8
 
     unit, sample_unit = "words", "texts"
@@ -53,7 +55,7 @@ class TokenClassTask(FolderTask):
         seen: set[str] = set()
         for one in records:
             seen.update(label_text(one, tag, self.tags) for tag in _listed(one, self.tags, "tags"))
-        return settled_labels(self.labels, seen, self.own_labels())
+        return settled_labels(self.labels, seen, self.own_labels(), new_head=self.new_head)
 
     def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
         words = [_listed(one, self.words, "words") for one in records]

@@ -1,0 +1,258 @@
+"""Token ids of texts of any length in bounded memory, equal to those of the full text.
+
+A long text is encoded in windows that overlap. A token depends on its neighbourhood, such as a word, and on the start
+of the text, where some tokenizers add a blank. So a cut is accepted only if two windows have the same tokens around it.
+The tokens of the first window before the cut and of the second after it are then those of the full text. Windows
+without such a cut are encoded as one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from weft.errors import DataError
+
+#: Characters of a window, and how many more it reads at each end.
+WINDOW_CHARS = 2**16
+_OVERLAP_CHARS = 512
+#: Windows that are encoded together, on all cores.
+GROUP_WINDOWS = 16
+#: A longer text without a cut would take gigabytes.
+_MAX_WINDOW_CHARS = 2**24
+
+
+class Tokens:
+    """Ids of a text, and the characters of the text that each one stands for.
+
+    Args:
+        ids: int64 [n].
+        source: of the offsets: an encoding of the tokenizers library, an int64 [n, 2], or None.
+    """
+
+    __slots__ = ("_source", "ids")
+
+    def __init__(self, ids: np.ndarray, source: Any):
+        self.ids, self._source = ids, source
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether offsets are known."""
+        return self._source is not None
+
+    def offsets(self) -> np.ndarray:
+        """Return the first character of each token and the one after its last, int64 [n, 2]."""
+        if self._source is None:
+            return np.zeros((0, 2), np.int64)
+        if isinstance(self._source, np.ndarray):
+            return self._source
+        return np.array(self._source.offsets, np.int64).reshape(-1, 2)
+
+
+class WindowCodec(Protocol):
+    """Encodes texts of a window's length, each for itself."""
+
+    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return their ids, int64."""
+        ...
+
+    def tokens(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return their ids with offsets, which takes half as long again."""
+        ...
+
+
+class _Window(NamedTuple):
+    """Characters low..high of the buffer, encoded; the part from `begin` is its own."""
+
+    low: int
+    begin: int
+    high: int
+    tokens: Tokens
+
+
+class _Edge(NamedTuple):
+    """Tokens of a window near one of its ends, as (id, first character, end); `first` is the index of the first."""
+
+    first: int
+    tokens: list[tuple[int, int, int]]
+
+
+class TextEncoder:
+    """Encodes one text that arrives in parts.
+
+    Args:
+        encoder: encodes windows.
+        window_chars: characters of a window.
+        with_offsets: whether results have offsets, which takes half as long again.
+    """
+
+    def __init__(self, encoder: WindowCodec, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False):
+        self._encoder, self._window_chars, self._with_offsets = encoder, window_chars, with_offsets
+        self._parts: list[str] = []
+        self._num_chars = 0
+        #: Characters of the text before the buffer.
+        self._before = 0
+        #: Where the part of the buffer begins whose ids were not returned. What is before it is context.
+        self._begin = 0
+        #: The first token of that part in the first window.
+        self._first = 0
+
+    def feed(self, part: str) -> Tokens:
+        """Add a part of the text, and return the tokens that no further part can change."""
+        self._parts.append(part)
+        self._num_chars += len(part)
+        if self._num_chars < GROUP_WINDOWS * self._window_chars:
+            return _joined([])
+        return self._advance(is_end=False)
+
+    def finish(self) -> Tokens:
+        """Return the tokens of the rest."""
+        return self._advance(is_end=True)
+
+    def _advance(self, *, is_end: bool) -> Tokens:
+        text = "".join(self._parts)
+        cuts = self._cuts(text, is_end=is_end)
+        if len(cuts) < 2:
+            return _joined([])
+        windows = self._windows(text, list(itertools.pairwise(cuts)))
+        current, first, index, done = windows[0], self._first, 1, list[Tokens]()
+        while index < len(windows):
+            following = windows[index]
+            found = self._agreed(text, current, following)
+            if found is None:
+                following = self._aligned(text, current, following)
+                found = self._agreed(text, current, following)
+            if found is None:
+                index, current = self._merged(text, current, windows, index)
+                continue
+            last, start, cut = found
+            done.append(self._part(current, first, last))
+            current, first, index = following._replace(begin=cut), start, index + 1
+        if is_end:
+            done.append(self._part(current, first, len(current.tokens.ids)))
+        self._parts, self._num_chars = [text[current.low :]], len(text) - current.low
+        self._before, self._begin, self._first = self._before + current.low, current.begin - current.low, first
+        return _joined(done)
+
+    def _part(self, window: _Window, first: int, last: int) -> Tokens:
+        """Some tokens of a window, with offsets in the text."""
+        ids = window.tokens.ids[first:last]
+        offsets = window.tokens.offsets()[first:last] + (self._before + window.low) if self._with_offsets else None
+        return Tokens(ids, offsets)
+
+    def _encode(self, texts: Sequence[str]) -> list[Tokens]:
+        if self._with_offsets:
+            return self._encoder.tokens(texts)
+        return [Tokens(ids, None) for ids in self._encoder.ids(texts)]
+
+    def _cuts(self, text: str, *, is_end: bool) -> list[int]:
+        """Where windows begin, and the end of the last: after a newline or before a space if there is one."""
+        size, start, cuts = self._window_chars, self._begin, [self._begin]
+        limit = len(text) if is_end else len(text) - _OVERLAP_CHARS
+        while limit - start > size:
+            half, end = start + size // 2, start + size
+            start = text.rfind("\n", half, end) + 1 or max(text.rfind(" ", half, end), 0) or end
+            cuts.append(start)
+        return [*cuts, len(text)] if is_end else cuts
+
+    def _windows(self, text: str, planned: list[tuple[int, int]]) -> list[_Window]:
+        bounds = [
+            # The first window starts where the buffer does, as when it was cut off from the one before it.
+            (max(0, begin - _OVERLAP_CHARS) if number else 0, begin, min(len(text), end + _OVERLAP_CHARS))
+            for number, (begin, end) in enumerate(planned)
+        ]
+        encoded = self._encode([text[low:high] for low, _, high in bounds])
+        return [_Window(*bound, tokens) for bound, tokens in zip(bounds, encoded, strict=True)]
+
+    def _agreed(self, text: str, current: _Window, following: _Window) -> tuple[int, int, int] | None:
+        """Where two windows can be cut: the token of each that is the following one's first, and its first character.
+
+        None unless all tokens near the cut are the same in both.
+        """
+        cut, half = following.begin, _OVERLAP_CHARS // 2
+        edges = (
+            self._edge(text, current, cut - half, is_end=True),
+            self._edge(text, following, cut + half, is_end=False),
+        )
+        left, right = (
+            [(edge.first + place, token) for place, token in enumerate(edge.tokens)
+             if token[1] >= cut - half and token[2] <= cut + half]
+            for edge in edges
+        )  # fmt: skip
+        if [token for _, token in left] != [token for _, token in right]:
+            return None
+        for (last, token), (first, _) in zip(left, right, strict=True):
+            if token[1] >= cut:
+                return last, first, token[1]
+        return None
+
+    def _edge(self, text: str, window: _Window, until: int, *, is_end: bool) -> _Edge:
+        """The tokens of a window from `until` to its end, or from its start to `until`.
+
+        Windows have no offsets as a rule. They come from encoding the edge alone, as far as that gives the same ids.
+        """
+        if is_end:
+            low, high = max(window.low, until - _OVERLAP_CHARS), window.high
+        else:
+            low, high = window.low, min(window.high, until + _OVERLAP_CHARS)
+        [tokens] = self._encoder.tokens([text[low:high]])
+        spans, size = tokens.offsets() + low, min(len(tokens.ids), len(window.tokens.ids))
+        near, own = tokens.ids, window.tokens.ids
+        if is_end:
+            near, own = near[::-1], own[::-1]
+        differ = np.flatnonzero(near[:size] != own[:size])
+        same = int(differ[0]) if len(differ) else size
+        kept = slice(len(spans) - same, len(spans)) if is_end else slice(0, same)
+        found = [(token, *span) for token, span in zip(tokens.ids[kept].tolist(), spans[kept].tolist(), strict=True)]
+        return _Edge(len(own) - same if is_end else 0, found)
+
+    def _aligned(self, text: str, current: _Window, following: _Window) -> _Window:
+        """The following window, beginning at a token of the current one: in runs of one letter each shift differs."""
+        edge = self._edge(text, current, following.low, is_end=True)
+        low = max((token[1] for token in edge.tokens if token[1] <= following.low), default=following.low)
+        if low == following.low:
+            return following
+        [tokens] = self._encode([text[low : following.high]])
+        return following._replace(low=low, tokens=tokens)
+
+    def _merged(self, text: str, current: _Window, windows: list[_Window], index: int) -> tuple[int, _Window]:
+        """The current window with as many of the following ones as double it, and the index of the next."""
+        wanted = current.high + (current.high - current.begin)
+        while index + 1 < len(windows) and windows[index].high < wanted:
+            index += 1
+        high = windows[index].high
+        if high - current.low > _MAX_WINDOW_CHARS:
+            raise DataError(
+                f"tokenizer: {_MAX_WINDOW_CHARS} characters of a text are one word to it. Leave the text out."
+            )
+        [tokens] = self._encode([text[current.low : high]])
+        return index + 1, current._replace(high=high, tokens=tokens)
+
+
+def encode_long(
+    text: str, codec: WindowCodec, *, window_chars: int = WINDOW_CHARS, with_offsets: bool = False
+) -> Tokens:
+    """Return the tokens of a text of any length.
+
+    Args:
+        text: encoded in windows if it is longer than one.
+        codec: encodes windows.
+        window_chars: characters of a window.
+        with_offsets: whether the result has offsets.
+    """
+    stream = TextEncoder(codec, window_chars=window_chars, with_offsets=with_offsets)
+    step = GROUP_WINDOWS * window_chars
+    parts = [stream.feed(text[start : start + step]) for start in range(0, len(text), step)]
+    return _joined([*parts, stream.finish()])
+
+
+def _joined(parts: Sequence[Tokens]) -> Tokens:
+    if len(parts) == 1:
+        return parts[0]
+    ids = np.concatenate([np.zeros(0, np.int64), *(one.ids for one in parts)])
+    if any(one.has_offsets for one in parts):
+        return Tokens(ids, np.concatenate([np.zeros((0, 2), np.int64), *(one.offsets() for one in parts)]))
+    return Tokens(ids, None)
