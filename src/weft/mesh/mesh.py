@@ -12,6 +12,7 @@ import gc
 import ipaddress
 import socket
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -249,6 +250,10 @@ def build_mesh(
     return Mesh(plan, rank, torch.device(device), record, route, link_profile)
 
 
+#: How often this process joined the ranks at an address.
+_joined = Counter[tuple[str, int]]()
+
+
 def join_ranks(
     place: env.RankEnv, device: torch.device, timeout_s: float = LIMIT_S, store: Store | None = None
 ) -> None:
@@ -275,8 +280,10 @@ def join_ranks(
         store.set_timeout(timeout)
         if _as_loopback(place.master_addr) is not None:
             _keep_gloo_at_home()
-        # Who joins, parts and joins again must not read what was written the first time.
-        joined = store.add(f"weft/joined/{place.rank}", 1)
+        # A rank that joins, leaves and joins again must not read what was written the first time. Counted here and not
+        # in the store, where other processes could change the count.
+        _joined[place.master_addr, place.master_port] += 1
+        joined = _joined[place.master_addr, place.master_port]
         dist.init_process_group(
             backend,
             store=PrefixStore(f"weft/{joined}", store),
