@@ -152,8 +152,7 @@ def config_of(run: RunIndex) -> dict[str, str]:
 def beside(run: RunIndex) -> dict[str, Any]:
     """What was planned beside what was measured, while it trains from its events, afterwards from measured.json."""
     with run.lock:
-        planned, actual = dict(run.planned), dict(run.actual)
-    table = _measured_file(run)
+        planned, actual, table = dict(run.planned), dict(run.actual), run.measured
     if not actual and isinstance(table.get("measured"), dict):
         actual = table["measured"]
     expected = planned or (table["expected"] if isinstance(table.get("expected"), dict) else {})
@@ -167,17 +166,6 @@ def beside(run: RunIndex) -> dict[str, Any]:
         "memory_bytes": [_finite(expected.get("memory_bytes")), _finite(actual.get("memory_bytes"))],
         "drift": [str(one)[:500] for one in drift[:20]] if isinstance(drift, list) else [],
     }
-
-
-def _measured_file(run: RunIndex) -> dict[str, Any]:
-    try:
-        path = run.folder / "measured.json"
-        if path.stat().st_size > 2**20:
-            return {}
-        found = json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _curve(columns: StepColumns, name: str, rows: slice, points: int) -> dict[str, Any]:
