@@ -181,7 +181,8 @@ class RunState:
                     continue
                 self.figures[name] = BoundedSeries()
             at_step = self.step if one.step is None or abs(one.step) >= 2**62 else one.step
-            self.figures[name].add(at_step, one.time, (one.low, one.value, one.high), (one.at_low, one.at_high))
+            when = one.time if math.isfinite(one.time) else 0.0
+            self.figures[name].add(at_step, when, (one.low, one.value, one.high), (one.at_low, one.at_high))
         by_rank = event.get("by_rank")
         busy = by_rank.get("busy_s") if isinstance(by_rank, Mapping) else None
         if isinstance(busy, list) and len(busy) <= 100_000:
