@@ -11,9 +11,12 @@ if TYPE_CHECKING:
     from weft.monitor.sinks.pump import EventFollower, Pump
     from weft.monitor.sinks.secret import address_of, secret_of
     from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble
+    from weft.monitor.sinks.time_limit import OpenSockets, OutOfTime, within
 
 __all__ = [
     "EventFollower",
+    "OpenSockets",
+    "OutOfTime",
     "Poster",
     "Pump",
     "SINKS",
@@ -23,6 +26,7 @@ __all__ = [
     "address_of",
     "make_sink",
     "secret_of",
+    "within",
 ]
 
 #: By kind, where its class is: none is loaded before it is wanted.
@@ -54,10 +58,13 @@ __getattr__ = loads(
         "EventFollower": ".pump",
         "Poster": ".http_post",
         "Pump": ".pump",
+        "OpenSockets": ".time_limit",
+        "OutOfTime": ".time_limit",
         "FigureSink": ".sink",
         "SinkJob": ".sink",
         "SinkTrouble": ".sink",
         "address_of": ".secret",
         "secret_of": ".secret",
+        "within": ".time_limit",
     },
 )

@@ -22,6 +22,8 @@ __all__ = [
     "SourceSection",
     "TRAINS",
     "changed_keys",
+    "hide_secret",
+    "holds_secret",
     "value_at",
 ]
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
         SampleSection,
         SourceSection,
     )
+    from weft.spec.config.secret_urls import hide_secret, holds_secret
     from weft.spec.config.setting_types import TRAINS
 
 __getattr__ = loads(
@@ -58,6 +61,8 @@ __getattr__ = loads(
         "SourceSection": ".run_config",
         "TRAINS": ".setting_types",
         "changed_keys": ".changes",
+        "hide_secret": ".secret_urls",
+        "holds_secret": ".secret_urls",
         "value_at": ".changes",
     },
 )
