@@ -21,7 +21,7 @@ from weft.cli.launcher import count_ranks, process_age_s, rank_starter, typed_co
 from weft.errors import CommError, ConfigError, LaunchError, WeftError
 from weft.monitor.screen import busy
 from weft.spec.plan import Plan
-from weft.units import counted
+from weft.units import counted, parse_seconds
 
 if TYPE_CHECKING:
     from weft.cli.launcher.starting import Preparation
@@ -182,7 +182,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
         )
     started = time.monotonic() - process_age_s()
     # Kept until the end: the first rank may host it.
-    store = open_store(place) if place.world_size > 1 else None
+    store = open_store(place, parse_seconds(config.launch.timeout)) if place.world_size > 1 else None
     word = FirstWord(place, store) if store is not None else None
     alarm = second_handle(2)
     with ExitStack() as held:

@@ -55,7 +55,7 @@ class TorchEngine:
         launch = job.config.launch
         device = device_of_rank(launch.device, launch.numa, job.place)
         if job.place is not None:
-            join_ranks(job.place, device, parse_seconds(launch.timeout), job.store)
+            join_ranks(job.place, device, parse_seconds(launch.timeout), job.store, job.tell)
         if dist.is_initialized():
             # Under torchrun the folder's texts came through the store, before anything could be signed there.
             share_store_key(job.store_key, repr((str(job.folder.path), sorted(job.folder.texts.items()))).encode())
