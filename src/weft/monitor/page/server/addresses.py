@@ -15,7 +15,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -272,11 +272,13 @@ def _plain(code: int, text: str) -> Callable[[Request, Exception], Awaitable[Res
 async def _body(request: Request) -> bytes:
     """The body, or nothing where it is longer than any that the page sends."""
     found = b""
-    async for piece in request.stream():
-        found += piece
-        if len(found) > _MOST_BODY:
-            return b""
-    return found
+    with contextlib.suppress(ClientDisconnect):  # nobody reads the answer
+        async for piece in request.stream():
+            found += piece
+            if len(found) > _MOST_BODY:
+                return b""
+        return found
+    return b""
 
 
 def _float(text: str | None, usual: float) -> float:
