@@ -12,7 +12,7 @@ import pytest
 
 from weft.env import RankEnv
 from weft.errors import CommError, LaunchError
-from weft.mesh import arrivals, mesh, open_store
+from weft.mesh import mesh, missing_ranks, open_store
 
 UNSET = "`unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT`"
 
@@ -33,7 +33,7 @@ def port(monkeypatch):
 
 
 def test_a_rank_without_a_first_rank_says_so_and_ends(port, monkeypatch, capsys):
-    monkeypatch.setattr(arrivals, "NOTICE_S", 0.1)
+    monkeypatch.setattr(missing_ranks, "NOTICE_S", 0.1)
     with pytest.raises(LaunchError) as caught:
         open_store(place_of(3, port), 1.0)
     assert caught.value.exit_code == 2
@@ -45,11 +45,11 @@ def test_a_rank_without_a_first_rank_says_so_and_ends(port, monkeypatch, capsys)
 
 
 def test_the_first_rank_names_those_that_did_not_come(port, monkeypatch):
-    monkeypatch.setattr(arrivals, "NOTICE_S", 0.2)
+    monkeypatch.setattr(missing_ranks, "NOTICE_S", 0.2)
     told = []
     store = open_store(place_of(0, port), 2.0)
     for rank in (2, 5):
-        arrivals.note_arrival(store, rank)
+        missing_ranks.note_arrival(store, rank)
     with pytest.raises(LaunchError) as caught:
         mesh.join_ranks(place_of(0, port), __import__("torch").device("cpu"), 2.0, store, told.append)
     assert f"rank 0 of 8 could not meet ranks 1, 3 to 4, 6 to 7 at 127.0.0.1:{port} within 2.00 s" in str(caught.value)

@@ -15,7 +15,6 @@ from weft.comm.collectives import (
 from weft.comm.ledger import Ledger
 from weft.comm.meet import join, sends_short_summands, transports
 from weft.comm.pending import LateCopy, Pending
-from weft.comm.store_key import share_store_key
 from weft.comm.store_talk import StoreTalk
 from weft.comm.word import FirstWord
 
@@ -32,7 +31,6 @@ __all__ = [
     "join",
     "reduce_scatter",
     "sends_short_summands",
-    "share_store_key",
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",

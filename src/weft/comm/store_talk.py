@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.comm.private_torch import connect_store
-from weft.comm.store_key import StoreKey, forged, store_key
+from weft.comm.watch.store_key import StoreKey, forged, store_key
 from weft.errors import CheckpointError, CommError, WeftError
 from weft.private_torch import Store
 
@@ -29,7 +29,7 @@ _FORGED_S, _LOOK_AGAIN_S = 30.0, 0.1
 
 
 class StoreTalk:
-    """Ordered messages between all ranks. All construct it and call the same methods in the same order, from one thread.
+    """Ordered messages between all ranks. All make one, and call the same methods in the same order, from one thread.
 
     If a rank exits, the others block until the launcher ends the job. Methods raise CommError if the store is lost, or
     if a message is not signed.

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from weft.checkpoint import Checkpoint, SavedPiece, Together, list_checkpoints
-from weft.comm import Ledger, StoreTalk, barrier, share_store_key
-from weft.comm.watch import StoreBoard, Watch, hang_event
+from weft.comm import Ledger, StoreTalk, barrier
+from weft.comm.watch import StoreBoard, Watch, hang_event, share_store_key
 from weft.data.batch import move_batch
 from weft.engines.gpu_kernels import GpuKernels
 from weft.engines.held_memory import memory_by_class

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from weft import env
 from weft.errors import CommError, LaunchError, PlanError, WeftError
-from weft.mesh.arrivals import could_not_meet, note_arrival, noticed, wait_for_host
 from weft.mesh.axis import ROUTES, Axis, RecordsCall, ignore
 from weft.mesh.gpu_settings import multiply_as_planned
+from weft.mesh.missing_ranks import could_not_meet, note_arrival, noticed, wait_for_host
 from weft.mesh.places import ENDS, EXPERT_AXES, Reader, joined, members_of, strides
 from weft.mesh.pulse import Pulse
 from weft.private_torch import (

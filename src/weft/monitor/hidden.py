@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from weft.spec.config import hide_secret
+from weft.spec.written import hide_secret
 
 HIDDEN = "(hidden)"
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 #: Keys below which everything is a secret, and those below which every text is: there are numbers of tokens.
-_SECRET = re.compile(r"passw|passphrase|secret|api_?key|credential|authorization|private_?key|access_?key|cookie|signature")
+_SECRET = re.compile(
+    r"passw|passphrase|secret|api_?key|credential|authorization|private_?key|access_?key|cookie|signature"
+)
 _SECRET_TEXT = re.compile(r"token(?!i[sz]e)|(^|_)auth($|_)|(^|_)pwd$")
 #: Keys whose value may be an address of any kind, such as apprise's slack://TOKEN/TOKEN.
 _ADDRESS = re.compile(r"(^|_)(url|uri|address|endpoint|webhook|hook)s?$")

@@ -11,12 +11,14 @@ __all__ = [
     "WARN_AFTER_S",
     "Watch",
     "hang_event",
+    "share_store_key",
 ]
 
 if TYPE_CHECKING:
     from weft.comm.watch.hang_watch import WARN_AFTER_S, Watch
     from weft.comm.watch.standing import hang_event
     from weft.comm.watch.store_board import StoreBoard
+    from weft.comm.watch.store_key import share_store_key
 
 __getattr__ = loads(
     __name__,
@@ -25,5 +27,6 @@ __getattr__ = loads(
         "WARN_AFTER_S": ".hang_watch",
         "Watch": ".hang_watch",
         "hang_event": ".standing",
+        "share_store_key": ".store_key",
     },
 )

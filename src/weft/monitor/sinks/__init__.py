@@ -9,9 +9,9 @@ from weft.lazy import loads, named_object
 if TYPE_CHECKING:
     from weft.monitor.sinks.http_post import Poster
     from weft.monitor.sinks.pump import EventFollower, Pump
+    from weft.monitor.sinks.request_limit import OpenSockets, OutOfTime, within
     from weft.monitor.sinks.secret import address_of, secret_of
     from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble
-    from weft.monitor.sinks.time_limit import OpenSockets, OutOfTime, within
 
 __all__ = [
     "EventFollower",
@@ -58,13 +58,13 @@ __getattr__ = loads(
         "EventFollower": ".pump",
         "Poster": ".http_post",
         "Pump": ".pump",
-        "OpenSockets": ".time_limit",
-        "OutOfTime": ".time_limit",
+        "OpenSockets": ".request_limit",
+        "OutOfTime": ".request_limit",
         "FigureSink": ".sink",
         "SinkJob": ".sink",
         "SinkTrouble": ".sink",
         "address_of": ".secret",
         "secret_of": ".secret",
-        "within": ".time_limit",
+        "within": ".request_limit",
     },
 )

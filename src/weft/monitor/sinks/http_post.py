@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import ConfigError
+from weft.monitor.sinks.request_limit import OpenSockets, OutOfTime, within
 from weft.monitor.sinks.secret import http_address_of, secret_of
 from weft.monitor.sinks.sink import SinkTrouble
-from weft.monitor.sinks.time_limit import OutOfTime, OpenSockets, within
 from weft.spec.config import SinkSection
 from weft.units import format_seconds, parse_seconds
 
@@ -43,7 +43,7 @@ class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
 
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
         """Open a connection with TLS."""
-        return self.do_open(self._secure, req)  # pyright: ignore[reportArgumentType]
+        return self.do_open(self._secure, req)  # pyright: ignore[reportArgumentType]  # as above
 
     def _plain(self, host: str, **more: Any) -> http.client.HTTPConnection:
         return _Connection(host, self._opened, None, **more)

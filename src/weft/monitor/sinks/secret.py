@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from weft import env
 from weft.errors import ConfigError
-from weft.monitor.regular_file import open_regular
+from weft.monitor.events import open_regular
 
 _LONGEST = 64 * 1024
 

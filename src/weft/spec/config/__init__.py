@@ -22,8 +22,6 @@ __all__ = [
     "SourceSection",
     "TRAINS",
     "changed_keys",
-    "hide_secret",
-    "holds_secret",
     "value_at",
 ]
 
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
         SampleSection,
         SourceSection,
     )
-    from weft.spec.config.secret_urls import hide_secret, holds_secret
     from weft.spec.config.setting_types import TRAINS
 
 __getattr__ = loads(
@@ -61,8 +58,6 @@ __getattr__ = loads(
         "SourceSection": ".run_config",
         "TRAINS": ".setting_types",
         "changed_keys": ".changes",
-        "hide_secret": ".secret_urls",
-        "holds_secret": ".secret_urls",
         "value_at": ".changes",
     },
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.errors import Problem, did_you_mean
-from weft.spec.config import AlertSection, ChannelSection, RunConfig, SinkSection, holds_secret
+from weft.spec.config import AlertSection, ChannelSection, RunConfig, SinkSection
 from weft.spec.figures import parse_condition
+from weft.spec.written import holds_secret
 
 #: What the ranks can be asked for by an alert.
 RUN_WORDS = ("checkpoint", "hold", "stop", "lower_lr", "skip_data", "roll_back")

@@ -99,7 +99,15 @@ def run_rank(
         config = folder.config()
         voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
         job = EngineJob(
-            folder, config, find_task(config), folder.plan(), place, voice.tell, start.store, voice.record, start.world,
+            folder,
+            config,
+            find_task(config),
+            folder.plan(),
+            place,
+            voice.tell,
+            start.store,
+            voice.record,
+            start.world,
             start.store_key,
         )
         fault = asked_fault(place.rank if place else 0, job.plan)

@@ -81,9 +81,7 @@ class _Mail(smtplib.SMTP):
         found = socket.create_connection((host, port), timeout)
         self._opened.add(found)
         if self._tls:
-            found = ssl.create_default_context().wrap_socket(
-                found, server_hostname=host, do_handshake_on_connect=False
-            )
+            found = ssl.create_default_context().wrap_socket(found, server_hostname=host, do_handshake_on_connect=False)
             self._opened.add(found)
             found.do_handshake()
         return found

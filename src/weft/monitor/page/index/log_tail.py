@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from weft.monitor.regular_file import open_regular
+from weft.monitor.events import open_regular
 
 #: Bytes of one piece; what a reader waits for between two looks at the clock.
 PIECE = 2 * 2**20

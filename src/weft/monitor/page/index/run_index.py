@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from weft.monitor import TimeLedger
-from weft.monitor.events import number
+from weft.monitor.events import number, open_regular
 from weft.monitor.figures import readings
 from weft.monitor.page.index.bounded import BoundedSeries, RankHeat
 from weft.monitor.page.index.log_tail import LogTail, decode
 from weft.monitor.page.index.marks import Marks
 from weft.monitor.page.index.step_columns import StepColumns
-from weft.monitor.regular_file import open_regular
 
 #: StepColumns of a step beside its phases; what a run counts per second is called "rate", whatever its unit.
 _OF_STEP = ("loss", "lr", "grad_norm", "update_ratio", "samples_per_s", "mfu", "memory_bytes", "loss_scale")

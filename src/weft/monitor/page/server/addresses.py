@@ -212,7 +212,6 @@ class Page:
             await asyncio.sleep(_LOOK_S)
             quiet += _LOOK_S
 
-
     def _changed(self, sent: dict[str, tuple[int, str]]) -> list[dict[str, Any]]:
         """Return the lines of runs that differ from what was sent, and note that they are sent."""
         changed: list[dict[str, Any]] = []

@@ -13,9 +13,11 @@ _SERVICES = re.compile(
     r"\.pipedream\.net",
     re.IGNORECASE,
 )
-_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?P<query>[?#].*)?", re.DOTALL)
+_URL = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?P<query>[?#].*)?", re.DOTALL
+)
 #: A part of a path that a person has thought of: words with at most three humps and a short number.
-_WORD = re.compile(r"([A-Z]?[a-z]{2,20}){1,3}\d{0,3}|[A-Za-z]\d{0,4}|[A-Z]{1,5}\d{0,3}|\d{1,5}|")
+_WORD = re.compile(r"([A-Z]?[a-z]{2,20}){1,3}\d{0,3}|[A-Za-z]\d{0,4}|[A-Z]{1,5}\d{0,3}|[A-Z]{2,4}[a-z]{1,12}|\d{1,5}|")
 _BETWEEN_WORDS = re.compile(r"[-_.~ :,+]")
 #: What follows one of these is a secret, unless it is a short word or one of the names below.
 _BEFORE_SECRETS = re.compile(r"(?i)services?|(web)?hooks?|bot|robots?|tokens?|(api)?keys?|secrets?|auth|integrations?")

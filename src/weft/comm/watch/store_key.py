@@ -83,7 +83,7 @@ def store_key() -> StoreKey:
 
 
 def share_store_key(given: str = "", common: bytes = b"") -> StoreKey:
-    """Agree on the key of the present process group. All ranks call it; a collective unless a secret is given.
+    """Return a new key of the present process group. All ranks call it; a collective unless a secret is given.
 
     Args:
         given: hex digits of the secret if every rank has it already.
