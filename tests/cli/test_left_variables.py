@@ -78,7 +78,7 @@ def test_ranks_of_weft_train_leave_the_word_to_their_launcher(port):
 def test_the_command_ends_with_code_2(rank, whom, port, tmp_path):
     Path(tmp_path / "text.jsonl").write_text('{"text": "warp, weft"}\n' * 400)
     settings = ["plan=dp_replicate=8", "launch.device=cpu", "tokenizer.kind=bytes", "train.seq_len=32",
-                "train.global_batch=8", "data.train=text.jsonl", "data.cache_dir=cache", "launch.timeout=7s"]  # fmt: skip
+                "train.global_batch=8", "data.train=text.jsonl", "data.cache_dir=c", "launch.timeout=7s"]  # fmt: skip
     variables = {"RANK": rank, "WORLD_SIZE": 8, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     done = subprocess.run(
         [sys.executable, "-m", "weft", "train", *settings], cwd=tmp_path, capture_output=True, text=True, timeout=120,

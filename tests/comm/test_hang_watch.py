@@ -15,8 +15,7 @@ import torch
 
 from weft.comm import all_reduce, barrier
 from weft.comm.meet import TRANSPORTS, join
-from weft.comm.watch import Watch, hang_watch
-from weft.comm.watch.store_key import StoreKey
+from weft.comm.watch import StoreKey, Watch, hang_watch
 from weft.mesh import Mesh, build_mesh
 from weft.spec.plan import Plan
 

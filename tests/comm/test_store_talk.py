@@ -10,8 +10,7 @@ from torch.distributed import HashStore, TCPStore
 
 from weft.comm import StoreTalk
 from weft.comm import store_talk as module
-from weft.comm.watch import StoreBoard
-from weft.comm.watch.store_key import StoreKey
+from weft.comm.watch import StoreBoard, StoreKey
 from weft.errors import CheckpointError, CommError, WeftWarning
 
 SECRET = b"of these ranks alone"

@@ -96,7 +96,8 @@ def test_an_answer_without_a_secret_is_quoted_in_one_line():
 @pytest.mark.parametrize(
     "value",
     [
-        "file:///etc/passwd", "ftp://host/SECRETPATH", "data:text/plain,SECRETPATH", "SECRETPATH", "http://", "//host/x",
+        "file:///etc/passwd", "ftp://host/SECRETPATH", "data:text/plain,SECRETPATH", "SECRETPATH",
+        "http://", "//host/x",
         "http://host:SECRETPATH/x", "http://host:0/x", "http://ho st/SECRETPATH", "http://host/SECRETPATH\r\nX: y",
         "http://host/SECRETPATH#x", "http://[::SECRETPATH/x", "http://host/SECRETPATH\u00e9", "HTTP:SECRETPATH",
         "root:SECRETPATH:0:0\nbin:x",
@@ -140,9 +141,9 @@ def test_the_time_limit_holds_for_all_of_a_request(answer):
 
 
 def test_a_handshake_and_a_mail_that_drip_end_in_time():
-    with Raw(b"\x16\x03\x03\x40\x00" + b"x" * 10_000, 0.05) as server:
-        with pytest.raises(SinkTrouble, match="did not answer within"):
-            Poster(f"https://127.0.0.1:{server.port}", {}, 0.5).post("", {})
+    hello = b"\x16\x03\x03\x40\x00" + b"x" * 10_000
+    with Raw(hello, 0.05) as server, pytest.raises(SinkTrouble, match="did not answer within"):
+        Poster(f"https://127.0.0.1:{server.port}", {}, 0.5).post("", {})
     with Raw(b"220-" + b"x" * 400 + b"\r\n", 0.05) as server:
         listener = channel("mail", to=["a@b.c"], server=f"127.0.0.1:{server.port}", timeout="1s")
         began = time.monotonic()

@@ -168,8 +168,9 @@ def served(folder: Path, most: int, deadline_s: float):
     open_ones = connections.Connections(most, deadline_s)
     listening = connections.CountedListener.of(socket.create_server(("127.0.0.1", 0)), open_ones)
     app = addresses.make_app(addresses.Page(found, AccessRules(frozenset({"localhost", "127.0.0.1"}))))
-    settings = uvicorn.Config(app, log_level="error", loop="asyncio", http=connections.protocol_of(open_ones), ws="none",
-                              lifespan="off", backlog=min(64, most), timeout_graceful_shutdown=1)  # fmt: skip
+    protocol = connections.protocol_of(open_ones)
+    settings = uvicorn.Config(app, log_level="error", loop="asyncio", http=protocol, ws="none", lifespan="off",
+                              backlog=min(64, most), timeout_graceful_shutdown=1)  # fmt: skip
     server = connections.PageServer(settings, open_ones)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()

@@ -1,7 +1,8 @@
 """Control messages between ranks over their store, for a thread that must not issue collectives.
 
 Sending costs one store request, whatever the number of ranks. Rank 0 reads all messages in batches of 1,024 keys. A
-second process group would do too, but it holds a socket for every other rank. All messages are signed (store_key.py).
+second process group would do too, but it holds a socket for every other rank. All messages are signed
+(watch/signed_store.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft.comm.private_torch import connect_store
-from weft.comm.watch.store_key import StoreKey, forged, store_key
+from weft.comm.watch import StoreKey, forged, store_key
 from weft.errors import CheckpointError, CommError, WeftError
 from weft.private_torch import Store
 

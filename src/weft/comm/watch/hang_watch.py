@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from weft.comm.links import host_mark
 from weft.comm.private_torch import connect_store, default_store, nccl_trace
+from weft.comm.watch.signed_store import StoreKey, store_key
 from weft.comm.watch.standing import HangReport, Standing, process_state, report, stand, unfinished_on_device
-from weft.comm.watch.store_key import StoreKey, store_key
 from weft.mesh import LIMIT_S, Axis, Mesh, Pulse, Wait
 from weft.private_torch import Store
 from weft.units import format_seconds

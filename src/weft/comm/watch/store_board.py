@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.comm.private_torch import connect_store
-from weft.comm.watch.store_key import StoreKey, store_key
+from weft.comm.watch.signed_store import StoreKey, store_key
 from weft.private_torch import Store
 
 _TIMEOUT = datetime.timedelta(seconds=5)

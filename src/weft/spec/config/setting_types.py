@@ -120,7 +120,7 @@ Address = Annotated[
             "type": "string",
             "pattern": _ADDRESS,
             "x-secret": True,
-            "x-rule": "an http or https URL without user, password and query, or env:NAME or file:PATH where a secret one is",
+            "x-rule": "an http(s) URL without user, password and query, or env:NAME or file:PATH where a secret one is",
         }
     ),
 ]

@@ -100,6 +100,6 @@ def _secret_url(key: str, url: str | None, *, everything: bool = False) -> Itera
         return
     yield Problem(
         f"{key}.url",
-        f"{key}.url=***: this address is a secret or may hold one, and the run folder keeps the config. Put it into a variable and "
-        f'write url = "env:HOOK_URL".',
+        f"{key}.url=***: this address is a secret or may hold one, and the run folder keeps the config. Put it into a "
+        f'variable and write url = "env:HOOK_URL".',
     )

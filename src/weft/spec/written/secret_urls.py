@@ -38,7 +38,7 @@ def hide_secret(url: str) -> str:
     match = _URL.fullmatch(url)
     if match is None or not holds_secret(url):
         return url
-    user, at, host = match["host"].rpartition("@")
+    _, at, host = match["host"].rpartition("@")
     hides_path = _SERVICES.search(url) is not None or _in_path(match["path"])
     path = "/(hidden)" if hides_path else match["path"]
     return f"{match['scheme']}://{'(hidden)@' if at else ''}{host}{path}{'?(hidden)' if match['query'] else ''}"
@@ -50,8 +50,8 @@ def _in_path(path: str) -> bool:
         words = _BETWEEN_WORDS.split(part)
         if not all(_WORD.fullmatch(word) for word in words) or sum(word.isdigit() for word in words) > 3:
             return True
-        if _BEFORE_SECRETS.fullmatch(before) and part not in _PUBLIC and (len(part) >= _SHORT or not part.islower()):
-            if part:
-                return True
+        is_short_word = len(part) < _SHORT and part.islower()
+        if part and _BEFORE_SECRETS.fullmatch(before) and part not in _PUBLIC and not is_short_word:
+            return True
         before = part or before
     return False

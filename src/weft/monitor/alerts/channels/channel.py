@@ -53,7 +53,8 @@ def _mail(channel: ChannelSection, message: AlertMessage) -> None:
         with _Mail(opened, host, port, timeout_s, tls=channel.security == "tls") as server:
             if channel.security == "starttls":
                 server.starttls(context=ssl.create_default_context())
-                opened.add(server.sock)
+                if server.sock is not None:
+                    opened.add(server.sock)
             if password is not None:
                 server.login(channel.user, password)
             server.send_message(mail)
