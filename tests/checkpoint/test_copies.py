@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from weft.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
 from weft.checkpoint.targets import CopyServer, copies_at, target_at
-from weft.checkpoint.targets.copy_server import PIECE
+from weft.checkpoint.targets.copy_server import PIECE, ask
 from weft.errors import CheckpointError
 
 
@@ -73,10 +74,50 @@ def test_half_a_file_and_a_wrong_token_leave_nothing(servers):
     with pytest.raises(FileNotFoundError):
         stranger.cat_file("run/whole")
     with socket.create_connection((home.host, home.port)) as call:
-        call.sendall(home.token.encode() + PIECE.pack(5) + b"{bad}")
+        once = call.recv(16, socket.MSG_WAITALL)
+        call.sendall(b"0" * 16 + home.token.encode()[:32] + PIECE.pack(5) + b"{bad}")
         assert call.recv(1) == b""
+    with socket.create_connection((home.host, home.port)) as call:
+        assert call.recv(16, socket.MSG_WAITALL) != once  # what was overheard is of no use later
     assert held(servers[0]) == {"run/whole": 4}
     assert files.cat_file("run/whole", 1, 3) == b"ef"
+
+
+def test_what_goes_over_a_line_has_no_token_and_serves_no_second_time(servers):
+    """As on the way between two machines: all that one request sent is kept, and sent again."""
+    home, heard = servers[0].home, bytearray()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on() -> None:
+        near, _ = listener.accept()
+        far = socket.create_connection((home.host, home.port))
+        with near, far:
+            near.sendall(far.recv(16, socket.MSG_WAITALL))
+            while b"run/secret" not in heard:
+                part = near.recv(65536)
+                heard.extend(part)
+                far.sendall(part)
+            near.sendall(far.recv(32, socket.MSG_WAITALL))
+            near.sendall(far.recv(PIECE.size, socket.MSG_WAITALL))
+
+    thread = threading.Thread(target=pass_on)
+    thread.start()
+    files = copies_at([replace(home, port=listener.getsockname()[1])], 0).system
+    files.rm("run/secret")
+    thread.join(20)
+    listener.close()
+    assert home.token.encode() not in heard
+    assert bytes.fromhex(home.token) not in heard
+    with socket.create_connection((home.host, home.port)) as call:
+        call.recv(16, socket.MSG_WAITALL)
+        call.sendall(heard)
+        assert call.recv(1) == b""
+    # A server that took the port of one that is gone has no proof.
+    call, answers = socket.socketpair()
+    with call, answers:
+        answers.sendall(b"1" * 48)
+        with pytest.raises(PermissionError):
+            ask(call, home.token, b"{}")
 
 
 def test_a_copy_for_a_host_that_is_gone_fails_in_words(servers, monkeypatch):

@@ -15,7 +15,7 @@ import torch
 
 from weft.comm import all_reduce, barrier
 from weft.comm.meet import TRANSPORTS, join
-from weft.comm.watch import Watch, hang_watch
+from weft.comm.watch import StoreKey, Watch, hang_watch
 from weft.mesh import Mesh, build_mesh
 from weft.spec.plan import Plan
 
@@ -151,6 +151,7 @@ class Store(dict[str, str]):
 def test_a_wait_is_reported_after_warn_after_and_not_later(monkeypatch):
     mesh, told, clock, store = build_mesh(Plan()), list[str](), [0.0], Store()
     watch = Watch(mesh, told.append, warn_after_s=5.0, limit_s=60)
+    watch._key = StoreKey(b"secret")
     waiting: Any = SimpleNamespace(where=lambda: ("all_reduce over tp", (0, 1)), late=lambda: (1,))
     mesh.pulse.waiting = waiting
     monkeypatch.setattr(hang_watch, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]}))
@@ -163,3 +164,27 @@ def test_a_wait_is_reported_after_warn_after_and_not_later(monkeypatch):
         seconds += [tick] * (len(told) - len(seconds))
     assert seconds == [5]
     assert told[0].startswith("waiting for rank 1 since ")
+
+
+@pytest.mark.filterwarnings("ignore:store key")
+def test_what_others_wrote_to_the_store_neither_silences_nor_alarms_the_watch(monkeypatch):
+    """Every key of the watch was forged: by "1", by another rank's number, by a record that blames another rank."""
+    mesh, told, clock, store = build_mesh(Plan()), list[str](), [0.0], Store()
+    for key in ("teller", "waiter", "alarm", "1", "place/1"):
+        store.set(f"weft/watch/{key}", "1")
+    watch = Watch(mesh, told.append, warn_after_s=5.0, limit_s=60)
+    watch._key = StoreKey(b"secret")
+    waiting: Any = SimpleNamespace(where=lambda: ("all_reduce over tp", (0, 1)), late=lambda: (1,))
+    mesh.pulse.waiting = waiting
+    monkeypatch.setattr(hang_watch, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock[0]}))
+    monkeypatch.setattr(watch, "_open", lambda: store)
+    dumped: list[float] = []
+    monkeypatch.setattr(watch, "_dump", lambda: dumped.append(clock[0]) or setattr(watch, "_dumped", True))
+    watch._looked = 0.0
+    for tick in range(9):
+        clock[0] = float(tick)
+        watch._look()
+    assert len(told) == 1
+    assert told[0].startswith("waiting for rank 1 since ")
+    assert "Rank 1 does not respond" in told[0]
+    assert dumped == [5.0]  # once this rank wanted stacks itself

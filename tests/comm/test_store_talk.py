@@ -10,7 +10,10 @@ from torch.distributed import HashStore, TCPStore
 
 from weft.comm import StoreTalk
 from weft.comm import store_talk as module
-from weft.errors import CheckpointError, CommError
+from weft.comm.watch import StoreBoard, StoreKey
+from weft.errors import CheckpointError, CommError, WeftWarning
+
+SECRET = b"of these ranks alone"
 
 
 def speak(number: int, act, open_store) -> list:
@@ -19,7 +22,7 @@ def speak(number: int, act, open_store) -> list:
 
     def one(rank: int) -> None:
         try:
-            found[rank] = act(StoreTalk(rank, number, open_store), rank)
+            found[rank] = act(StoreTalk(rank, number, open_store, StoreKey(SECRET)), rank)
         except Exception as error:
             found[rank] = error
 
@@ -44,8 +47,8 @@ def test_all_words_come_to_the_first_and_its_answer_to_all(server):
     found = speak(4, act, lambda: server.clone())
     assert found[0] == ([[b"0", b"1", b"2", b"3"]] * 3, [{"sum": 3}] * 2, [b""] * 4)
     assert found[1:] == [([[]] * 3, [{"sum": 3}] * 2, [])] * 3
-    # What is left: how many conversations each rank had, torch's own, and no word.
-    assert not [key for key in server.list_keys() if key.startswith("weft/talk/1/")]
+    # No message is left.
+    assert not [key for key in server.list_keys() if key.startswith("weft/talk/")]
 
 
 def test_what_the_first_raises_all_raise(server):
@@ -76,7 +79,7 @@ def test_a_lost_store_is_one_sentence():
             raise RuntimeError("connection reset by peer")
 
     with pytest.raises(CommError, match=r"rank 1 of 2 lost the other ranks while a checkpoint was saved \(connection"):
-        StoreTalk(1, 2, Gone).gather(b"")
+        StoreTalk(1, 2, Gone, StoreKey(SECRET)).gather(b"")
 
 
 def test_requests_of_a_rank_do_not_grow_with_the_ranks():
@@ -91,7 +94,7 @@ def test_requests_of_a_rank_do_not_grow_with_the_ranks():
 
         def multi_get(self, keys):
             self.requests += 1
-            return [b"x" * 250] * len(keys)
+            return [StoreKey(SECRET).sign(key, b"x" * 250) for key in keys]
 
         def wait(self, *args):
             self.requests += 1
@@ -100,8 +103,61 @@ def test_requests_of_a_rank_do_not_grow_with_the_ranks():
             return True
 
     last, first = Counting(), Counting()
-    talk = StoreTalk(8191, 8192, lambda: last)
+    talk = StoreTalk(8191, 8192, lambda: last, StoreKey(SECRET))
     talk.gather(b"x" * 250)
     assert last.requests == 1
-    assert len(StoreTalk(0, 8192, lambda: first).gather(b"x" * 250)) == 8192
+    assert len(StoreTalk(0, 8192, lambda: first, StoreKey(SECRET)).gather(b"x" * 250)) == 8192
     assert first.requests == 16
+
+
+def test_a_forged_message_is_ignored_until_the_rank_has_sent_its_own(server):
+    """As another user of the machine does it, who wrote to the next slots before the ranks did."""
+    for turn in (1, 2):
+        for key in (f"weft/talk/1/{turn}", f"weft/talk/1/{turn}/1"):
+            server.set(key, '{"value": "/tmp/stolen"}')
+
+    def act(talk, rank):
+        return talk.gather(b"own"), talk.on_first(lambda: ".tmp-own")
+
+    with pytest.warns(WeftWarning, match="store key weft/talk/1/") as warned:
+        first, second = speak(2, act, lambda: server.clone())
+    assert first == ([b"own", b"own"], ".tmp-own")
+    assert second == ([], ".tmp-own")
+    assert "not signed by a rank of this run" in str(warned[0].message)
+
+
+@pytest.mark.filterwarnings("ignore:store key")
+@pytest.mark.parametrize(
+    "stored",
+    [
+        b'{"value": "/tmp/stolen"}',
+        b"",
+        b"0" * 64 + b'{"value": 1}',
+        StoreKey(b"another run").sign("weft/talk/1/1", b'{"value": 1}'),
+        # A true message, moved to another slot, or with another split of key and text.
+        StoreKey(SECRET).sign("weft/talk/1/2", b'{"value": 1}'),
+        StoreKey(SECRET).sign("weft/talk/1/1{", b'"value": 1}'),
+        b"\xff" * 100,
+    ],
+)
+def test_a_message_that_stays_forged_is_refused_by_its_key(server, monkeypatch, stored):
+    monkeypatch.setattr(module, "_FORGED_S", 0.2)
+    server.set("weft/talk/1/1", stored)
+    talk = StoreTalk(1, 2, lambda: server.clone(), StoreKey(SECRET))
+    with pytest.raises(CommError, match=r"^store key weft/talk/1/1: the value is not signed by a rank of this run"):
+        talk.on_first(lambda: None)
+
+
+@pytest.mark.filterwarnings("ignore:store key")
+def test_reports_of_others_and_old_ones_are_ignored(server):
+    first, second = (StoreBoard(rank, 2, lambda: server.clone(), StoreKey(SECRET)) for rank in range(2))
+    second.post("old")
+    assert first.read() == ["", "old"]
+    before = server.get("weft/figures/1")
+    second.post("new")
+    assert first.read() == ["", "new"]
+    server.set("weft/figures/0", before)  # of another rank
+    server.set("weft/figures/1", before)  # of another time
+    assert first.read() == ["", "new"]
+    server.set("weft/figures/1", '{"step": 7}')
+    assert first.read() == ["", "new"]

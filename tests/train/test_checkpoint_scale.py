@@ -132,8 +132,8 @@ def counted(folder: Path, act: Callable[[Contacts], object]) -> int:
 
 def one_rank_saves(root: Path, world: int, rank: int) -> int:
     """Contacts of a rank that is not the first: it writes into the folder that the first one made."""
-    root.mkdir()
-    answers = iter([str(root), {"name": "step_00000001"}])
+    (root / ".tmp-step_00000001-1-ab").mkdir(parents=True)
+    answers = iter([".tmp-step_00000001-1-ab", {"name": "step_00000001"}])
     together = Together(rank, world, lambda _: next(answers), lambda _: [])
     return counted(root, lambda _: save_pieces(root, 1, dealt(world, rank), {}, together))
 

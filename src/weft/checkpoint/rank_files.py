@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from weft.checkpoint import save, strict_json
 from weft.checkpoint.all_ranks import Together
 from weft.checkpoint.arrays import RawArray, dtype_name, write_file, write_tensors
+from weft.checkpoint.folders import folder_name
 from weft.checkpoint.manifest import DTYPE_BYTES, STATE_NAME, FileEntry, TensorEntry, parse_manifest
 from weft.checkpoint.parts import Deal, Part
 from weft.checkpoint.slices import RankLists, Slice, read_slices, shard_name
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 PRIVATE = ("wire",)
 _TOLD, _TOLD_NAME = "told-{rank:05d}.json", re.compile(r"told-\d+\.json")
 _SAID = 200
+#: Names of the folder that one step is written to (folders.py): hidden until it is committed, or as in an object store.
+_FOLDER = r"\.tmp-{step}-[0-9]+-[0-9a-f]+|{step}(\.again[0-9]*)?"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +127,8 @@ class _Saving:
         needed = json.dumps(sum(_bytes_of(one) + 1024 for found in self._members.values() for one in found.values()))
         sizes = self._together.gather(needed.encode())
         with self._held:
-            place = self._root / self._together.on_first(lambda: self._open(sum(map(int, sizes))).name)
+            name = self._together.on_first(lambda: self._open(sum(map(int, sizes))).name)
+            place = self._root / _checked_name(name, self._step)
             try:
                 said = {"files": self._write(place)}
             except UnfitError as error:
@@ -139,7 +143,7 @@ class _Saving:
             ended = self._agree(place, said, state)
         if "unfit" in ended:
             raise UnfitError(ended["unfit"])
-        return self._root / ended["name"]
+        return self._root / _checked_name(ended["name"], self._step)
 
     def _agree(self, place: Location, said: Mapping[str, object], state: Mapping[str, object]) -> dict[str, str]:
         answers = self._together.gather(json.dumps(said).encode())
@@ -233,6 +237,20 @@ class _Saving:
             }
             for group, m in parts.items()
         }
+
+
+def _checked_name(name: object, step: int) -> str:
+    """Return the name of a step's folder that rank 0 sent: plain, so that it lies directly in the folder of the run.
+
+    Raises:
+        CheckpointError: for any other value.
+    """
+    if not isinstance(name, str) or not re.fullmatch(_FOLDER.format(step=folder_name(step)), name):
+        raise CheckpointError(
+            f"checkpoint of step {step}: the folder name {str(name)[:_SAID]!r} from rank 0 is not a plain name of this "
+            "step, and nothing was written. Start the run where only its ranks reach their store."
+        )
+    return name
 
 
 def _overlap(one: Part, other: Part) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,10 +18,10 @@ from weft import env
 from weft.cli.command_words import split_words
 from weft.cli.console import say
 from weft.cli.launcher import count_ranks, process_age_s, rank_starter, typed_command, usable_cores, visible_gpus
-from weft.errors import ConfigError, LaunchError, WeftError
+from weft.errors import CommError, ConfigError, LaunchError, WeftError
 from weft.monitor.screen import busy
 from weft.spec.plan import Plan
-from weft.units import counted
+from weft.units import counted, parse_seconds
 
 if TYPE_CHECKING:
     from weft.cli.launcher.starting import Preparation
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 #: How long (s) the other ranks keep silent about an error that rank 0 is likely to tell.
 _FIRST_WORD_S = 3.0
+
+#: Sections of a config that rank 0 takes from its command as they are: they say which code runs and what is written.
+_OF_THE_COMMAND = ("run", "task", "channel", "sink", "checkpoint", "model")
 
 #: Characters of a meeting key, at least.
 _KEY_LENGTH = 16
@@ -155,7 +159,8 @@ def train_world(
                 until_over.enter_context(process_beside(folder.path, folder.config(), say))
                 besides.append(folder.path)
             given = {"texts": folder.texts, "started": time.monotonic() - process_age_s(), "command": list(command)}
-            settings = json.dumps({**given, "copies": home, "world": asdict(world) if world else None}).encode()
+            given |= {"copies": home, "world": asdict(world) if world else None, "store_key": secrets.token_hex(32)}
+            settings = json.dumps(given).encode()
             launch_ranks(starter, ranks, folder.logs, cores=cores, settings=settings, lock=lock, notice=say)
 
         copied = copies.newest_step if copies is not None else lambda: None
@@ -177,7 +182,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
         )
     started = time.monotonic() - process_age_s()
     # Kept until the end: the first rank may host it.
-    store = open_store(place) if place.world_size > 1 else None
+    store = open_store(place, parse_seconds(config.launch.timeout)) if place.world_size > 1 else None
     word = FirstWord(place, store) if store is not None else None
     alarm = second_handle(2)
     with ExitStack() as held:
@@ -236,7 +241,7 @@ def _prepared_elsewhere(config: RunConfig, word: FirstWord | None) -> RunFolder:
     from weft.train.tasks import DecoderTask, find_task
 
     assert word is not None
-    said = json.loads(word.hear())
+    said = _checked_word(word.hear(), config)
     if "exit_code" in said:
         raise typer.Exit(said["exit_code"])
     # The cache of this machine, where it is not the first rank's; else this finds everything there.
@@ -244,6 +249,39 @@ def _prepared_elsewhere(config: RunConfig, word: FirstWord | None) -> RunFolder:
     if isinstance(task, DecoderTask):
         task.tokens(None)
     return RunFolder(Path(said["path"]), said["texts"])
+
+
+def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
+    """Return rank 0's message, once it fits this rank's own command.
+
+    Before there is a process group the message cannot be signed. It is compared with rank 0's when the ranks have
+    joined; until then it may not change which code runs and which folder is written to.
+
+    Raises:
+        CommError: if it does.
+    """
+    from weft.spec.files import parse_config
+    from weft.train import run_folder
+
+    said: Any = None
+    with suppress(ValueError, RecursionError):
+        said = json.loads(text)
+    if isinstance(said, dict) and type(said.get("exit_code")) is int:
+        return {"exit_code": said["exit_code"]}
+    texts = said.get("texts") if isinstance(said, dict) else None
+    if isinstance(texts, dict) and all(isinstance(one, str) for one in texts.values()):
+        settled = parse_config(texts.get("config.toml", ""), "config.toml").config
+        own_path = str(run_folder(config).path)
+        differ = [key for key in _OF_THE_COMMAND if getattr(settled, key) != getattr(config, key)]
+        if said.get("path") == own_path and not differ:
+            return {"path": own_path, "texts": texts}
+    else:
+        differ = []
+    what = f"another {differ[0]}" if differ else "another run folder"
+    raise CommError(
+        f"store key weft/word: what arrived as rank 0's settings has {what} than this rank's command. Start all ranks "
+        "with the same command and config, where only they reach the store of MASTER_ADDR and MASTER_PORT."
+    )
 
 
 def main() -> None:

@@ -1,73 +1,79 @@
-"""What ranks tell each other through the store they met at: for a thread beside training, whose collectives it leaves
-alone.
+"""Control messages between ranks over their store, for a thread that must not issue collectives.
 
-A word costs its sender one request, whatever the number of ranks; the first rank, which alone needs all words, reads
-them in a few. A collective of a second group would do too, but that group holds a socket for every other rank.
+Sending costs one store request, whatever the number of ranks. Rank 0 reads all messages in batches of 1,024 keys. A
+second process group would do too, but it holds a socket for every other rank. All messages are signed
+(watch/signed_store.py).
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
-from weft.comm.private_torch import connect_store, default_store
+from weft.comm.private_torch import connect_store
+from weft.comm.watch import StoreKey, forged, store_key
 from weft.errors import CheckpointError, CommError, WeftError
 from weft.private_torch import Store
 
-#: How long (s) one request waits for words that are not there yet; then it is made again, without an end.
+#: How long (s) one request waits for missing messages; it is then repeated without an end.
 _SLICE = datetime.timedelta(seconds=60)
-#: Words that are asked for at once.
+#: Messages per request.
 _AT_ONCE = 1024
+#: How long (s) a reader waits for a signed message to replace one that is not, and how often it looks.
+_FORGED_S, _LOOK_AGAIN_S = 30.0, 0.1
 
 
 class StoreTalk:
-    """One conversation of all ranks. All make it, and then call the same methods in the same order, from one thread.
+    """Ordered messages between all ranks. All make one, and call the same methods in the same order, from one thread.
 
-    A rank that ends leaves the others waiting; what ends the job ends them too. Methods raise CommError where the store
-    is lost.
+    If a rank exits, the others block until the launcher ends the job. Methods raise CommError if the store is lost, or
+    if a message is not signed.
 
     Args:
-        rank: this one.
-        number: of all ranks.
-        open_store: gives a connection of the thread's own; None: one to the ranks' store.
+        rank: this rank.
+        number: number of ranks.
+        open_store: opens a store connection for this thread; None connects to the ranks' store.
+        key: signs the messages; None takes the key of the process group.
     """
 
-    def __init__(self, rank: int, number: int, open_store: Callable[[], Store] | None = None):
-        """open_store: gives a connection of the thread's own; that to the ranks' store unless another is given."""
+    def __init__(
+        self, rank: int, number: int, open_store: Callable[[], Store] | None = None, key: StoreKey | None = None
+    ):
         self._rank, self._number = rank, number
         self._open_store = open_store or (lambda: connect_store(_SLICE))
+        self._key = key or store_key()
         self._store: Store | None = None
         self._turn = 0
         self._spent: list[str] = []
-        # Conversations of one process after each other do not read each other's words.
-        store = open_store() if open_store else default_store()
-        self._prefix = f"weft/talk/{store.add(f'weft/talk/{rank}', 1)}"
+        # Counted here and not in the store, where others could change the count.
+        self._prefix = f"weft/talk/{self._key.next_number('talk')}"
 
     def gather(self, record: bytes) -> list[bytes]:
-        """Return the bytes of every rank in their order, on the first rank; [] on the others, who do not wait."""
+        """Return every rank's bytes on rank 0, in rank order. Other ranks return [] without waiting."""
         turn = self._next()
         with self._told_if_lost() as store:
             if self._rank:
-                _put(store, f"{turn}/{self._rank}", record)
+                _put(store, self._key, f"{turn}/{self._rank}", record)
                 return []
             keys = [f"{turn}/{rank}" for rank in range(1, self._number)]
             found = [record, *self._read(store, keys)]
-            # Who has spoken here has heard everything that was said before.
+            # A rank that has sent its message has read all earlier ones.
             for key in (*keys, *self._spent):
                 store.delete_key(key)
             self._spent.clear()
         return found
 
     def on_first(self, act: Callable[[], Any]) -> Any:
-        """Return the JSON value that the first rank's `act` returns, on all ranks.
+        """Run `act` on rank 0 and return its JSON value on every rank.
 
         Raises:
-            CheckpointError: on the other ranks, with the text of what `act` raised on the first.
+            CheckpointError: on other ranks, with the message of the error that `act` raised on rank 0.
         """
         turn = self._next()
         if self._rank:
@@ -87,7 +93,7 @@ class StoreTalk:
 
     def _say(self, key: str, said: dict[str, Any]) -> None:
         with self._told_if_lost() as store:
-            _put(store, key, json.dumps(said).encode())
+            _put(store, self._key, key, json.dumps(said).encode())
             self._spent.append(key)
 
     def _next(self) -> str:
@@ -95,15 +101,25 @@ class StoreTalk:
         return f"{self._prefix}/{self._turn}"
 
     def _read(self, store: Store, keys: Sequence[str]) -> list[bytes]:
-        """Wait for words as long as it takes."""
+        """Wait for messages as long as it takes."""
         untyped: Any = store
         found: list[bytes] = []
         for first in range(0, len(keys), _AT_ONCE):
             some = list(keys[first : first + _AT_ONCE])
             while not _are_there(store, some):
                 pass
-            found += untyped.multi_get(some)
+            found += [self._opened(store, key, one) for key, one in zip(some, untyped.multi_get(some), strict=True)]
         return found
+
+    def _opened(self, store: Store, key: str, stored: bytes) -> bytes:
+        """Return a message once it is signed: the rank that owns the key overwrites what others put there."""
+        end = time.monotonic() + _FORGED_S
+        while (text := self._key.opened(key, stored)) is None:
+            if time.monotonic() > end:
+                raise CommError(f"{forged(key)} Start the run where only its ranks reach the store.")
+            time.sleep(_LOOK_AGAIN_S)
+            stored = store.get(key)
+        return text
 
     @contextmanager
     def _told_if_lost(self) -> Generator[Store]:
@@ -119,7 +135,7 @@ class StoreTalk:
 
 
 def _are_there(store: Store, keys: list[str]) -> bool:
-    """Wait for a while; whether all words are there."""
+    """Wait for a while; return True once all messages are there."""
     try:
         store.wait(keys, _SLICE)
     except dist.DistStoreError as error:
@@ -129,5 +145,5 @@ def _are_there(store: Store, keys: list[str]) -> bool:
     return True
 
 
-def _put(store: Store, key: str, value: bytes) -> None:
-    store.set(key, value)  # pyright: ignore[reportArgumentType]  # bytes are taken too; the stub says str
+def _put(store: Store, signing: StoreKey, key: str, message: bytes) -> None:
+    store.set(key, signing.sign(key, message))  # pyright: ignore[reportArgumentType]  # bytes are taken too

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from weft.checkpoint import Checkpoint, SavedPiece, Together, list_checkpoints
 from weft.comm import Ledger, StoreTalk, barrier
-from weft.comm.watch import StoreBoard, Watch, hang_event
+from weft.comm.watch import StoreBoard, Watch, hang_event, share_store_key
 from weft.data.batch import move_batch
 from weft.engines.gpu_kernels import GpuKernels
 from weft.engines.held_memory import memory_by_class
@@ -54,7 +55,10 @@ class TorchEngine:
         launch = job.config.launch
         device = device_of_rank(launch.device, launch.numa, job.place)
         if job.place is not None:
-            join_ranks(job.place, device, parse_seconds(launch.timeout), job.store)
+            join_ranks(job.place, device, parse_seconds(launch.timeout), job.store, job.tell)
+        if dist.is_initialized():
+            # Under torchrun the folder's texts came through the store, before anything could be signed there.
+            share_store_key(job.store_key, repr((str(job.folder.path), sorted(job.folder.texts.items()))).encode())
         self._ledger = Ledger()
         self.plan = plan_within(job.plan, job.world)
         self.mesh = build_mesh(self.plan, device, self._ledger.record, launch.route, launch.links or "auto")

@@ -12,15 +12,18 @@ import gc
 import ipaddress
 import socket
 import sys
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from weft import env
-from weft.errors import CommError, PlanError
+from weft.errors import CommError, LaunchError, PlanError, WeftError
 from weft.mesh.axis import ROUTES, Axis, RecordsCall, ignore
 from weft.mesh.gpu_settings import multiply_as_planned
+from weft.mesh.missing_ranks import could_not_meet, note_arrival, noticed, wait_for_host
 from weft.mesh.places import ENDS, EXPERT_AXES, Reader, joined, members_of, strides
 from weft.mesh.pulse import Pulse
 from weft.private_torch import (
@@ -256,8 +259,16 @@ def build_mesh(
     return Mesh(plan, rank, torch.device(device), record, route, link_profile)
 
 
+#: How often this process joined the ranks at an address.
+_joined = Counter[tuple[str, int]]()
+
+
 def join_ranks(
-    place: env.RankEnv, device: torch.device, timeout_s: float = LIMIT_S, store: Store | None = None
+    place: env.RankEnv,
+    device: torch.device,
+    timeout_s: float = LIMIT_S,
+    store: Store | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> None:
     """Meet the other ranks: start the default process group (gloo on CPU, nccl and gloo on CUDA).
 
@@ -266,9 +277,11 @@ def join_ranks(
         device: of this rank.
         timeout_s: seconds that a collective waits for a rank; a process group that is there already keeps its own.
         store: what `open_store` gave, if the caller has met the others already.
+        tell: takes a line about ranks that are missing after some seconds; None writes it to stderr.
 
     Raises:
         CommError: when the ranks cannot meet, or the group that is there does not fit.
+        LaunchError: when ranks cannot meet that another program than `weft train` was to start.
     """
     if place.world_size == 1 and place.starter != "torchrun":
         return
@@ -282,18 +295,21 @@ def join_ranks(
         store.set_timeout(timeout)
         if _as_loopback(place.master_addr) is not None:
             _keep_gloo_at_home()
-        # Who joins, parts and joins again must not read what was written the first time.
-        joined = store.add(f"weft/joined/{place.rank}", 1)
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(f"weft/{joined}", store),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+        # A rank that joins, leaves and joins again must not read what was written the first time. Counted here and not
+        # in the store, where other processes could change the count.
+        _joined[place.master_addr, place.master_port] += 1
+        joined = _joined[place.master_addr, place.master_port]
+        with noticed(place, store, tell):
+            dist.init_process_group(
+                backend,
+                store=PrefixStore(f"weft/{joined}", store),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
     except (dist.DistError, OSError, RuntimeError, ValueError) as error:
-        raise _cannot_meet(place, error) from error
+        raise _cannot_meet(place, store, error, timeout_s) from error
 
 
 def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
@@ -302,25 +318,30 @@ def open_store(place: env.RankEnv, timeout_s: float = LIMIT_S) -> Store:
     The first rank may host it: keep it until all have parted.
 
     Raises:
-        CommError: when the ranks cannot meet.
+        CommError: when the ranks of `weft train` cannot meet.
+        LaunchError: when others cannot.
     """
     env.export_rank(place)
     address = _as_loopback(place.master_addr)
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        if address is not None and place.rank == 0 and not env.keeps_agent_store():
-            return loopback_store(address, place.master_port, timeout)
-        return next(_untyped.rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+        with noticed(place, None, None):
+            if address is not None and place.rank == 0 and not env.keeps_agent_store():
+                store: Store = loopback_store(address, place.master_port, timeout)
+            else:
+                if place.starter != "weft":
+                    wait_for_host(place, timeout_s)
+                store = next(_untyped.rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+            note_arrival(store, place.rank)
     except (dist.DistError, OSError, RuntimeError, ValueError) as error:
-        raise _cannot_meet(place, error) from error
+        raise _cannot_meet(place, None, error, timeout_s) from error
+    return store
 
 
-def _cannot_meet(place: env.RankEnv, error: Exception) -> CommError:
-    return CommError(
-        f"rank {place.rank} of {place.world_size} could not meet the others at "
-        f"{place.master_addr}:{place.master_port}: {error}. "
-        f"Check that every rank was started and can reach that host."
-    )
+def _cannot_meet(place: env.RankEnv, store: Store | None, error: Exception, limit_s: float) -> WeftError:
+    # Of `weft train`'s own ranks one has failed, and its launcher shows that one's error.
+    kind = CommError if place.starter == "weft" else LaunchError
+    return kind(could_not_meet(place, store, error, limit_s))
 
 
 def _check_joined(place: env.RankEnv, device: torch.device, backend: str) -> None:

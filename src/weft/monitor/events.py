@@ -10,12 +10,13 @@ import errno
 import json
 import math
 import os
+import stat
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from weft.errors import DataError, TrainingHalted
 
@@ -165,6 +166,28 @@ def last_per_step(events: Iterable[Mapping[str, Any]], kind: str = "step") -> li
         elif event.get("event") == kind:
             by_step[step] = dict(event)
     return [by_step[step] for step in sorted(by_step)]
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading. A FIFO or a device is never opened or waited for.
+
+    Raises:
+        OSError: for anything else, and if the file is missing or may not be read.
+    """
+    # Opening a device may act on it, so that it is looked at before; another file may be there by the time it is open.
+    _require_regular(os.stat(path))
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        _require_regular(os.fstat(handle))
+    except OSError:
+        os.close(handle)
+        raise
+    return os.fdopen(handle, "rb")
+
+
+def _require_regular(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def number(value: object) -> float:

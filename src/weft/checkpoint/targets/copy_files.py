@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from weft.checkpoint.targets.copy_server import PIECE, SILENCE_S, CopyHome, received, received_size
+from weft.checkpoint.targets.copy_server import PIECE, SILENCE_S, CopyHome, ask, received, received_size
 from weft.checkpoint.targets.store_path import StorePath
 
 _CONNECT_S = 10.0
@@ -171,7 +171,7 @@ def _asked(home: CopyHome, act: str, name: str, start: int = 0, end: int = 0) ->
         call.settimeout(SILENCE_S)
         call.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         text = json.dumps({"act": act, "name": name, "start": start, "end": end}).encode()
-        call.sendall(home.token.encode() + PIECE.pack(len(text)) + text)
+        ask(call, home.token, text)
     except OSError:
         call.close()
         raise

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -193,6 +194,7 @@ def main(said: str = "") -> None:
         command = tuple(given["command"])
         world = ReplicaWorld(**given["world"]) if given["world"] else None
         start = Start(locked=True, began=given["started"], alarm=alarm, command=command, copies=copies, world=world)
+        start = replace(start, store_key=given["store_key"])
         return run_rank(run, place, terminal, start)
 
     run_as_rank(run_dir / "logs", place, body, line)

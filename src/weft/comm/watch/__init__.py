@@ -8,13 +8,18 @@ from weft.lazy import loads
 
 __all__ = [
     "StoreBoard",
+    "StoreKey",
     "WARN_AFTER_S",
     "Watch",
+    "forged",
     "hang_event",
+    "share_store_key",
+    "store_key",
 ]
 
 if TYPE_CHECKING:
     from weft.comm.watch.hang_watch import WARN_AFTER_S, Watch
+    from weft.comm.watch.signed_store import StoreKey, forged, share_store_key, store_key
     from weft.comm.watch.standing import hang_event
     from weft.comm.watch.store_board import StoreBoard
 
@@ -22,8 +27,12 @@ __getattr__ = loads(
     __name__,
     {
         "StoreBoard": ".store_board",
+        "StoreKey": ".signed_store",
+        "forged": ".signed_store",
         "WARN_AFTER_S": ".hang_watch",
         "Watch": ".hang_watch",
         "hang_event": ".standing",
+        "share_store_key": ".signed_store",
+        "store_key": ".signed_store",
     },
 )

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from weft.comm.links import host_mark
 from weft.comm.private_torch import connect_store, default_store, nccl_trace
+from weft.comm.watch.signed_store import StoreKey, store_key
 from weft.comm.watch.standing import HangReport, Standing, process_state, report, stand, unfinished_on_device
 from weft.mesh import LIMIT_S, Axis, Mesh, Pulse, Wait
 from weft.private_torch import Store
@@ -85,6 +86,7 @@ class Watch(threading.Thread):
         self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
         self._end = threading.Event()
         self._store: Store | None = None
+        self._key: StoreKey | None = None
         self._armed = 0.0
         self._forget(time.time())
         self._looked = time.monotonic()
@@ -94,7 +96,8 @@ class Watch(threading.Thread):
                 self._pulses += other.close()
         if dist.is_initialized() and mesh.world_size > 1 and warn_after_s < limit_s:
             place = f"{host_mark()[0].hex()} {os.getpid()}"
-            default_store().set(f"{_PREFIX}place/{self._rank}", place)
+            self._key = store_key()
+            self._put(default_store(), f"{_PREFIX}place/{self._rank}", place)
             self._put_off_timer()  # here: the thread may not get the interpreter before it is stuck
             self.start()
 
@@ -165,12 +168,12 @@ class Watch(threading.Thread):
         store = self._open()
         if self._said is None:
             self._said = self._standing()
-            store.set(f"{_PREFIX}{self._rank}", self._said.to_text())
+            self._put(store, f"{_PREFIX}{self._rank}", self._said.to_text())
             if self._said.waits_for:
-                store.set(_WAITER, str(self._rank))
+                self._put(store, _WAITER, str(self._rank))
         if self._told is None and self._shall_tell(store):
             self._tell_people(store)
-        if not self._dumped and store.check([_ALARM]):
+        if not self._dumped and self._read(_ALARM):
             self._dump()
 
     def _shall_tell(self, store: Store) -> bool:
@@ -178,23 +181,31 @@ class Watch(threading.Thread):
         assert self._said is not None
         over_s = self._still_s - self._deadline_s()
         if not self._is_teller:
-            may = store.check([_WAITER]) if self._rank == 0 else bool(self._said.waits_for) and over_s >= self._grace_s
-            me = str(self._rank)
-            self._is_teller = may and store.compare_set(_TELLER, "", me).decode() == me
+            waits = bool(self._said.waits_for) and over_s >= self._grace_s
+            may = bool(self._read(_WAITER)) if self._rank == 0 else waits
+            self._is_teller = may and self._becomes_teller(store)
         return self._is_teller and over_s >= 0
+
+    def _becomes_teller(self, store: Store) -> bool:
+        """Return True if no other rank reports yet. A value that no rank signed keeps nobody from it."""
+        assert self._key is not None
+        signed = self._key.sign(_TELLER, str(self._rank))
+        teller = self._key.opened(_TELLER, store.compare_set(_TELLER, "", signed.decode()))
+        return teller is None or teller.decode() == str(self._rank)
 
     def _tell_people(self, store: Store) -> None:
         assert self._said is not None
         waiter = self._said
         if not waiter.waits_for:
-            if not store.check([_WAITER]):
+            rank = self._read(_WAITER)
+            if not rank:
                 return  # it went on in the meantime
-            waiter = self._ask(int(store.get(_WAITER))) or waiter
+            waiter = self._ask(int(rank)) or waiter
         found = self._report(waiter, self._ask, self._process_of)
         if found.is_calm and self._still_s < self._warn_after_s:
             return  # a save takes its time
         self._told = found
-        store.set(_ALARM, "1")
+        self._put(store, _ALARM, "1")
         self._tell(found.text)
         self._hand_on("fired", found)
 
@@ -262,8 +273,14 @@ class Watch(threading.Thread):
         return process_state(rank, int(pid) if pid and host == host_mark()[0].hex() else None)
 
     def _read(self, key: str) -> str:
+        """Return what a rank wrote under a key, or "" if nothing is there that a rank signed."""
         store = self._open()
-        return store.get(key).decode() if store.check([key]) else ""
+        assert self._key is not None
+        return (self._key.opened(key, store.get(key)) or b"").decode() if store.check([key]) else ""
+
+    def _put(self, store: Store, key: str, text: str) -> None:
+        assert self._key is not None
+        store.set(key, self._key.sign(key, text).decode())
 
     def _open(self) -> Store:
         """A connection of this thread's own: the main thread may be waiting on the other."""

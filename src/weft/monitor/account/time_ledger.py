@@ -152,12 +152,21 @@ class TimeLedger:
                 self._seconds["other"] = self._seconds.get("other", 0.0) - stall
 
     def _add_step(self, event: Mapping[str, Any], took: float) -> None:
+        # Called for each step of logs with millions of them: nothing here is more general than it must be.
         parts = event.get("seconds")
-        parts = parts if isinstance(parts, Mapping) else {}
-        total, data = (number(parts.get(key, 0.0)) for key in ("total", "data"))
-        total = min(took, total) if math.isfinite(total) and total > 0 else took
-        data = min(max(0.0, data), total) if math.isfinite(data) else 0.0
-        self._spend("start" if self._waits_for_first else "other", took - total)
+        total = data = 0.0
+        if isinstance(parts, dict):
+            total, data = parts.get("total", 0.0), parts.get("data", 0.0)
+            total = total if type(total) is float else number(total)
+            data = data if type(data) is float else number(data)
+        if not 0 < total < took:  # nan too
+            total = took
+        if not data > 0:
+            data = 0.0
+        elif data > total:
+            data = total if data < math.inf else 0.0
+        if took > total:
+            self._spend("start" if self._waits_for_first else "other", took - total)
         self._device_s += total * self._devices
         if self._waits_for_first:
             self._first_steps.append((total - data, self._compiles))
@@ -166,7 +175,8 @@ class TimeLedger:
         if event.get("skipped") or step is None:
             self._seconds["lost work"] = self._seconds.get("lost work", 0.0) + total
             return
-        self._forget_beyond(step - 1)
+        if self._step and self._step[-1] >= step:
+            self._forget_beyond(step - 1)
         self._step.append(step)
         self._work.append(total - data)
         self._data.append(data)

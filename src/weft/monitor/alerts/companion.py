@@ -15,6 +15,7 @@ from weft.monitor.alerts.alert_desk import AlertDesk, Notice, rules_of
 from weft.monitor.alerts.channels import AlertMessage, Mailroom
 from weft.monitor.alerts.wishes import RUN_ACTIONS, Wish, ask
 from weft.monitor.events import EventLog
+from weft.monitor.hidden import without_secrets
 from weft.monitor.sinks import EventFollower, Pump, SinkJob, make_sink
 from weft.spec import RunConfig
 from weft.units import format_seconds
@@ -45,7 +46,8 @@ class Companion:
         self._folder, self._config = folder, config
         self._tell = tell or self._tell_run
         pauses = {} if pause_s is None else {"pause_s": pause_s}
-        values = config.model_dump(mode="json", by_alias=True, exclude_none=True)
+        # Trackers keep a copy of the config where others may read it.
+        values = without_secrets(config.model_dump(mode="json", by_alias=True, exclude_none=True))
         self._pumps = [
             Pump(one.name or one.kind, make_sink, SinkJob(one, folder, config.run.name, values), self._tell, **pauses)
             for one in config.sink

@@ -9,11 +9,14 @@ from weft.lazy import loads, named_object
 if TYPE_CHECKING:
     from weft.monitor.sinks.http_post import Poster
     from weft.monitor.sinks.pump import EventFollower, Pump
+    from weft.monitor.sinks.request_limit import OpenSockets, OutOfTime, within
     from weft.monitor.sinks.secret import address_of, secret_of
     from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble
 
 __all__ = [
     "EventFollower",
+    "OpenSockets",
+    "OutOfTime",
     "Poster",
     "Pump",
     "SINKS",
@@ -23,6 +26,7 @@ __all__ = [
     "address_of",
     "make_sink",
     "secret_of",
+    "within",
 ]
 
 #: By kind, where its class is: none is loaded before it is wanted.
@@ -54,10 +58,13 @@ __getattr__ = loads(
         "EventFollower": ".pump",
         "Poster": ".http_post",
         "Pump": ".pump",
+        "OpenSockets": ".request_limit",
+        "OutOfTime": ".request_limit",
         "FigureSink": ".sink",
         "SinkJob": ".sink",
         "SinkTrouble": ".sink",
         "address_of": ".secret",
         "secret_of": ".secret",
+        "within": ".request_limit",
     },
 )

@@ -1,22 +1,26 @@
-"""POST requests by urllib: with a limit on time, without redirects, and without secrets in what goes wrong."""
+"""POST requests by urllib: one time limit for all of a request, no redirects, no secrets in what goes wrong."""
 
 from __future__ import annotations
 
 import base64
 import http.client
 import json
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from weft.monitor.sinks.secret import address_of, secret_of
+from weft.errors import ConfigError
+from weft.monitor.sinks.request_limit import OpenSockets, OutOfTime, within
+from weft.monitor.sinks.secret import http_address_of, secret_of
 from weft.monitor.sinks.sink import SinkTrouble
 from weft.spec.config import SinkSection
-from weft.units import parse_seconds
+from weft.units import format_seconds, parse_seconds
 
 #: Bytes of an answer that are read at most.
 _MOST_ANSWER = 1 << 20
+_MOST_QUOTED = 300
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -26,25 +30,71 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens connections whose sockets are known, so that another thread can end them."""
+
+    def __init__(self, opened: OpenSockets):
+        urllib.request.HTTPHandler.__init__(self)
+        self._opened, self._tls = opened, ssl.create_default_context()
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """Open a connection without TLS."""
+        return self.do_open(self._plain, req)  # pyright: ignore[reportArgumentType]  # any callable will do
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """Open a connection with TLS."""
+        return self.do_open(self._secure, req)  # pyright: ignore[reportArgumentType]  # as above
+
+    def _plain(self, host: str, **more: Any) -> http.client.HTTPConnection:
+        return _Connection(host, self._opened, None, **more)
+
+    def _secure(self, host: str, **more: Any) -> http.client.HTTPConnection:
+        return _Connection(host, self._opened, self._tls, **more)
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, host: str, opened: OpenSockets, tls: ssl.SSLContext | None, timeout: float):
+        self.default_port = 443 if tls else 80
+        super().__init__(host, timeout=timeout)
+        self._opened, self._tls = opened, tls
+
+    def connect(self) -> None:
+        super().connect()
+        self._opened.add(self.sock)
+        if self._tls is not None:
+            name = getattr(self, "_tunnel_host", None) or self.host  # the server's, and not the proxy's
+            self.sock = self._tls.wrap_socket(self.sock, server_hostname=name, do_handshake_on_connect=False)
+            self._opened.add(self.sock)  # known before a handshake that may not end
+            self.sock.do_handshake()
+
+
 class Poster:
     """Posts to one server.
 
     Args:
-        url: of the server, without a slash at its end.
+        url: of the server, or env:NAME or file:PATH of a secret one.
         headers: of every request.
-        timeout_s: of one request.
+        timeout_s: of one request, from the look-up of the server's name to the last byte of its answer.
+        key: of the config, for errors.
+
+    Raises:
+        ConfigError: if the URL is not one of http or https.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float):
-        self._url, self._headers, self._timeout_s = url.rstrip("/"), dict(headers), timeout_s
-        self._opener = urllib.request.build_opener(_NoRedirects)
+    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float, key: str = "url"):
+        address, login = http_address_of(url, key)
+        self._url, self._headers, self._timeout_s = address.rstrip("/"), dict(headers), timeout_s
+        if login is not None:
+            self._headers.setdefault("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
+        #: A server may repeat what it was sent, in any form: nothing that it says is quoted then.
+        self._is_secret = url.startswith(("env:", "file:")) or bool(self._headers)
 
     @classmethod
     def of(cls, settings: SinkSection) -> Poster:
         """Return the poster of a sink with a URL.
 
         Raises:
-            ConfigError: where a secret is not where the config says.
+            ConfigError: if a secret is not where the config says, or if the URL is not one of http or https.
         """
         key = f"sink {settings.name or settings.kind}"
         assert settings.url is not None
@@ -54,7 +104,9 @@ class Poster:
         elif (password := secret_of(settings.password, f"{key}: password")) is not None:
             login = base64.b64encode(f"{settings.user}:{password}".encode()).decode()
             headers["Authorization"] = f"Basic {login}"
-        return cls(address_of(settings.url, f"{key}: url"), headers, parse_seconds(settings.timeout))
+        if not all(one.isascii() for one in headers.values()):
+            raise ConfigError(f"{key}: token: it has letters beyond ASCII, which no header takes. Check the secret.")
+        return cls(settings.url, headers, parse_seconds(settings.timeout), f"{key}: url")
 
     def post(
         self, path: str, body: bytes | Mapping[str, Any] | None, *, method: str = "POST", kind: str = "application/json"
@@ -68,31 +120,60 @@ class Poster:
             kind: the body's media type.
 
         Raises:
-            SinkTrouble: where the server is away, slow, or refuses; `status` is its answer's, 0 without one.
+            SinkTrouble: if the server is away, slow, or refuses; `status` is its answer's, 0 without one.
         """
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         headers = {**self._headers, "Content-Type": kind, "User-Agent": "weft"}
+        opened = OpenSockets()
         try:
-            request = urllib.request.Request(self._url + path, data, headers, method=method)
-            with self._opener.open(request, timeout=self._timeout_s) as answer:
-                text = answer.read(_MOST_ANSWER)
+            text = within(self._timeout_s, lambda: self._sent(path, data, headers, method, opened), opened.end)
+        except OutOfTime:
+            raise SinkTrouble(f"the server did not answer within {format_seconds(self._timeout_s)}") from None
+        try:
+            return json.loads(text) if text.strip() else None
+        except (ValueError, RecursionError):
+            return None
+
+    def _sent(
+        self, path: str, data: bytes | None, headers: Mapping[str, str], method: str, opened: OpenSockets
+    ) -> bytes:
+        """Send one request and return the body of its answer. SinkTrouble holds no secret."""
+        opener = urllib.request.OpenerDirector()
+        for handler in (
+            urllib.request.ProxyHandler(),
+            _Handler(opened),
+            urllib.request.HTTPDefaultErrorHandler(),
+            urllib.request.HTTPErrorProcessor(),
+            _NoRedirects(),
+        ):
+            opener.add_handler(handler)
+        try:
+            request = urllib.request.Request(self._url + path, data, dict(headers), method=method)
+            with opener.open(request, timeout=self._timeout_s) as answer:
+                return answer.read(_MOST_ANSWER)
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(300).decode(errors="replace").strip().replace("\n", " ")
-            trouble = SinkTrouble(f"the server answered {error.code} {error.reason}: {self._without_secrets(said)}")
+                said = "" if self._is_secret else _one_line(error.read(_MOST_QUOTED).decode(errors="replace"))
+            # The server's own phrase is no better than its body.
+            phrase = http.client.responses.get(error.code, "")
+            trouble = SinkTrouble(f"the server answered {error.code} {phrase}".rstrip() + (f": {said}" if said else ""))
             trouble.__dict__["status"] = error.code
             raise trouble from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise SinkTrouble(f"the server cannot be reached ({self._without_secrets(str(reason))})") from None
-        try:
-            return json.loads(text) if text.strip() else None
-        except ValueError:
-            return None
+            raise SinkTrouble(f"the server cannot be reached ({_reason(error)})") from None
 
-    def _without_secrets(self, text: str) -> str:
-        """A server may give back what it was sent."""
-        secrets = [word for value in self._headers.values() for word in value.split()[1:]]
-        for secret in (*secrets, self._url):
-            text = text.replace(secret, "***")
-        return text
+
+def _reason(error: Exception) -> str:
+    """Return why a request failed, in words of the system alone: those of libraries repeat URLs and answers."""
+    cause = getattr(error, "reason", error)
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS: {cause.reason or 'failed'}".replace("_", " ").lower().replace("tls", "TLS", 1)
+    if isinstance(cause, TimeoutError):
+        return "timed out"
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return type(cause).__name__ if isinstance(cause, Exception) else "no connection"
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(one if one.isprintable() else " " for one in text).split())

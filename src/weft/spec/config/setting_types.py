@@ -97,7 +97,8 @@ HostPort = Annotated[
     ),
 ]
 
-_SECRET = r"^(env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:[^\x00]{1,4000})$"
+_SECRET_REF = r"env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:/?[^/\x00][^\x00]{0,3999}"
+_SECRET = rf"^({_SECRET_REF})$"
 SecretRef = Annotated[
     str,
     StringConstraints(pattern=_SECRET),
@@ -110,7 +111,7 @@ SecretRef = Annotated[
         }
     ),
 ]
-_ADDRESS = r"^(https?://[^/?#@\s]+(/[^?#@\s]*)?|env:[A-Za-z_][A-Za-z0-9_]{0,99}|file:[^\x00]{1,4000})$"
+_ADDRESS = rf"^(https?://[^/?#@\s]+(/[^?#@\s]*)?|{_SECRET_REF})$"
 Address = Annotated[
     str,
     StringConstraints(pattern=_ADDRESS),
@@ -119,7 +120,7 @@ Address = Annotated[
             "type": "string",
             "pattern": _ADDRESS,
             "x-secret": True,
-            "x-rule": "a URL without user, password and query, or env:NAME or file:PATH where a secret one is",
+            "x-rule": "an http(s) URL without user, password and query, or env:NAME or file:PATH where a secret one is",
         }
     ),
 ]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from weft.errors import Problem, did_you_mean
 from weft.spec.config import AlertSection, ChannelSection, RunConfig, SinkSection
 from weft.spec.figures import parse_condition
+from weft.spec.written import holds_secret
 
 #: What the ranks can be asked for by an alert.
 RUN_WORDS = ("checkpoint", "hold", "stop", "lower_lr", "skip_data", "roll_back")
-#: Addresses that are secrets as a whole.
-_SECRET_URL = re.compile(
-    r"hooks\.slack\.com|discord(app)?\.com/api/webhooks|webhook\.office\.com|logic\.azure\.com|open\.feishu\.cn|"
-    r"open\.larksuite\.com|oapi\.dingtalk\.com|qyapi\.weixin|api\.telegram\.org/bot"
-)
 _NEEDS_URL = ("mlflow", "pushgateway", "otlp", "http")
 
 
@@ -101,10 +96,10 @@ def _of_sink(key: str, sink: SinkSection) -> Iterator[Problem]:
 
 
 def _secret_url(key: str, url: str | None, *, everything: bool = False) -> Iterator[Problem]:
-    if url is None or url.startswith(("env:", "file:")) or not (everything or _SECRET_URL.search(url)):
+    if url is None or url.startswith(("env:", "file:")) or not (everything or holds_secret(url)):
         return
     yield Problem(
         f"{key}.url",
-        f"{key}.url=***: this address is a secret, and the run folder keeps the config. Put it into a variable and "
-        f'write url = "env:HOOK_URL".',
+        f"{key}.url=***: this address is a secret or may hold one, and the run folder keeps the config. Put it into a "
+        f'variable and write url = "env:HOOK_URL".',
     )

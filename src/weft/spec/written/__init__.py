@@ -14,6 +14,8 @@ __all__ = [
     "KeyPath",
     "as_toml",
     "dotted",
+    "hide_secret",
+    "holds_secret",
     "origin_of",
     "shown",
 ]
@@ -21,6 +23,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.spec.written.model_code import MODEL_CODE
     from weft.spec.written.origins import COMMAND_LINE, DEFAULT, origin_of
+    from weft.spec.written.secret_urls import hide_secret, holds_secret
     from weft.spec.written.toml_values import BARE_KEY, KeyPath, as_toml, dotted, shown
 
 __getattr__ = loads(
@@ -33,6 +36,8 @@ __getattr__ = loads(
         "MODEL_CODE": ".model_code",
         "as_toml": ".toml_values",
         "dotted": ".toml_values",
+        "hide_secret": ".secret_urls",
+        "holds_secret": ".secret_urls",
         "origin_of": ".origins",
         "shown": ".toml_values",
     },

@@ -35,7 +35,8 @@ class EngineJob:
 
     place: this process among the ranks; None is a single rank. store: where the ranks have met already. tell: shows
     people a line, of a rank that waits for another one. on_hang: takes an event of it, where this rank may write one.
-    world: which replica of the plan's these ranks are, where each is a world of its own.
+    world: which replica of the plan's these ranks are, where each is a world of its own. store_key: hex digits of the
+    secret that signs the ranks' messages in their store; "": they agree on one when they have joined.
     """
 
     folder: RunFolder
@@ -47,6 +48,7 @@ class EngineJob:
     store: Store | None = None
     on_hang: Callable[[Mapping[str, object]], None] = lambda event: None
     world: ReplicaWorld | None = None
+    store_key: str = field(default="", repr=False)
 
 
 def derive_seed(*parts: int) -> int:

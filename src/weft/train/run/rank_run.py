@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -62,6 +62,7 @@ class Start:
     the first cannot. store: where the ranks have met already. command: the words that the user typed, for the lines
     that say what to type next. copies: what keeps copies of the state on this host and outlives its ranks. engine:
     the class that computes, as package.module:Class. world: which replica this is, where each is a world of its own.
+    store_key: secret of the ranks' messages in their store (see `EngineJob`).
     """
 
     locked: bool = False
@@ -72,6 +73,7 @@ class Start:
     copies: CopyHome | None = None
     engine: str = TORCH
     world: ReplicaWorld | None = None
+    store_key: str = field(default="", repr=False)
 
 
 def run_rank(
@@ -97,7 +99,16 @@ def run_rank(
         config = folder.config()
         voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
         job = EngineJob(
-            folder, config, find_task(config), folder.plan(), place, voice.tell, start.store, voice.record, start.world
+            folder,
+            config,
+            find_task(config),
+            folder.plan(),
+            place,
+            voice.tell,
+            start.store,
+            voice.record,
+            start.world,
+            start.store_key,
         )
         fault = asked_fault(place.rank if place else 0, job.plan)
         drilled = FaultHook(fault, job.task, folder) if fault else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import smtplib
+import socket
 import ssl
 import subprocess
 from collections.abc import Mapping
@@ -12,7 +14,7 @@ from email.message import EmailMessage
 from typing import Any
 
 from weft.errors import MissingExtra
-from weft.monitor.sinks import Poster, SinkTrouble, address_of, secret_of
+from weft.monitor.sinks import OpenSockets, OutOfTime, Poster, SinkTrouble, address_of, secret_of, within
 from weft.spec.config import ChannelSection
 from weft.units import parse_seconds
 
@@ -38,25 +40,29 @@ def send_message(channel: ChannelSection, message: AlertMessage) -> None:
 
 def _mail(channel: ChannelSection, message: AlertMessage) -> None:
     mail = EmailMessage()
-    mail["Subject"], mail["From"], mail["To"] = message.title, channel.sender, ", ".join(channel.to)
-    mail.set_content(message.text)
+    mail["Subject"], mail["From"] = _one_line(message.title), _one_line(channel.sender)
+    mail["To"] = _one_line(", ".join(channel.to))
+    mail.set_content(message.text.encode(errors="replace").decode())
     host, _, port = channel.server.rpartition(":")
     host, port = (host, int(port)) if port.isdigit() and host else (channel.server, 0)
     timeout_s = parse_seconds(channel.timeout)
     password = secret_of(channel.password, f"channel {channel.name}: password")
-    try:
-        if channel.security == "tls":
-            server: smtplib.SMTP = smtplib.SMTP_SSL(
-                host, port or 465, timeout=timeout_s, context=ssl.create_default_context()
-            )
-        else:
-            server = smtplib.SMTP(host, port or 25, timeout=timeout_s)
-        with server:
+    opened = OpenSockets()
+
+    def send() -> None:
+        with _Mail(opened, host, port, timeout_s, tls=channel.security == "tls") as server:
             if channel.security == "starttls":
                 server.starttls(context=ssl.create_default_context())
+                if server.sock is not None:
+                    opened.add(server.sock)
             if password is not None:
                 server.login(channel.user, password)
             server.send_message(mail)
+
+    try:
+        within(timeout_s, send, opened.end)
+    except OutOfTime:
+        raise SinkTrouble(f"mail through {channel.server} failed (not sent within {channel.timeout})") from None
     except (OSError, smtplib.SMTPException) as error:
         # The server's words may repeat what it was sent.
         reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
@@ -64,12 +70,35 @@ def _mail(channel: ChannelSection, message: AlertMessage) -> None:
         raise SinkTrouble(f"mail through {channel.server} failed ({f'{code} ' if code else ''}{reason})") from None
 
 
+class _Mail(smtplib.SMTP):
+    """A connection to a mail server whose socket is known, so that another thread can end it."""
+
+    def __init__(self, opened: OpenSockets, host: str, port: int, timeout_s: float, *, tls: bool):
+        self._opened, self._tls = opened, tls
+        self._host = host  # smtplib reads it for the name in a certificate
+        super().__init__(host, port or (465 if tls else 25), timeout=timeout_s)
+
+    def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
+        found = socket.create_connection((host, port), timeout)
+        self._opened.add(found)
+        if self._tls:
+            found = ssl.create_default_context().wrap_socket(found, server_hostname=host, do_handshake_on_connect=False)
+            self._opened.add(found)
+            found.do_handshake()
+        return found
+
+
+def _one_line(text: str) -> str:
+    """Return a text as a header takes it: without line breaks and other control characters."""
+    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
+
+
 def _webhook(channel: ChannelSection, message: AlertMessage) -> None:
     assert channel.url is not None
-    url = address_of(channel.url, f"channel {channel.name}: url")
     # Slack, Mattermost and many others show "text"; programs read the rest.
     body = {"text": f"{message.title}\n{message.text}", "title": message.title, **message.data}
-    Poster(url, {}, parse_seconds(channel.timeout)).post("", body)
+    poster = Poster(channel.url, {}, parse_seconds(channel.timeout), f"channel {channel.name}: url")
+    poster.post("", body)
 
 
 def _apprise(channel: ChannelSection, message: AlertMessage) -> None:
@@ -79,11 +108,19 @@ def _apprise(channel: ChannelSection, message: AlertMessage) -> None:
         raise MissingExtra("apprise", "apprise", "channel.kind=apprise") from error
     assert channel.url is not None
     url = address_of(channel.url, f"channel {channel.name}: url")
-    speaker = apprise.Apprise()
-    if not speaker.add(url):
-        raise SinkTrouble("apprise does not know an address of this kind")
-    if not speaker.notify(title=message.title, body=message.text):
-        raise SinkTrouble("apprise could not send it")
+    logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # its lines hold addresses
+
+    def send() -> None:
+        speaker = apprise.Apprise()
+        if not speaker.add(url):
+            raise SinkTrouble("apprise does not know an address of this kind")
+        if not speaker.notify(title=_one_line(message.title), body=message.text):
+            raise SinkTrouble("apprise could not send it")
+
+    try:
+        within(parse_seconds(channel.timeout), send)
+    except OutOfTime:
+        raise SinkTrouble(f"apprise did not send it within {channel.timeout}") from None
 
 
 def _command(channel: ChannelSection, message: AlertMessage) -> None:

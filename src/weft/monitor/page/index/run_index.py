@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from weft.monitor import TimeLedger
-from weft.monitor.events import number
+from weft.monitor.events import number, open_regular
 from weft.monitor.figures import readings
 from weft.monitor.page.index.bounded import BoundedSeries, RankHeat
-from weft.monitor.page.index.log_tail import LogTail
+from weft.monitor.page.index.log_tail import LogTail, decode
 from weft.monitor.page.index.marks import Marks
 from weft.monitor.page.index.step_columns import StepColumns
 
@@ -27,24 +29,15 @@ _MOST_SERIES = 400
 _MOST_PHASES = 16
 #: Without a word for so long (s), and for so many steps' time, a run counts as silent.
 _SILENT_S, _SILENT_STEPS = 90.0, 10.0
+#: A log of more bytes is long: so many of its beginning and of its end are shown before the rest.
+_LONG_LOG, _BEGIN_BYTES, _NEWEST_BYTES = 8 * 2**20, 256 * 1024, 1024 * 1024
+_LONGEST_MEASURED = 2**20
 
 
-class RunIndex:
-    """Reads a run's events.jsonl once and then what is appended. All its methods may be called by any thread.
+class RunState:
+    """All that the page shows of one run, fed with its events in their order."""
 
-    Args:
-        folder: of the run.
-        name: what the page calls it.
-    """
-
-    def __init__(self, folder: Path, name: str):
-        self.folder, self.name = folder, name
-        self.lock = threading.RLock()
-        self.version = 0
-        self.tail = LogTail(folder / "events.jsonl")
-        self._clear()
-
-    def _clear(self) -> None:
+    def __init__(self) -> None:
         self.steps, self.evals = StepColumns(), StepColumns()
         self.figures: dict[str, BoundedSeries] = {}
         self.heat = RankHeat()
@@ -58,23 +51,6 @@ class RunIndex:
         self.last_time = math.nan
         self._state, self._reason = "starting", ""
         self._bad: set[int] = set()
-
-    def refresh(self) -> bool:
-        """Read the next piece of the log, and return whether there was anything new."""
-        if not self.tail.changed():
-            return False
-        with self.lock:
-            events, void = self.tail.read()
-            if void:
-                self._clear()
-            self._feed(events)
-            self.version += 1
-        return True
-
-    @property
-    def read_share(self) -> float:
-        """How much of the log is read: 0 to 1."""
-        return min(1.0, self.tail.offset / self.tail.size) if self.tail.size else 1.0
 
     @property
     def step(self) -> int:
@@ -120,10 +96,17 @@ class RunIndex:
                 return "silent", ""
         return self._state, self._reason
 
-    def _feed(self, events: Sequence[dict[str, Any]]) -> None:
+    def feed(self, events: Sequence[dict[str, Any]], *, with_ledger: bool = True) -> None:
+        """Add events.
+
+        Args:
+            events: the next ones.
+            with_ledger: add up where their time went too.
+        """
+        if with_ledger:
+            self.ledger.feed_all(events)
         batch: list[dict[str, Any]] = []
         for event in events:
-            self.ledger.feed(event)
             if event.get("event") == "step" and _step_of(event) is not None:
                 batch.append(event)
                 continue
@@ -197,7 +180,8 @@ class RunIndex:
                     continue
                 self.figures[name] = BoundedSeries()
             at_step = self.step if one.step is None or abs(one.step) >= 2**62 else one.step
-            self.figures[name].add(at_step, one.time, (one.low, one.value, one.high), (one.at_low, one.at_high))
+            when = one.time if math.isfinite(one.time) else 0.0
+            self.figures[name].add(at_step, when, (one.low, one.value, one.high), (one.at_low, one.at_high))
         by_rank = event.get("by_rank")
         busy = by_rank.get("busy_s") if isinstance(by_rank, Mapping) else None
         if isinstance(busy, list) and len(busy) <= 100_000:
@@ -213,6 +197,131 @@ class RunIndex:
         found = number(when)
         if math.isfinite(found):
             self.last_time = found if math.isnan(self.last_time) else max(self.last_time, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """Lines that were read. void: all before is void. old: lines of the part that is read in the background."""
+
+    lines: list[bytes]
+    void: bool = False
+    old: list[bytes] = field(default_factory=list)
+    old_void: bool = False
+    measured: dict[str, Any] | None = None
+
+
+class RunIndex(RunState):
+    """Reads a run's events.jsonl once and then what is appended. All its methods may be called by any thread.
+
+    Of a long log the beginning and the end come first, so that the newest step is shown at once. The rest is read into
+    a second state in the background, which then replaces the first.
+
+    Args:
+        folder: of the run.
+        name: what the page calls it.
+    """
+
+    def __init__(self, folder: Path, name: str):
+        super().__init__()
+        self.folder, self.name = folder, name
+        self.lock = threading.RLock()
+        self.version = 0
+        self.measured: dict[str, Any] = {}
+        self.tail = LogTail(folder / "events.jsonl")
+        self._old: LogTail | None = None
+        self._old_state = RunState()
+        self._trouble, self._measured_at = "", 0
+
+    def refresh(self) -> bool:
+        """Read the next piece of the log, and return True if there was anything new."""
+        found = self.fetch()
+        return found is not None and self.take(found)
+
+    def fetch(self) -> _Fetched | None:
+        """Read the next piece without changing what is shown, or return None if there is none. One thread calls it.
+
+        Everything that touches the file system is here, so that a call which hangs holds no lock.
+        """
+        measured = self._new_measured()
+        if not self.tail.changed() and self._old is None:
+            return None if measured is None else _Fetched([], measured=measured)
+        if self.tail.offset == 0 and self.tail.size > _LONG_LOG:
+            begin, _ = LogTail(self.tail.path).read(_BEGIN_BYTES)
+            self.tail.skip_to_last(_NEWEST_BYTES)
+            newest, _ = self.tail.read()
+            self._old = LogTail(self.tail.path)
+            return _Fetched(begin + newest, measured=measured)
+        lines, void = self.tail.read()
+        if void or self._old is None:
+            return _Fetched(lines, void, measured=measured)
+        return _Fetched(lines, void, *self._old.read(), measured=measured)
+
+    def take(self, found: _Fetched) -> bool:
+        """Add what `fetch` returned; returns True if it changed anything."""
+        events, old = decode(found.lines), decode(found.old)
+        trouble = self.tail.trouble
+        if trouble and trouble == self._trouble and not found.void and found.measured is None:
+            return False
+        with self.lock:
+            self._trouble = trouble
+            if found.void or found.old_void:
+                self._begin_again(found)
+            self.feed(events, with_ledger=self._old is None)
+            if self._old is not None and not found.void:
+                self._old_state.feed(old)
+                self.ledger = self._old_state.ledger
+                if self._old.offset >= self.tail.offset:
+                    vars(self).update(vars(self._old_state))
+                    self.tail, self._old, self._old_state = self._old, None, RunState()
+            if found.measured is not None:
+                self.measured = found.measured
+            self.version += 1
+        return True
+
+    def set_trouble(self, text: str) -> None:
+        """Show that the log cannot be read, until it can."""
+        if text != self._trouble:
+            with self.lock:
+                self._trouble = text
+                self.version += 1
+
+    def _begin_again(self, found: _Fetched) -> None:
+        """Forget everything: another file is there."""
+        vars(self).update(vars(RunState()))
+        self._old, self._old_state = None, RunState()
+        if found.old_void:
+            self.tail = LogTail(self.tail.path)
+
+    def _new_measured(self) -> dict[str, Any] | None:
+        """Return the run's measured.json, or None if it is the same as at the last call."""
+        path = self.folder / "measured.json"
+        try:
+            written = path.stat().st_mtime_ns
+        except OSError:
+            written = 0
+        if written == self._measured_at:
+            return None
+        self._measured_at = written
+        try:
+            with open_regular(path) as file:
+                text = file.read(_LONGEST_MEASURED + 1)
+            found = json.loads(text) if len(text) <= _LONGEST_MEASURED else None
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def read_share(self) -> float:
+        """How much of the log is read: 0 to 1."""
+        offset, size = (self._old or self.tail).offset, self.tail.size
+        return min(1.0, offset / size) if size else 1.0
+
+    def state(self, now: float | None = None) -> tuple[str, str]:
+        """Return ("running", "") or what else it is and why: starting, silent, held, failed, stopped, finished.
+
+        "unreadable" if its log cannot be read now.
+        """
+        return ("unreadable", f"events.jsonl: {self._trouble}") if self._trouble else super().state(now)
 
 
 def _step_of(event: Mapping[str, Any]) -> int | None:

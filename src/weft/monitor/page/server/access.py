@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.errors import ConfigError
+from weft.monitor.page.server.guesses import GuessLimit
 
 COOKIE = "weft_watch"
 CSRF_HEADER = "x-weft-csrf"
@@ -36,13 +37,14 @@ class AccessRules:
 
     hosts: names, without ports, by which it may be called; what else a Host header says is a page of a stranger that
     had its name point here. token: what a visitor must know; None: whoever reaches this address may look. secure: it
-    speaks TLS. csrf: what only this server's own page knows.
+    speaks TLS. csrf: what only this server's own page knows. guesses: counts wrong tokens.
     """
 
     hosts: frozenset[str]
     token: str | None = field(default=None, repr=False)
     secure: bool = False
     csrf: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    guesses: GuessLimit = field(default_factory=GuessLimit, repr=False, compare=False)
 
     @property
     def cookie(self) -> str:
@@ -62,18 +64,20 @@ class AccessRules:
         scheme = "https" if self.secure else "http"
         return origin is None or origin == f"{scheme}://{headers.get('host', '')}"
 
-    def may_look(self, cookie: str | None, authorization: str | None = None) -> bool:
-        """Whether a visitor has shown the token."""
-        if self.token is None:
-            return True
-        if cookie is not None and _same(cookie, self.cookie):
-            return True
-        scheme, _, said = (authorization or "").partition(" ")
-        return scheme.lower() == "bearer" and self.is_token(said.strip())
+    def has_shown_token(self, cookie: str | None) -> bool:
+        """Return True if no token is asked for, or if the cookie proves that this browser has shown it."""
+        return self.token is None or (cookie is not None and _same(cookie, self.cookie))
 
-    def is_token(self, said: str) -> bool:
-        """Whether this is the token."""
-        return self.token is not None and _same(said, self.token)
+    def is_token(self, said: str, address: str) -> bool:
+        """Return True if this is the token, and record the guess. Ask `guesses.wait_s` before.
+
+        Args:
+            said: what the visitor shows.
+            address: of the visitor.
+        """
+        right = self.token is not None and _same(said, self.token)
+        self.guesses.note(address, right=right)
+        return right
 
     def may_ask(self, headers: Mapping[str, str]) -> bool:
         """Whether a request that changes something comes from the page, by its Origin and its secret."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -23,7 +25,7 @@ from weft.monitor.alerts import Wish, ask
 from weft.monitor.page.index import RunIndex, Shelf
 from weft.monitor.page.server import views
 from weft.monitor.page.server.access import COOKIE, HEADERS, AccessRules
-from weft.monitor.page.server.guard import Guard
+from weft.monitor.page.server.guard import Guard, too_many_guesses
 
 _STATIC = Path(__file__).parent.parent / "static"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -31,6 +33,8 @@ _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 ACTIONS = ("checkpoint", "hold", "stop", "resume")
 _MOST_BODY = 4096
 _LOOK_S, _BEAT_S = 0.5, 15.0
+#: How long (s) a run's folder may take to be written to.
+_ASK_S = 5.0
 
 
 class Page:
@@ -41,6 +45,7 @@ class Page:
         access: who may ask.
         price: of one device, for what runs cost.
         go_on: lets the held run of a folder go on; None: the page has no such button.
+        most_streams: pages that may be open at a time and hear of each step.
     """
 
     def __init__(
@@ -49,7 +54,10 @@ class Page:
         access: AccessRules,
         price: Price | None = None,
         go_on: Callable[[Path], None] | None = None,
+        *,
+        most_streams: int = 200,
     ):
+        self._most_streams, self._num_streams = most_streams, 0
         self.shelf, self.access, self.price, self.go_on = shelf, access, price, go_on
 
     def routes(self) -> list[Route]:
@@ -81,8 +89,10 @@ class Page:
         said = next(
             (value for key, _, value in (part.partition("=") for part in body.split("&")) if key == "token"), ""
         )
-        if not self.access.is_token(said.strip()):
-            await asyncio.sleep(1.0)  # whoever guesses has to wait
+        address = request.client.host if request.client else ""
+        if wait_s := self.access.guesses.wait_s(address):
+            return too_many_guesses(wait_s)
+        if not self.access.is_token(said.strip(), address):
             return PlainTextResponse("This is not the token. It is the line in the file of --token-file.", 403)
         answer = RedirectResponse("/", 303)
         answer.set_cookie(
@@ -101,7 +111,7 @@ class Page:
 
     async def runs(self, request: Request) -> Response:
         """All runs in a line each, and their ledgers added up."""
-        return JSONResponse(self.all_runs())
+        return JSONResponse(await asyncio.to_thread(self.all_runs))
 
     def all_runs(self) -> dict[str, Any]:
         """What `runs` answers."""
@@ -119,29 +129,30 @@ class Page:
         query = request.query_params
         bounds = _float(query.get("from"), -1.0), _float(query.get("to"), 2.0**62)
         points = int(_float(query.get("points"), 600.0))
-        return self._of_run(request, lambda run: views.curves(run, *bounds, points))
+        return await self._of_run(request, lambda run: views.curves(run, *bounds, points))
 
     async def heat(self, request: Request) -> Response:
         """A run's ranks over its steps."""
-        return self._of_run(request, views.heat)
+        return await self._of_run(request, views.heat)
 
     async def marks(self, request: Request) -> Response:
         """A run's events."""
-        return self._of_run(request, views.marks)
+        return await self._of_run(request, views.marks)
 
     async def config(self, request: Request) -> Response:
         """A run's settings."""
-        return self._of_run(request, views.config_of)
+        return await self._of_run(request, views.config_of)
 
     async def beside(self, request: Request) -> Response:
         """A run's plan beside what was measured."""
-        return self._of_run(request, views.beside)
+        return await self._of_run(request, views.beside)
 
-    def _of_run(self, request: Request, view: Callable[[RunIndex], Any]) -> Response:
+    async def _of_run(self, request: Request, view: Callable[[RunIndex], Any]) -> Response:
         run = self.shelf.get(request.query_params.get("id", ""))
         if run is None:
             return JSONResponse({"error": "There is no run of this name here."}, 404)
-        return JSONResponse(view(run))
+        # Reading a log may hold its lock for a while.
+        return JSONResponse(await asyncio.to_thread(view, run))
 
     async def ask(self, request: Request) -> Response:
         """Ask a run to save, to be held or to stop."""
@@ -165,34 +176,70 @@ class Page:
             if action == "resume":
                 if self.go_on is None:
                     raise ConfigError(f"Type weft resume {run.folder}.")
-                self.go_on(run.folder)
+                await _in_time(self.go_on, run.folder)
             else:
-                ask(run.folder, Wish(action, by="a person at the page"))
+                await _in_time(ask, run.folder, Wish(action, by="a person at the page"))
+        except TimeoutError:
+            return JSONResponse({"error": f"The folder of this run does not answer within {_ASK_S:.0f} s."}, 504)
         except (WeftError, OSError) as error:
             return JSONResponse({"error": str(error)}, 409)
         return JSONResponse({"asked": action})
 
     async def stream(self, request: Request) -> Response:
         """Server-sent events: the lines of runs that have changed."""
+        if self._num_streams >= self._most_streams:
+            return PlainTextResponse("Too many pages are open.", 503, headers={"retry-after": "10"})
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self._changes(request), media_type="text/event-stream", headers=headers)
 
     async def _changes(self, request: Request) -> AsyncIterator[str]:
+        self._num_streams += 1
+        try:
+            async for text in self._lines(request):
+                yield text
+        finally:
+            self._num_streams -= 1
+
+    async def _lines(self, request: Request) -> AsyncIterator[str]:
         sent: dict[str, tuple[int, str]] = {}
         quiet = 0.0
         yield "retry: 2000\n\n"
         while not await request.is_disconnected():
-            changed = []
-            for name, run in self.shelf.runs.items():
-                now = (run.version, run.state()[0])
-                if sent.get(name) != now:
-                    sent[name] = now
-                    changed.append(views.run_line(run, self.price))
+            changed = await asyncio.to_thread(self._changed, sent)
             if changed or quiet >= _BEAT_S:
                 quiet = 0.0
                 yield f"data: {json.dumps(changed)}\n\n" if changed else ": still here\n\n"
             await asyncio.sleep(_LOOK_S)
             quiet += _LOOK_S
+
+    def _changed(self, sent: dict[str, tuple[int, str]]) -> list[dict[str, Any]]:
+        """Return the lines of runs that differ from what was sent, and note that they are sent."""
+        changed: list[dict[str, Any]] = []
+        for name, run in self.shelf.runs.items():
+            now = (run.version, run.state()[0])
+            if sent.get(name) != now:
+                sent[name] = now
+                changed.append(views.run_line(run, self.price))
+        return changed
+
+
+async def _in_time(act: Callable[..., object], *given: object) -> None:
+    """Run `act` in a thread of its own: its file system may hang. TimeoutError after a few seconds."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act(*given)
+        except BaseException as error:
+            errors.append(error)
+        with contextlib.suppress(RuntimeError):  # the server has ended in the meantime
+            loop.call_soon_threadsafe(done.set)
+
+    threading.Thread(target=run, name="weft-ask", daemon=True).start()
+    await asyncio.wait_for(done.wait(), _ASK_S)
+    if errors:
+        raise errors[0]
 
 
 def make_app(page: Page) -> Starlette:
@@ -224,11 +271,13 @@ def _plain(code: int, text: str) -> Callable[[Request, Exception], Awaitable[Res
 async def _body(request: Request) -> bytes:
     """The body, or nothing where it is longer than any that the page sends."""
     found = b""
-    async for piece in request.stream():
-        found += piece
-        if len(found) > _MOST_BODY:
-            return b""
-    return found
+    with contextlib.suppress(ClientDisconnect):  # nobody reads the answer
+        async for piece in request.stream():
+            found += piece
+            if len(found) > _MOST_BODY:
+                return b""
+        return found
+    return b""
 
 
 def _float(text: str | None, usual: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from http.cookies import CookieError, SimpleCookie
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -40,17 +41,18 @@ class Guard:
                     headers[name] = value
             await send(message)
 
-        answer = self._refusal(scope["method"], scope["path"], Headers(scope=scope))
+        client = scope.get("client")
+        answer = self._refusal(scope["method"], scope["path"], Headers(scope=scope), client[0] if client else "")
         await (answer or self.app)(scope, receive, with_headers)
 
-    def _refusal(self, method: str, path: str, headers: Headers) -> Response | None:
+    def _refusal(self, method: str, path: str, headers: Headers, address: str) -> Response | None:
         access = self.access
         if not access.knows_host(headers.get("host")):
             return PlainTextResponse("This server does not go by this name. Start it with --name NAME.", 421)
-        if not access.may_look(_cookie(headers.get("cookie")), headers.get("authorization")) and path not in _OPEN:
-            if path == "/":
-                return RedirectResponse("/login", 303)
-            return PlainTextResponse("Show the token at /login first.", 401)
+        if path not in _OPEN and not access.has_shown_token(_cookie(headers.get("cookie"))):
+            refusal = self._without_cookie(path, headers.get("authorization"), address)
+            if refusal is not None:
+                return refusal
         if method in _READS:
             return None
         if method != "POST":
@@ -58,6 +60,25 @@ class Guard:
         # Signing in comes before the page's secret is known; it changes nothing but the browser's own cookie.
         fits = access.knows_origin(headers) if path == "/login" else access.may_ask(headers)
         return None if fits else PlainTextResponse("Only this server's own page may ask that.", 403)
+
+    def _without_cookie(self, path: str, authorization: str | None, address: str) -> Response | None:
+        """Return None for a request with the token in its Authorization header, else the refusal."""
+        scheme, _, said = (authorization or "").partition(" ")
+        if scheme.lower() == "bearer":
+            if wait_s := self.access.guesses.wait_s(address):
+                return too_many_guesses(wait_s)
+            if self.access.is_token(said.strip(), address):
+                return None
+        if path == "/":
+            return RedirectResponse("/login", 303)
+        return PlainTextResponse("Show the token at /login first.", 401)
+
+
+def too_many_guesses(wait_s: float) -> Response:
+    """Return the answer to an address that was wrong too often."""
+    seconds = math.ceil(wait_s)
+    text = f"There were too many wrong tokens. Try again in {seconds} s."
+    return PlainTextResponse(text, 429, headers={"retry-after": str(seconds)})
 
 
 def _cookie(header: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -78,17 +79,22 @@ def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
 
         make_app: Any = named_object("weft.monitor.page.server.addresses:make_app")
         page: Any = named_object("weft.monitor.page.server.addresses:Page")
+        limits: Any = importlib.import_module("weft.monitor.page.server.connections")
     except ImportError as error:
         raise LaunchError(f"weft watch needs {error.name}. Type pip install starlette uvicorn.") from error
-    listening = _socket(serving)
+    connections = limits.Connections(limits.most_connections())
+    listening = limits.CountedListener.of(_socket(serving), connections)
     port = listening.getsockname()[1]
     shown = "localhost" if is_loopback(serving.host) else (serving.names or (serving.host,))[0]
     say(f"{'https' if access.secure else 'http'}://{shown}:{port}   Ctrl-C ends the page, not the run")
     if serving.token_file is not None:
         say(f"the token that it asks for is in {serving.token_file}")
     settings = uvicorn.Config(
-        make_app(page(shelf, access, serving.price, serving.go_on)),
-        log_level="warning",
+        make_app(page(shelf, access, serving.price, serving.go_on, most_streams=max(4, connections.most // 4))),
+        log_level="error",  # a client's bad requests are no news
+        loop="asyncio",
+        http=limits.protocol_of(connections),
+        backlog=min(64, connections.most),
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=1,
@@ -99,7 +105,7 @@ def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
     )
     shelf.start()
     try:
-        uvicorn.Server(settings).run(sockets=[listening])
+        limits.PageServer(settings, connections).run(sockets=[listening])
     finally:
         shelf.close()
         listening.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,15 +13,13 @@ import numpy as np
 from weft.monitor import Price, TimeLedger
 from weft.monitor.account import PRODUCTIVE
 from weft.monitor.events import number
+from weft.monitor.hidden import text_without_secrets, without_secrets
 from weft.monitor.page.index import RunIndex, StepColumns, bucket_edges, thinned
 
 #: Points of one curve at most: more than pixels are of no use.
 MOST_POINTS = 2000
 _MOST_RANKS = 4096
 _NOW = ("loss", "lr", "grad_norm", "update_ratio", "rate", "mfu")
-_SECRET = re.compile(r"(?i)(token|secret|password|passwd|api_?key|credential|authorization)")
-_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
-_HIDDEN = "(hidden)"
 
 
 def run_line(run: RunIndex, price: Price | None = None) -> dict[str, Any]:
@@ -34,7 +31,7 @@ def run_line(run: RunIndex, price: Price | None = None) -> dict[str, Any]:
             "id": run.name,
             "version": run.version,
             "state": state,
-            "reason": reason[:300],
+            "reason": text_without_secrets(reason[:1000])[:300],
             "read": round(run.read_share, 3),
             "step": step,
             "steps": wanted,
@@ -132,7 +129,8 @@ def heat(run: RunIndex) -> dict[str, Any]:
 def marks(run: RunIndex) -> list[dict[str, Any]]:
     """The newest events that are to be read, oldest first."""
     with run.lock:
-        return [{**mark, "time": _short(mark["time"], 14)} for mark in run.marks]
+        found = list(run.marks)
+    return [{**one, "time": _short(one["time"], 14), "text": text_without_secrets(one["text"])} for one in found]
 
 
 def config_of(run: RunIndex) -> dict[str, str]:
@@ -140,20 +138,19 @@ def config_of(run: RunIndex) -> dict[str, str]:
     with run.lock:
         start = run.start
     found: dict[str, str] = {}
-    _flatten(start.get("config"), "", found)
-    _flatten(start.get("machine"), "machine", found)
-    _flatten(start.get("data"), "data digest", found)
+    _flatten(without_secrets(start.get("config")), "", found)
+    _flatten(without_secrets(start.get("machine")), "machine", found)
+    _flatten(without_secrets(start.get("data")), "data digest", found)
     for name in ("plan", "model", "world_size", "device", "weft", "torch", "python"):
         if name in start:
-            found[f"run: {name}"] = _text(name, start[name])
+            found[f"run: {name}"] = _text(without_secrets(start[name], name))
     return found
 
 
 def beside(run: RunIndex) -> dict[str, Any]:
     """What was planned beside what was measured, while it trains from its events, afterwards from measured.json."""
     with run.lock:
-        planned, actual = dict(run.planned), dict(run.actual)
-    table = _measured_file(run)
+        planned, actual, table = dict(run.planned), dict(run.actual), run.measured
     if not actual and isinstance(table.get("measured"), dict):
         actual = table["measured"]
     expected = planned or (table["expected"] if isinstance(table.get("expected"), dict) else {})
@@ -167,17 +164,6 @@ def beside(run: RunIndex) -> dict[str, Any]:
         "memory_bytes": [_finite(expected.get("memory_bytes")), _finite(actual.get("memory_bytes"))],
         "drift": [str(one)[:500] for one in drift[:20]] if isinstance(drift, list) else [],
     }
-
-
-def _measured_file(run: RunIndex) -> dict[str, Any]:
-    try:
-        path = run.folder / "measured.json"
-        if path.stat().st_size > 2**20:
-            return {}
-        found = json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _curve(columns: StepColumns, name: str, rows: slice, points: int) -> dict[str, Any]:
@@ -222,14 +208,11 @@ def _flatten(value: Any, name: str, into: dict[str, str], depth: int = 0) -> Non
         for key, inside in value.items():
             _flatten(inside, f"{name}.{key}" if name else str(key), into, depth + 1)
     elif value is not None and len(into) < 2000:
-        into[name] = _text(name, value)
+        into[name] = _text(value)
 
 
-def _text(name: str, value: Any) -> str:
-    if _SECRET.search(name.rpartition(".")[2]) and isinstance(value, str) and value:
-        return _HIDDEN
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return _USER_IN_URL.sub(f"{_HIDDEN}@", text)[:1000]
+def _text(value: Any) -> str:
+    return (value if isinstance(value, str) else json.dumps(value, default=str))[:1000]
 
 
 def _short(value: float | None, digits: int = 6) -> float | None:

@@ -1,0 +1,81 @@
+"""Calls into a file system that may hang: each has a time limit, and one that is late holds up nothing but itself."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+_Jobs = queue.SimpleQueue[tuple["Future[Any]", Callable[[], Any]] | None]
+
+
+class Late(Exception):
+    """A call has not returned in time. It goes on, and a later call with its key gets its result."""
+
+
+class TimedCalls:
+    """Runs calls in a thread. A thread that is stuck in one is left to it, and another takes its place.
+
+    One thread calls `call`.
+
+    Args:
+        limit_s: how long a call may take.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s = limit_s
+        self._late: dict[str, Future[Any]] = {}
+        self._jobs: _Jobs | None = None
+
+    def call(self, key: str, act: Callable[[], _T]) -> _T:
+        """Return what `act` returns, or raise what it raises.
+
+        Args:
+            key: what it looks at. While a call with this key is late, no other one is begun.
+            act: the call.
+
+        Raises:
+            Late: if it takes longer than the limit, and at once while an earlier call with this key is late.
+        """
+        future = self._late.get(key)
+        if future is None:
+            future = self._begin(act)
+            try:
+                future.exception(self._limit_s)
+            except TimeoutError:
+                self._late[key] = future
+                self._leave_thread()
+                raise Late(key) from None
+        elif not future.done():
+            raise Late(key)
+        self._late.pop(key, None)
+        return future.result()
+
+    def close(self) -> None:
+        """End the thread once its call is over."""
+        self._leave_thread()
+
+    def _begin(self, act: Callable[[], _T]) -> Future[_T]:
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._jobs,), name="weft-read", daemon=True).start()
+        future: Future[_T] = Future()
+        self._jobs.put((future, act))
+        return future
+
+    def _leave_thread(self) -> None:
+        if self._jobs is not None:
+            self._jobs.put(None)
+            self._jobs = None
+
+
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        future, act = job
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)

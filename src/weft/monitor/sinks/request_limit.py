@@ -1,0 +1,72 @@
+"""A time limit for all of a call, whatever it waits for: names, connections, each byte of an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+class OutOfTime(Exception):
+    """A call did not return in time."""
+
+
+class OpenSockets:
+    """Sockets that a call has opened, to be ended from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._is_over = False
+
+    def add(self, opened: socket.socket) -> None:
+        """Take a socket; after `end` it is ended at once."""
+        with self._lock:
+            self._sockets.append(opened)
+            if self._is_over:
+                _end(opened)
+
+    def end(self) -> None:
+        """End all of them: who waits for one gets an error."""
+        with self._lock:
+            self._is_over = True
+            for one in self._sockets:
+                _end(one)
+
+
+def within(seconds: float, act: Callable[[], _T], end: Callable[[], None] = lambda: None) -> _T:
+    """Return what `act` returns, or raise what it raises.
+
+    Args:
+        seconds: how long it may take.
+        act: the call, run in a thread of its own.
+        end: called when the time is over, so that the thread ends soon.
+
+    Raises:
+        OutOfTime: if it takes longer.
+    """
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="weft-request", daemon=True).start()
+    try:
+        done.exception(seconds)
+    except TimeoutError:
+        end()
+        raise OutOfTime from None
+    return done.result()
+
+
+def _end(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(one, socket.SHUT_RDWR)  # of the descriptor alone: TLS's own needs the other side

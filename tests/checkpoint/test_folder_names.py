@@ -1,0 +1,58 @@
+"""A rank writes to no folder but one of this step, directly in the folder of checkpoints, whatever it is sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.checkpoint import SavedPiece, Together, save_pieces
+from weft.errors import CheckpointError
+
+STEP = "step_00000003"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{elsewhere}",
+        "../elsewhere",
+        "..",
+        ".",
+        "",
+        "/",
+        f".tmp-{STEP}-1-ab/../../elsewhere",
+        f".tmp-{STEP}-1-ab/x",
+        f".tmp-{STEP}-1-ab\n",
+        f".tmp-{STEP}-1-ab\\x",
+        f".tmp-{STEP}-1-ab\0",
+        ".tmp-step_00000004-1-ab",
+        ".trash",
+        "step_00000002",
+        f"{STEP}.againx",
+        7,
+        None,
+        ["a"],
+        {"name": "x"},
+    ],
+)
+def test_only_a_plain_name_of_the_step_is_written_to(tmp_path, name):
+    (tmp_path / "root").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    name = name.format(elsewhere=elsewhere) if isinstance(name, str) else name
+    together = Together(1, 2, lambda act: name, lambda record: [])
+    with pytest.raises(CheckpointError, match=r"^checkpoint of step 3: the folder name .* is not a plain name"):
+        save_pieces(tmp_path / "root", 3, [SavedPiece.whole("model/w", torch.ones(2))], {}, together)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("name", [f".tmp-{STEP}-123-0a1b2c3d", STEP, f"{STEP}.again", f"{STEP}.again2"])
+def test_the_names_that_targets_give_are_taken(tmp_path, name):
+    (tmp_path / name).mkdir()
+    answers = iter([name, {"name": STEP}])
+    together = Together(1, 2, lambda act: next(answers), lambda record: [])
+    found = save_pieces(tmp_path, 3, [SavedPiece.whole("model/w", torch.ones(2), rank=1)], {}, together)
+    assert found == Path(tmp_path / STEP)
+    assert (tmp_path / name / "model-00001.safetensors").is_file()
