@@ -18,7 +18,6 @@ from weft.data.tokens.codec import MarkedText
 from weft.data.tokens.tokenizer import Tokenizer
 from weft.errors import DataError
 
-
 #: Ids and weights of a document, or why the chat template does not render it.
 Encoded = tuple[np.ndarray, np.ndarray | None] | RefusedConversation
 
