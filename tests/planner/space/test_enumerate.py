@@ -22,7 +22,8 @@ CLUSTERS = {12: "2x6xh100"}
 
 @cache
 def enumerated(world: int, built_only: bool = False, fixed: str = "") -> tuple[Question, Space, Columns, Tally]:
-    question = Question.of("small", CLUSTERS.get(world, f"{world}xh100"), seq_len=1024, global_batch=48, built_only=built_only, fixed=fixed)
+    cluster = CLUSTERS.get(world, f"{world}xh100")
+    question = Question.of("small", cluster, seq_len=1024, global_batch=48, built_only=built_only, fixed=fixed)
     space = Space.whole(question.job, question.cluster, question.fixed)
     tally = Tally(question.facts)
     blocks = enumerate_space(space, question.job, question.cluster, question.rules, tally)
