@@ -95,6 +95,7 @@ class ByPosition(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         """Attention of inputs without heads, or with further dims between samples and heads."""
         lead = query.shape[:-2]
+
         def in_four(x: Tensor) -> Tensor:
             return x.reshape(-1, *(x.shape[-3:] if len(lead) > 1 else (1, *x.shape[-2:])))
 

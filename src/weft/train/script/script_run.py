@@ -30,7 +30,7 @@ from weft.memory import MOST_OF_HOST
 from weft.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.monitor import GarbageTurns
 from weft.optim import options_of
-from weft.parallel import data_parallel, global_mean, parallelize, trust_loss
+from weft.parallel import Precision, data_parallel, global_mean, parallelize, trust_loss
 from weft.parallel.expert import balance_routers
 from weft.parallel.zero import rare_sync
 from weft.spec import DecoderSpec, Layout, ModelSpec
@@ -39,6 +39,7 @@ from weft.spec.rules import Facts, check
 from weft.train.microbatch import from_loader
 from weft.train.script.script_state import ScriptState
 from weft.train.step import ForwardFn, LossFn, TrainStep
+from weft.train.step.wide_outputs import give_float32
 from weft.units import parse_seconds
 
 
@@ -116,6 +117,8 @@ class Run(ScriptState):
         )  # fmt: skip
         if (sync := rare_sync(model)) is not None:
             sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum
+        if Precision.of(self.plan).compute.itemsize == 2:
+            give_float32(model)
         self._models.add(model)
         return model
 
@@ -146,7 +149,7 @@ class Run(ScriptState):
         loss_fn: LossFn,
         *,
         forward: ForwardFn | None = None,
-        max_grad_norm: float = 0.0,
+        max_grad_norm: float | None = 0.0,
         weights_follow: bool = False,
         **optimizer_options: Any,
     ) -> TrainStep:
@@ -155,11 +158,12 @@ class Run(ScriptState):
         Args:
             model: what `parallelize` returned.
             optimizer: a class such as torch.optim.AdamW, built here, or an optimizer built on the parallelized model.
-            loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
+            loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples). Under precision=bf16, fp16
+                and fp8 it gets the output in float32.
             forward: forward(model, batch) -> output; None: the model gets x of (x, y) and [x, y], and of a dict all but
                 labels
                 by name.
-            max_grad_norm: the whole gradient is clipped to this norm; 0 is no clipping.
+            max_grad_norm: the norm that the full gradient is clipped to; 0 or None is no clipping.
             weights_follow: under zero=1 and 2, let new weights travel on when a step returns; `TrainStep` says more.
             **optimizer_options: for the class, such as lr=3e-4.
 
@@ -174,8 +178,10 @@ class Run(ScriptState):
         elif optimizer_options:
             names = ", ".join(optimizer_options)
             raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")
+        if max_grad_norm is not None and not max_grad_norm >= 0:
+            raise PlanError(f"max_grad_norm={max_grad_norm}: a norm is 0 or more. Use 1.0, or None for no clipping.")
         self._leaves_out = True
-        options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "weights_follow": weights_follow}
+        options: dict[str, Any] = {"max_grad_norm": max_grad_norm or 0.0, "weights_follow": weights_follow}
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, **options)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:

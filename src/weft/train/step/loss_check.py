@@ -14,6 +14,7 @@ from weft.parallel import is_hugging_face_output, sum_of_hugging_face
 from weft.parallel.randomness import SampleNumbers
 from weft.train.microbatch import LABELS
 from weft.train.step.grouped_loss import GroupLoss
+from weft.train.step.wide_outputs import in_float32, needs_float32
 
 #: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
@@ -31,6 +32,7 @@ class CheckedLoss:
 
     def __init__(self, loss_fn: LossFn, mesh: Mesh | None = None, *, warns_of_means: bool):
         self.loss_fn = loss_fn.over(mesh) if isinstance(loss_fn, GroupLoss) and mesh is not None else loss_fn
+        self._widens = mesh is not None and needs_float32(loss_fn, mesh.plan)
         self._warns = warns_of_means
 
     def __call__(
@@ -41,6 +43,8 @@ class CheckedLoss:
         Raises:
             ModelError: for anything but a 0-d tensor with a gradient and a count.
         """
+        if self._widens:
+            output = in_float32(output)
         has_no_loss = is_hugging_face_output(output) and output.get("loss") is None and _has_labels(batch)
         try:
             if isinstance(self.loss_fn, GroupLoss):

@@ -56,7 +56,7 @@ class TrainStep:
         loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
         mesh: the mesh that the model lies on.
         forward: forward(model, batch) -> output; None: as `Run.train_step` says.
-        max_grad_norm: the whole gradient is clipped to this norm; 0 is no clipping.
+        max_grad_norm: the norm that the full gradient is clipped to; 0 or None is no clipping.
         nominal_tokens: about how many tokens a global batch holds; keeps scaled losses in range, and does not change
             any result.
         meter: times the phases of steps; None: one of the step's own.
@@ -75,7 +75,7 @@ class TrainStep:
         mesh: Mesh,
         *,
         forward: ForwardFn | None = None,
-        max_grad_norm: float = 0.0,
+        max_grad_norm: float | None = 0.0,
         nominal_tokens: int | None = None,
         meter: Meter | None = None,
         weights_follow: bool = False,
@@ -88,7 +88,7 @@ class TrainStep:
         mesh = self.mesh
         self.precision = Precision.of(mesh.plan)
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm or 0.0
         self.wants_stop = self.asks = self.has_trained = False
         #: Whether steps measure how far they move the weights; equal on all ranks.
         self.measures_update = False
