@@ -122,12 +122,19 @@ class Run(ScriptState):
         self._models.add(model)
         return model
 
-    def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
+    def shard(self, loader: DataLoader[Any], *, seed_samples: bool = True) -> ShardedLoader:
         """Return this rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`.
 
         A sampler or batch_sampler is kept: it is drawn alike on all ranks. Batches are cut by samples, and the loader's
         collate_fn is called for each part. Where the plan cuts a rank's samples into microbatches, or a batch has fewer
         samples than there are ranks, `for` gives `weft.Microbatches`; else batches as the loader itself makes them.
+
+        Random transforms draw the same numbers at any number of ranks and workers: Python's, numpy's and torch's global
+        generators are seeded for each sample.
+
+        Args:
+            loader: of a map-style dataset.
+            seed_samples: False leaves the generators of the dataset and the collate function alone.
 
         Raises:
             DataError: where the ranks cannot agree on the samples, or, in a loop of your own, where a rank has none.
@@ -140,6 +147,7 @@ class Run(ScriptState):
             num_microbatches=self.plan.microbatches_per_step,
             as_batch=from_loader,
             takes_empty=lambda: self._leaves_out,
+            seed_samples=seed_samples,
         )
 
     def train_step(
