@@ -38,6 +38,7 @@ from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
 from weft.train.microbatch import from_loader
 from weft.train.script.script_state import ScriptState
+from weft.train.script.user_errors import report_user_errors
 from weft.train.step import ForwardFn, LossFn, TrainStep
 from weft.train.step.wide_outputs import give_float32
 from weft.units import parse_seconds
@@ -285,6 +286,7 @@ def init(
     Raises:
         PlanError: when the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
     """
+    report_user_errors()
     limit_s, warn_after_s = _duration("timeout", timeout), _duration("warn_after", warn_after)
     place = env.rank_env()
     world_size = place.world_size if place else 1
@@ -297,6 +299,7 @@ def init(
     chosen = pick_device(device, place.local_rank if place else 0)
     if place is not None:
         join_ranks(place, chosen, limit_s)
+        report_user_errors()
     ledger = Ledger()
     mesh = build_mesh(plan, chosen, ledger.record, route, links)
     watch = Watch(mesh, _say, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")
