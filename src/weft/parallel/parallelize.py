@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -40,6 +41,7 @@ def parallelize(
     norm_group: int = 0,
     bf16_layers: Sequence[str] = (),
     fp8_recipe: str = "rowwise",
+    example: Any = None,
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
@@ -55,6 +57,8 @@ def parallelize(
         norm_group: batch norms take the statistics of groups of so many samples, wherever these lie; 0: of what is on
             this rank.
         bf16_layers, fp8_recipe: of precision=fp8: what stays in bf16 (paths, `first:N`), and what shares a scale.
+        example: arguments of a forward (a tensor, a tuple or a dict), which tp and sp trace the model with; invented
+            where it is None.
 
     Raises:
         ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.

@@ -37,6 +37,7 @@ from weft.spec import DecoderSpec, Layout, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
 from weft.train.microbatch import from_loader
+from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.script.script_state import ScriptState
 from weft.train.script.user_errors import report_user_errors
 from weft.train.step import ForwardFn, LossFn, TrainStep
@@ -85,6 +86,7 @@ class Run(ScriptState):
         fp8_recipe: str = "rowwise",
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        example: Any = None,
     ) -> nn.Module:
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
@@ -108,18 +110,25 @@ class Run(ScriptState):
                 plan cuts the batch.
             outer_lr, outer_momentum: of the outer step under sync=diloco:H. Replicas meet in `run.train_step`; let the
                 number of steps be a multiple of H.
+            example: inputs of one forward (a tensor, a tuple of arguments, or a dict of keyword arguments), for tp and
+                sp, which trace the model. None: inputs are made from the names of forward's arguments.
+
+        Raises:
+            ModelError: for a model that the plan cannot train, such as one in float64 under another precision.
         """
         if balance_rate:
             balance_routers(model, balance_rate)
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
         parallelize(
             model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group,
-            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe,
+            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe, example=example,
         )  # fmt: skip
         if (sync := rare_sync(model)) is not None:
             sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum
         if Precision.of(self.plan).compute.itemsize == 2:
             give_float32(model)
+        if self.mesh.world_size > 1:
+            refuse_other_trainers(model)
         self._models.add(model)
         return model
 
