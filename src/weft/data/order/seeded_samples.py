@@ -22,7 +22,7 @@ from weft.data.order.seeding import kept_generators, seed_generators
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a sample is in the order: an epoch, a batch in it, a position in the batch; and its index in the dataset."""
+    """Where a sample is in the order: an epoch, a batch, a position in the batch; and its index in the dataset."""
 
     epoch: int
     batch: int
