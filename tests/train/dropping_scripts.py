@@ -163,8 +163,9 @@ class Net(nn.Module):
 
     def __init__(self, name: str):
         super().__init__()
-        self.first, self.last = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
+        self.first = nn.Linear(8, WIDTH)
         self.blocks = nn.ModuleList(KINDS[name]() for _ in range(2))
+        self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         scale = torch.arange(1, TOKENS + 1, dtype=x.dtype, device=x.device)
