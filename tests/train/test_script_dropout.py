@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from tests.choice import gate_runs
@@ -130,3 +131,27 @@ def test_dropout_in_place_writes_to_its_input():
     x = torch.ones(8, 8)
     assert model(x) is x
     assert 0 < int((x == 0).sum()) < 64
+
+
+class Checkpointed(nn.Module):
+    """Recomputes by itself, by torch's function."""
+
+    def __init__(self, recomputes: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention, self.recomputes = nn.MultiheadAttention(16, 2, dropout=0.3, batch_first=True), recomputes
+
+    def attend(self, x):
+        return F.dropout(self.attention(x, x, x)[0], 0.3, self.training)
+
+    def forward(self, x):
+        return checkpoint(self.attend, x, use_reentrant=False) if self.recomputes else self.attend(x)
+
+
+def test_a_model_that_recomputes_by_itself_drops_the_same_again():
+    grads = []
+    for recomputes in (False, True):
+        model = start("precision=fp64").parallelize(Checkpointed(recomputes).double())
+        model(torch.ones(4, 3, 16, dtype=torch.float64).cumsum(1)).square().sum().backward()
+        grads.append([param.grad.clone() for param in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))

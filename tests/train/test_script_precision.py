@@ -13,7 +13,7 @@ import weft
 from tests.train.dropping_scripts import start
 from weft.errors import ModelError, PlanError, WeftWarning
 from weft.spec.plan import Plan
-from weft.train.step.wide_outputs import in_float32, needs_float32
+from weft.train.step.loss_check import in_float32, needs_float32
 from weft.train.tasks import token_cross_entropy
 
 

@@ -12,7 +12,6 @@ from weft.comm.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from weft.comm.first_rank import act_once
 from weft.comm.ledger import Ledger
 from weft.comm.meet import join, sends_short_summands, transports
 from weft.comm.pending import LateCopy, Pending
@@ -25,7 +24,6 @@ __all__ = [
     "Ledger",
     "Pending",
     "StoreTalk",
-    "act_once",
     "all_gather",
     "all_reduce",
     "barrier",

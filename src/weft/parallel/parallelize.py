@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -41,7 +40,6 @@ def parallelize(
     norm_group: int = 0,
     bf16_layers: Sequence[str] = (),
     fp8_recipe: str = "rowwise",
-    example: Any = None,
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
@@ -57,8 +55,6 @@ def parallelize(
         norm_group: batch norms take the statistics of groups of so many samples, wherever these lie; 0: of what is on
             this rank.
         bf16_layers, fp8_recipe: of precision=fp8: what stays in bf16 (paths, `first:N`), and what shares a scale.
-        example: arguments of a forward (a tensor, a tuple or a dict), which tp and sp trace the model with; invented
-            where it is None.
 
     Raises:
         ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.
@@ -66,7 +62,6 @@ def parallelize(
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
     before, whole, mesh = originals_of(model), mesh, mesh.replica
-    refuse_float64(before, mesh.plan)
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
     _prepare(model, mesh, bf16_layers, fp8_recipe)
@@ -130,6 +125,7 @@ def cut(
 
 def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recipe: str) -> None:
     """Change what layers do, whoever has them later."""
+    refuse_float64(model, mesh.plan)
     watch_indices(model)
     if mesh.plan.compile or mesh.device.type == "cuda":
         attend_by_borders(model)

@@ -11,9 +11,11 @@ __all__ = [
     "WARN_AFTER_S",
     "Watch",
     "hang_event",
+    "run_once",
 ]
 
 if TYPE_CHECKING:
+    from weft.comm.watch.first_rank import run_once
     from weft.comm.watch.hang_watch import WARN_AFTER_S, Watch
     from weft.comm.watch.standing import hang_event
     from weft.comm.watch.store_board import StoreBoard
@@ -25,5 +27,6 @@ __getattr__ = loads(
         "WARN_AFTER_S": ".hang_watch",
         "Watch": ".hang_watch",
         "hang_event": ".standing",
+        "run_once": ".first_rank",
     },
 )

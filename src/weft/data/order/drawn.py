@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from weft.data.order.seeding import kept_generators, seed_generators
+from weft.data.batch import kept_generators, seed_generators
 from weft.errors import DataError
 
 #: Samplers within samplers are looked for under these names.

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
+from weft.data.batch import kept_generators, seed_generators
 from weft.data.order.sample_order import derive_key
-from weft.data.order.seeding import kept_generators, seed_generators
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SampleKey:
     """Where a sample is in the order: an epoch, a batch, a position in the batch; and its index in the dataset."""
 
     epoch: int
@@ -39,7 +39,7 @@ class Fetched:
 
 
 class SeededSamples(Dataset[Any]):
-    """A map-style dataset that is read by `Place`, with global generators seeded for each sample.
+    """A map-style dataset that is read by `SampleKey`, with global generators seeded for each sample.
 
     Attributes are those of the dataset, as a `worker_init_fn` expects.
 
@@ -57,7 +57,7 @@ class SeededSamples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitems__(self, places: list[Place]) -> Fetched:
+    def __getitems__(self, places: list[SampleKey]) -> Fetched:
         """Return the samples of a batch."""
         seeds = [derive_key(self._seed, one.epoch, one.batch, one.position) for one in places]
         indices = [one.index for one in places]

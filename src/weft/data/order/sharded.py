@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from weft.data.order.drawn import BatchIndices, batches_of
 from weft.data.order.sample_rows import rows_of
-from weft.data.order.seeded_samples import Fetched, Place, SeededSamples, collate_seeded
+from weft.data.order.seeded_samples import Fetched, SampleKey, SeededSamples, collate_seeded
 from weft.errors import DataError
 from weft.spec import shares
 
@@ -192,9 +192,9 @@ class _Slices(Sampler[list[Any]]):
         """Numbers in a global batch of this rank's samples, by microbatch."""
         return shares.microbatch_samples(global_batch, self.dp_size, self._num_microbatches, self.dp_rank)
 
-    def _places(self, number: int, global_batch: int, own: list[Any]) -> list[Place]:
+    def _places(self, number: int, global_batch: int, own: list[Any]) -> list[SampleKey]:
         positions = [*chain(*self.numbers_of(global_batch))] or [0]
-        return [Place(self.epoch, number, *one) for one in zip(positions, own, strict=True)]
+        return [SampleKey(self.epoch, number, *one) for one in zip(positions, own, strict=True)]
 
     def _own(self, batch: Any) -> list[Any]:
         own = self.numbers_of(len(batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -19,15 +20,20 @@ _DROPS = frozenset({
 _MAY_DROP = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
 #: Packages whose code is not read: torch's layers are handled by class, and transformers' keep their rates as
 #: attributes that `drops_itself` reads.
-_UNREAD = ("torch", "transformers", "weft")
+_UNREAD = frozenset({"torch", "transformers", "weft", "numpy", "einops", *sys.stdlib_module_names})
 #: Attributes that hold a rate, apart from those with "drop" in their names.
 _RATE_NAMES = ("p", "rate", "prob")
 #: torch's dropout of channels, and of values that keep their mean and variance.
 CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def calls_dropout(module: nn.Module) -> bool:
-    """Return whether a module may drop values in its own forward: by its class, or by calls in its code."""
+def calls_dropout(module: nn.Module, known: dict[tuple[type, bool], bool] | None = None) -> bool:
+    """Return whether a module may drop values in its own forward: by its class, or by calls in its code.
+
+    Args:
+        module: of a model; its submodules are not looked at.
+        known: classes whose code was read, which this adds to.
+    """
     if isinstance(module, CHANNEL_DROPOUTS):
         return module.p > 0
     if isinstance(module, nn.RNNBase):
@@ -36,7 +42,10 @@ def calls_dropout(module: nn.Module) -> bool:
     if rates and not any(rates):
         return False
     has_rate = bool(rates) or any(isinstance(child, nn.Dropout) and child.p > 0 for child in module.children())
-    return any(_Reader(has_rate).calls(method) for method in _methods(type(module)))
+    known, key = {} if known is None else known, (type(module), has_rate)
+    if key not in known:
+        known[key] = any(_Reader(has_rate).calls(method) for method in _methods(type(module)))
+    return known[key]
 
 
 def _names_rate(name: str) -> bool:
@@ -53,7 +62,7 @@ def _methods(kind: type) -> Iterator[types.FunctionType]:
 
 
 def _is_unread(module: str | None) -> bool:
-    return module is None or module.partition(".")[0] in (*_UNREAD, "builtins")
+    return module is None or (module.partition(".")[0] in _UNREAD and module != "__main__")
 
 
 class _Reader:

@@ -17,7 +17,7 @@ from weft.mesh import Mesh
 from weft.parallel.context import context_of
 from weft.parallel.dropout.dropout_calls import CHANNEL_DROPOUTS, calls_dropout
 from weft.parallel.dropout.drops import Drops, DropSite
-from weft.parallel.dropout.functions import ByPosition, attend_dropping
+from weft.parallel.dropout.replaced_calls import ByPosition, attend_dropping
 from weft.parallel.randomness import cut_part_of, drops_itself
 from weft.private_torch import uncompiled
 from weft.structure import become, repeated_blocks
@@ -132,7 +132,8 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
         mesh: of the ranks.
         seed: of steps and forwards without a key.
     """
-    found = {path: one for path, one in model.named_modules() if drops_itself(one) or calls_dropout(one)}
+    known: dict[tuple[type, bool], bool] = {}
+    found = {path: one for path, one in model.named_modules() if drops_itself(one) or calls_dropout(one, known)}
     drops = Drops(mesh, seed, cut_part_of(model), context_of(model))
     by_module: dict[nn.Module, DropSite] = {}
     for path, module in found.items():

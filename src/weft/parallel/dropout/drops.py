@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.data.batch import tensors_in
-from weft.data.order.seeding import kept_generators, seed_generators
+from weft.data.batch import kept_generators, seed_generators, tensors_in
 from weft.errors import ModelError
 from weft.memory import Handle
 from weft.memory.replay import send_numbers
 from weft.mesh import Mesh
 from weft.parallel.context import AttentionDrop, Context
 from weft.parallel.randomness import CutPart, SampleNumbers, kept_at, key_of, rows_of_samples
-from weft.private_torch import uncompiled
+from weft.private_torch import graph_task, uncompiled
 
 #: The attribute of a batch's tensors that names their samples.
 MARK = "_weft_samples"
@@ -152,14 +151,19 @@ class Drops:
 
     def after_forward(self) -> None:
         """Restore torch's generators after a forward that `before_forward` began."""
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.close()
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     def seed_at(self, key: int, samples: SampleNumbers | None, model: nn.Module) -> int:
         """Return the seed of torch's generators for a microbatch, from the key of its step and its first sample.
 
         Ranks of tp share it. Ranks of cp, which hold other tokens of the same samples, do not.
+
+        Args:
+            key: of the step.
+            samples: of the microbatch; None: not known.
+            model: whose forward draws.
         """
         numbers = (self._data.rank,) if samples is None else samples.numbers
         first = min(numbers, default=-1 - self._data.rank)
@@ -273,6 +277,8 @@ class DropSite:
         return key_of(key, self._path, call)
 
     def _next_key(self) -> int:
+        if self.calls >= self.most_calls and graph_task() >= 0:
+            self.calls = 0  # a replay by torch's checkpoint, which begins no block
         self.calls += 1
         self.most_calls = max(self.most_calls, self.calls)
         if self._drops.is_fixed:

@@ -59,7 +59,7 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
     return found
 
 
-def refuse_float64(originals: Mapping[str, Original], plan: Plan) -> None:
+def refuse_float64(model: nn.Module, plan: Plan) -> None:
     """Refuse a model in float64 under a precision that keeps weights in float32.
 
     Raises:
@@ -67,7 +67,7 @@ def refuse_float64(originals: Mapping[str, Original], plan: Plan) -> None:
     """
     if Precision.of(plan).master == torch.float64:
         return
-    wide = [name for name, one in originals.items() if one.is_parameter and one.dtype == torch.float64]
+    wide = [name for name, one in model.named_parameters() if one.dtype == torch.float64]
     if wide:
         raise ModelError(
             f"precision={plan.precision}: parameter {wide[0]!r} is float64, and this precision keeps weights in "

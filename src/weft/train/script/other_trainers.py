@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import FrameType
 from typing import Any
@@ -37,7 +38,7 @@ class _FirstForward:
         if self._is_over or torch.compiler.is_compiling():
             return
         self._is_over = True
-        if found := _trainer(sys._getframe(1)):
+        if found := _trainer(inspect.currentframe()):
             raise ModelError(
                 f"model of type {type(model).__name__}: {found} runs it, and wraps models and synchronizes gradients "
                 "itself, as Weft does. Fine-tune with `weft train model.path=FOLDER data.train=FILE`, or write the "

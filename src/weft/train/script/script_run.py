@@ -40,8 +40,7 @@ from weft.train.microbatch import from_loader
 from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.script.script_state import ScriptState
 from weft.train.script.user_errors import report_user_errors
-from weft.train.step import ForwardFn, LossFn, TrainStep
-from weft.train.step.wide_outputs import give_float32
+from weft.train.step import ForwardFn, LossFn, TrainStep, give_float32
 from weft.units import parse_seconds
 
 
@@ -121,7 +120,7 @@ class Run(ScriptState):
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
         parallelize(
             model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group,
-            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe, example=example,
+            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe, **({} if example is None else {"example": example}),
         )  # fmt: skip
         if (sync := rare_sync(model)) is not None:
             sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from weft import env
-from weft.comm import act_once
+from weft.comm.watch import run_once
 from weft.errors import WeftError
 
 #: The folder of the package.
@@ -50,7 +50,7 @@ class _Hook:
             return
         text = str(error)
         lines = f"weft: error: {text}\n  ({_line_of(trace)}WEFT_TRACEBACK=1 prints the traceback)"
-        act_once(text, lambda: print(lines, file=sys.stderr, flush=True))
+        run_once(text, lambda: print(lines, file=sys.stderr, flush=True))
         # Python ends with this code, after the functions of atexit.
         raise SystemExit(error.exit_code)
 

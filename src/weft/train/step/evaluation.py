@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weft.comm import all_reduce
-from weft.data.order.seeding import kept_generators, seed_generators
+from weft.data.batch import kept_generators, seed_generators
 from weft.mesh import Axis, Mesh
 from weft.parallel import data_parallel
 from weft.parallel.context import cut_sequence, sequence_in_use
@@ -20,10 +20,9 @@ from weft.parallel.tensor import expect_labels
 from weft.private_torch import tree_map
 from weft.train.engine import Evaluation
 from weft.train.microbatch import Microbatches, stands_in
-from weft.train.step.loss_check import LossFn
+from weft.train.step.loss_check import LossFn, in_float32, needs_float32
 from weft.train.step.train_step import ForwardFn
 from weft.train.step.whole_batch import GatheredFeatures, WholeBatchLoss
-from weft.train.step.wide_outputs import in_float32, needs_float32
 from weft.train.task import Task
 
 

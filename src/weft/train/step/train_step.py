@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from weft.comm import all_reduce
-from weft.data.batch import move_batch
-from weft.data.order.seeding import kept_generators, seed_generators
+from weft.data.batch import kept_generators, move_batch, seed_generators
 from weft.memory.replay import Recorder
 from weft.mesh import Mesh
 from weft.monitor.times import Meter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -56,7 +56,7 @@ class ByPosition(TorchFunctionMode):
         """Whether the site's module calls. A replay of a module inside of it may run without this mode."""
         if torch.compiler.is_compiling():
             return True
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = inspect.currentframe()
         while frame is not None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module):

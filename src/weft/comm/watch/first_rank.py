@@ -19,10 +19,10 @@ from weft.private_torch import Store
 _WAIT_S = 2.0
 
 
-def act_once(text: str, act: Callable[[], None]) -> None:
-    """Act on the first rank that calls this with a text; later ones wait until it has.
+def run_once(text: str, act: Callable[[], None]) -> None:
+    """Run something on the first rank that calls this with a text; later ones wait until it has.
 
-    Every rank acts if the ranks share no store, or the store is gone, or the first one ended too early.
+    Every rank runs it if the ranks share no store, or the store is gone, or the first one ended too early.
 
     Args:
         text: names what is done.
