@@ -17,15 +17,15 @@ def kept_generators(device: torch.device | None = None) -> Iterator[None]:
     Args:
         device: its generator is restored as well as the CPU's.
     """
-    on_gpu = device is not None and device.type == "cuda"
-    here, there = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_gpu else None
+    gpu = device if device is not None and device.type == "cuda" else None
+    here, there = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
     pythons, numpys = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
         torch.set_rng_state(here)
-        if there is not None and device is not None:
-            torch.cuda.set_rng_state(there, device)
+        if gpu is not None and there is not None:
+            torch.cuda.set_rng_state(there, gpu)
         random.setstate(pythons)
         np.random.set_state(numpys)
 

@@ -101,7 +101,7 @@ class ByPosition(TorchFunctionMode):
 
         if mask is not None and mask.ndim > 2:
             mask = in_four(mask.expand(*lead, *mask.shape[-2:]))
-        out = self._attend(*map(in_four, (query, key, value)), mask, rate, is_causal, scale)
+        out = self._attend(in_four(query), in_four(key), in_four(value), mask, rate, is_causal, scale)
         return out.reshape(*lead, *out.shape[-2:])
 
 
