@@ -137,6 +137,17 @@ class Noisy(nn.Module):
         return x + 0.3 * torch.randn_like(x) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
 
 
+class Samples(nn.Module):
+    """Noise for each sample, in the ways of models: VAE, stochastic depth, choices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.new_empty(len(x), 1, 1).bernoulli_(0.7) * (torch.rand(len(x), 1, 1) < 0.9)
+        chosen = F.gumbel_softmax(x, hard=False)
+        steps = torch.randint(0, 10, (len(x),))[:, None, None] + torch.randint(3, (len(x), 1, 1))
+        latent = torch.distributions.Normal(x, 0.5).rsample()
+        return latent * kept + chosen + 0.01 * steps + torch.randn_like(x) * torch.empty_like(x).uniform_(-0.1, 0.3)
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "helped": Helped,
     "attends": Attends,
@@ -154,6 +165,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "dropout1d": lambda: Channels(nn.Dropout1d(RATE)),
     "alpha dropout": lambda: Channels(nn.AlphaDropout(RATE)),
     "feature alpha dropout": lambda: Channels(nn.FeatureAlphaDropout(RATE)),
+    "noise of samples": Samples,
     "noise": Noisy,
 }
 

@@ -13,9 +13,9 @@ from tests.choice import gate_runs
 from tests.train.dropping_scripts import KINDS, Attends, Net, Noisy, start, train, train_all
 from weft.parallel.dropout.dropout_calls import calls_dropout
 
-#: Noise of torch's generators follows the microbatches of a rank, and not samples.
+#: Noise of numpy's and Python's generators follows the microbatches of a rank, and not samples.
 BY_POSITION = [name for name in KINDS if name != "noise"]
-SOME = ["attends", "multi-head with weights", "encoder layer", "packed lstm"]
+SOME = ["attends", "multi-head with weights", "encoder layer", "packed lstm", "noise of samples"]
 OWN_LOOP = ["multi-head", "attends", "noise"]
 
 

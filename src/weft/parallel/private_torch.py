@@ -62,7 +62,7 @@ def without_override(function: Callable[..., Any]) -> Callable[..., Any]:
     The copy goes on to its body, and the mode is called for the functions in there.
     """
     copied: Any = function
-    names = {**copied.__globals__, "has_torch_function": lambda inputs: False}
+    names = {**copied.__globals__, **dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)}
     made: Any = FunctionType(copied.__code__, names, copied.__name__, copied.__defaults__, copied.__closure__)
     made.__kwdefaults__ = copied.__kwdefaults__
     return made

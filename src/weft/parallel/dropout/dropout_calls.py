@@ -18,6 +18,11 @@ _DROPS = frozenset({
 })  # fmt: skip
 #: Functions of torch that drop if they are given a rate, which most of their callers never do.
 _MAY_DROP = frozenset({"scaled_dot_product_attention", "multi_head_attention_forward"})
+#: Functions and methods of torch that draw noise.
+_DRAWS = frozenset({
+    "randn_like", "rand_like", "randn", "rand", "randint", "bernoulli", "bernoulli_", "normal_", "uniform_",
+    "exponential_", "rsample", "sample", "gumbel_softmax",
+})  # fmt: skip
 #: Packages whose code is not read: torch's layers are handled by class, and transformers' keep their rates as
 #: attributes that `drops_itself` reads.
 _UNREAD = frozenset({"torch", "transformers", "weft", "numpy", "einops", *sys.stdlib_module_names})
@@ -65,11 +70,38 @@ def _is_unread(module: str | None) -> bool:
     return module is None or (module.partition(".")[0] in _UNREAD and module != "__main__")
 
 
-class _Reader:
-    """Reads the bytecode of a function and of those that it calls by name. has_rate: their module holds a rate."""
+def recomputes_itself(module: nn.Module) -> bool:
+    """Return whether a module's code calls torch.utils.checkpoint, which runs parts of its forward a second time.
 
-    def __init__(self, has_rate: bool):
-        self._has_rate = has_rate
+    No mode is active then. torch's generators start again from where they were.
+    """
+    return any("checkpoint" in method.__code__.co_names for method in _methods(type(module)))
+
+
+def draws_noise(module: nn.Module, known: dict[tuple[type, bool], bool]) -> bool:
+    """Return whether a module's code, apart from what makes its weights, draws random numbers of torch.
+
+    Args:
+        module: of a model; its submodules are not looked at.
+        known: classes whose code was read, which this adds to.
+    """
+    key = type(module), False
+    if key not in known:
+        methods = [one for one in _methods(type(module)) if "init" not in one.__name__]
+        known[key] = any(_Reader(False, _DRAWS).calls(one) for one in methods)
+    return known[key]
+
+
+class _Reader:
+    """Reads the bytecode of a function and of those that it calls by name.
+
+    Args:
+        has_rate: their module holds a rate.
+        wanted: the functions that are looked for.
+    """
+
+    def __init__(self, has_rate: bool, wanted: frozenset[str] = _DROPS):
+        self._has_rate, self._wanted = has_rate, wanted
         self._seen: set[types.CodeType] = set()
 
     def calls(self, function: types.FunctionType) -> bool:
@@ -97,9 +129,9 @@ class _Reader:
                 has_rate |= isinstance(step.argval, float) and 0 < step.argval < 1
             elif step.opname.startswith("LOAD"):
                 is_local = step.opname.startswith("LOAD_FAST")
-                if name in _DROPS and before != "self" and not is_local:  # self.dropout is a layer
+                if name in self._wanted and before != "self" and not is_local:  # self.dropout is a layer
                     return True
-                may_drop |= name in _MAY_DROP
+                may_drop |= name in _MAY_DROP and self._wanted is _DROPS
                 has_rate |= _names_rate(name) or name == "training"  # a rate of 0 needs no such condition
             if isinstance(base, types.FunctionType) and not _is_unread(base.__module__) and self.calls(base):
                 return True

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from weft.memory import Opaque
 from weft.mesh import Mesh
 from weft.parallel.context import context_of
-from weft.parallel.dropout.dropout_calls import CHANNEL_DROPOUTS, calls_dropout
+from weft.parallel.dropout.dropout_calls import CHANNEL_DROPOUTS, calls_dropout, draws_noise, recomputes_itself
 from weft.parallel.dropout.drops import Drops, DropSite
 from weft.parallel.dropout.replaced_calls import ByPosition, attend_dropping
 from weft.parallel.randomness import cut_part_of, drops_itself
@@ -90,6 +90,19 @@ class UncompiledDropout(FunctionalDropout):
         return super().forward(*args, **kwargs)
 
 
+class NoisyModule(nn.Module):
+    """A module that draws noise: in training that of samples follows their numbers."""
+
+    _weft_site: DropSite
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what its own class computes."""
+        if not self.training or self._weft_site.is_plain or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with ByPosition(self._weft_site):
+            return super().forward(*args, **kwargs)
+
+
 class RecurrentDropout(UncompiledDropout):
     """A recurrent network with dropout between its layers."""
 
@@ -132,13 +145,21 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
         mesh: of the ranks.
         seed: of steps and forwards without a key.
     """
-    known: dict[tuple[type, bool], bool] = {}
-    found = {path: one for path, one in model.named_modules() if drops_itself(one) or calls_dropout(one, known)}
     drops = Drops(mesh, seed, cut_part_of(model), context_of(model))
+    known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
+    kinds: dict[str, type[nn.Module]] = {}
+    for path, module in model.named_modules():
+        kind = NoisyModule
+        if drops_itself(module) or calls_dropout(module, known):
+            kind = _kind_of(module)
+        elif not drops.may_place_noise or not draws_noise(module, noisy):
+            continue
+        if kind not in (FunctionalDropout, NoisyModule) or not recomputes_itself(module):
+            kinds[path] = kind
     by_module: dict[nn.Module, DropSite] = {}
-    for path, module in found.items():
-        site = DropSite(drops, path)
-        become(module, _kind_of(module), site=site)
+    for path, kind in kinds.items():
+        module, site = model.get_submodule(path), DropSite(drops, path)
+        become(module, kind, site=site)
         by_module[module] = site
         drops.sites.append(site)
     for layer in model.modules():
@@ -146,7 +167,7 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
             for module in layer.modules():
                 if isinstance(module, nn.Dropout) and module in by_module:
                     by_module[module].is_sequence_first = not layer.self_attn.batch_first
-    for block in (repeated_blocks(model) or {"": model}).values() if found else ():
+    for block in (repeated_blocks(model) or {"": model}).values() if by_module else ():
         sites = [by_module[module] for module in block.modules() if module in by_module]
         if sites:
             become(block, DroppingBlock, sites=sites, travels=drops)

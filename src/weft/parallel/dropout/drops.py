@@ -66,6 +66,9 @@ class Drops:
         self._fixed: FixedDraws | None = None
         self._kept: contextlib.ExitStack | None = None  # the generators of the loop, during a forward of it
         self._cp_rank = mesh["cp"].rank
+        #: Whether noise of samples may follow their numbers. Code that is recorded or compiled draws it by itself.
+        self.may_place_noise = mesh["cp"].size == 1 and not mesh.plan.compile and not mesh.plan.graphs
+        self.places_noise = False  #: Whether it does now: not in a step that was given seeds for it.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
         return self  # a copy of the model runs on the same ranks
@@ -141,7 +144,7 @@ class Drops:
         """
         if self._is_driven or not model.training:
             return
-        self._key, self._samples = self.next_key(), marked_samples(inputs)
+        self._key, self._samples, self.places_noise = self.next_key(), marked_samples(inputs), True
         self._tell_compiled()
         self.restart()
         if self._kept is None and not torch.compiler.is_compiling():
@@ -202,6 +205,11 @@ class Drops:
             return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
         # Made anew for each call: a replay must run what the forward ran.
         return self._samples.places(count, device)
+
+    def has_samples(self, count: int) -> bool:
+        """Return whether the microbatch is known to have as many samples, whose noise follows their numbers."""
+        known = self._samples is not None and len(self._samples.numbers) == count
+        return known and self.places_noise and self.may_place_noise
 
     def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
         """Return the same of rows that are samples, or all sequences' tokens, of which a rank may have a part.
@@ -370,6 +378,16 @@ class DropSite:
         if len(shape) == 3 or (len(shape) == 4 and shape[1] == 1):
             places[-2] = drops.tokens(shape[-2], is_cut, self._sees_whole, device)
         return kept_at(key, places, rate)
+
+    def key_of_noise(self, shape: Sequence[int]) -> int | None:
+        """Return the key of the next call that draws noise, or None if its rows are no samples of full tensors."""
+        if not shape or not self._drops.has_samples(shape[0]) or self._cuts_tokens or self._drops.part.is_open:
+            return None
+        return self._next_key()
+
+    def rows(self, count: int, device: torch.device) -> Tensor:
+        """Return the numbers of the microbatch's samples, int64 (count,)."""
+        return self._drops.samples(count, device)
 
     def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:
         """What a call of attention drops of its weights. num_heads: of this rank."""

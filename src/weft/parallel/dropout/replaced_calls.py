@@ -14,10 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from weft.parallel.context import AttentionDrop, dropped_attention
 from weft.parallel.dropout.drops import DropSite
+from weft.parallel.dropout.sample_noise import draws, noise_of
 from weft.parallel.private_torch import without_override
 
 #: Attention of nn.MultiheadAttention, whose steps an active mode sees one by one.
 _ATTEND_HEADS = without_override(F.multi_head_attention_forward)
+_CHOOSE = without_override(F.gumbel_softmax)
 #: The constant of torch's alpha dropout: the negative of SELU's limit at minus infinity.
 _ALPHA = 1.7580993408473766
 #: Dims of an input without samples.
@@ -48,8 +50,12 @@ class ByPosition(TorchFunctionMode):
             return self._attend(*args, **kwargs) if self._is_callers() else func(*args, **kwargs)
         if func is Tensor.unflatten:  # which torch.compile does not follow from here; the two are the same
             return torch.unflatten(*args, **kwargs)
-        if not torch.compiler.is_compiling() and func in _OTHERS and self._is_callers():
-            return _OTHERS[func](self, func, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            if func in _OTHERS and self._is_callers():
+                return _OTHERS[func](self, func, *args, **kwargs)
+            if draws(func) and self._is_callers():
+                found = noise_of(func, self.site, args, kwargs)
+                return func(*args, **kwargs) if found is None else found
         return func(*args, **kwargs)
 
     def _is_callers(self) -> bool:
@@ -112,6 +118,13 @@ def _attend_heads(mode: ByPosition, func: Any, *args: Any, **kwargs: Any) -> Any
         return _ATTEND_HEADS(*args, **kwargs)
 
 
+def _choose(mode: ByPosition, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """`F.gumbel_softmax`, whose noise follows samples."""
+    del func
+    with mode:
+        return _CHOOSE(*args, **kwargs)
+
+
 def _drop_channels(
     mode: ByPosition, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
@@ -171,6 +184,7 @@ def _run_layers(mode: ByPosition, func: Any, *args: Any) -> tuple[Tensor, ...]:
 
 _OTHERS: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: _attend_heads,
+    F.gumbel_softmax: _choose,
     **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _drop_channels),
     **dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _drop_alpha),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _run_layers),

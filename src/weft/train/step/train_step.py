@@ -193,6 +193,8 @@ class TrainStep:
             self._norms.begin()
         drops = drops_of(self.model)
         key = dropout_key if dropout_key is not None else 0 if drops is None else drops.next_key()
+        if drops is not None:
+            drops.places_noise = seeds is None
         if seeds is None and drops is not None:
             seeds = [drops.seed_at(key, one, self.model) for one in samples]
         inside = insides_of(self.model, self._experts, samples, key)
