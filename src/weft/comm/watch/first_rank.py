@@ -1,4 +1,4 @@
-"""One rank for what all ranks would do alike, such as printing an error that each of them raised."""
+"""An action of one rank in place of all, such as printing an error that each of them raised."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def run_once(text: str, act: Callable[[], None]) -> None:
     Every rank runs it if the ranks share no store, or the store is gone, or the first one ended too early.
 
     Args:
-        text: names what is done.
-        act: what is done.
+        text: names the action.
+        act: the action.
     """
     store = _shared_store()
     key = f"weft/once/{env.restart_count()}/{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

@@ -32,7 +32,7 @@ class SampleKey:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Samples as the dataset returns them. seeds: of what a collate function draws for them, by sample."""
+    """Samples as the dataset returned them. seeds: one for each sample."""
 
     samples: Any
     seeds: Sequence[int]
@@ -114,7 +114,7 @@ def collate_seeded(collate: Callable[[Any], Any], samples: Any, seed: int) -> An
 
 
 def _draws_nothing(dataset: Any) -> bool:
-    """Whether a dataset is known to return what it holds."""
+    """Whether a dataset is known to draw no random numbers."""
     if type(dataset) is Subset:
         return _draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:

@@ -1,4 +1,4 @@
-"""Dropout that is the same under every plan: what is dropped depends on positions, not on ranks."""
+"""Dropout that is the same under every plan: it depends on positions, not on ranks."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class FunctionalDropout(nn.Module):
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what its own class computes."""
+        """Return the output of its own class."""
         site = self._weft_site
         if not self.training or site.is_plain:
             return super().forward(*args, **kwargs)
@@ -84,7 +84,7 @@ class UncompiledDropout(FunctionalDropout):
     """A layer of torch that drops inside: it runs outside of compiled code."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what its own class computes."""
+        """Return the output of its own class."""
         if torch.compiler.is_compiling() and self.training and not self._weft_site.is_plain:
             return self._uncompiled(*args, **kwargs)
         return super().forward(*args, **kwargs)
@@ -96,7 +96,7 @@ class NoisyModule(nn.Module):
     _weft_site: DropSite
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what its own class computes."""
+        """Return the output of its own class."""
         if not self.training or self._weft_site.is_plain or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with ByPosition(self._weft_site):
@@ -107,7 +107,7 @@ class RecurrentDropout(UncompiledDropout):
     """A recurrent network with dropout between its layers."""
 
     def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what its own class computes."""
+        """Return the output of its own class."""
         if not self._weft_site.is_plain:
             self._weft_site.packed_order = input.sorted_indices if isinstance(input, PackedSequence) else None
         return super().forward(input, *args, **kwargs)

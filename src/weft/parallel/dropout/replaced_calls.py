@@ -145,11 +145,11 @@ def _kept_channels(mode: ByPosition, x: Tensor, rate: float) -> Tensor:
 def _drop_alpha(
     mode: ByPosition, func: Any, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
 ) -> Tensor:
-    """`F.alpha_dropout` and `F.feature_alpha_dropout`: what goes becomes SELU's limit, and the moments stay."""
+    """`F.alpha_dropout` and `F.feature_alpha_dropout`: dropped values become SELU's limit, and the moments stay."""
     if not training or p == 0:
         return input
-    whole = func is F.feature_alpha_dropout
-    kept = _kept_channels(mode, input, p) if whole else mode.site.keep(input.shape, p, input.device)
+    by_channel = func is F.feature_alpha_dropout
+    kept = _kept_channels(mode, input, p) if by_channel else mode.site.keep(input.shape, p, input.device)
     factor = 0.0 if p >= 1 else ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
     dropped = torch.where(kept, input, -_ALPHA) * factor + _ALPHA * factor * p
     return input.copy_(dropped) if inplace else dropped
@@ -201,5 +201,5 @@ def attend_dropping(site: DropSite, inputs: Sequence[Tensor], numbers: Sequence[
     return dropped_attention(query, key, value, mask, bool(is_causal), scale, drop)
 
 
-def _read(args: Any, kwargs: dict[str, Any], place: int, name: str, usual: Any) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, usual)
+def _read(args: Any, kwargs: dict[str, Any], index: int, name: str, default: Any) -> Any:
+    return args[index] if len(args) > index else kwargs.get(name, default)

@@ -17,7 +17,7 @@ from weft.parallel.randomness import lines_of
 
 
 def noise_of(func: Any, site: DropSite, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what a function of torch that draws gives, or None if it does not draw for samples.
+    """Return the noise of a call of torch, or None if it is not noise for samples.
 
     Args:
         func: of torch, or a method of Tensor.

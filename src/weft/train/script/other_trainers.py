@@ -12,7 +12,7 @@ from torch import nn
 
 from weft.errors import ModelError
 
-#: Modules whose code calls the model, with the name that their users know.
+#: Python modules that call the model, and the names of their libraries.
 _TRAINERS = {
     "transformers.trainer": "transformers.Trainer",
     "accelerate": "Accelerate",

@@ -1,4 +1,4 @@
-"""A user's loss function: what it gets, in float32, and what it returns, checked so that mistakes end in one sentence.
+"""A user's loss function: outputs in float32 for it, and checks of its results, so that mistakes end in one sentence.
 
 A sum of losses in bfloat16 has three significant digits, and torch.autocast computes losses in float32 as well. Weft's
 own loss functions convert the outputs themselves, a few tokens at a time.

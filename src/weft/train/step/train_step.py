@@ -193,6 +193,8 @@ class TrainStep:
             self._norms.begin()
         drops = drops_of(self.model)
         key = dropout_key if dropout_key is not None else 0 if drops is None else drops.next_key()
+        # Other threads of a run that gives seeds may draw from numpy's and Python's generators.
+        self._reseed: Callable[[int], Any] = seed_generators if seeds is None else torch.manual_seed
         if drops is not None:
             drops.places_noise = seeds is None
         if seeds is None and drops is not None:
@@ -296,7 +298,7 @@ class TrainStep:
         compute = compute_of(partial(self._with_labels, self.model), loss, inside)
         for index, whole in enumerate(microbatches):
             if seeds is not None:
-                seed_generators(seeds[index])
+                self._reseed(seeds[index])
             last = index == len(microbatches) - 1
             if self.graphs is not None and key is not None:
                 given = MicrobatchInputs(whole, samples[index], key, scale)
@@ -325,7 +327,7 @@ class TrainStep:
 
         def features(index: int) -> Features:
             if seeds is not None:
-                seed_generators(seeds[index])
+                self._reseed(seeds[index])
             with inside(index), self._experts.leaving_out(), self._meter.phase("forward"):
                 return self._forward(self.model, microbatches[index])
 
