@@ -18,7 +18,7 @@ from weft.parallel.expert import divide_sequences, expect_experts, spread_expert
 from weft.parallel.layers import attend_by_borders, choose_float8, use_float8, watch_indices
 from weft.parallel.layers.documents import attend_in_documents, follow_position_ids
 from weft.parallel.layers.spread import SpreadChoice, attach_spread, choose_spread
-from weft.parallel.local_tensors import Precision, grown, originals_of, refuse_float64
+from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
@@ -125,7 +125,6 @@ def cut(
 
 def _prepare(model: nn.Module, mesh: Mesh, bf16_layers: Sequence[str], fp8_recipe: str) -> None:
     """Change what layers do, whoever has them later."""
-    refuse_float64(model, mesh.plan)
     watch_indices(model)
     if mesh.plan.compile or mesh.device.type == "cuda":
         attend_by_borders(model)

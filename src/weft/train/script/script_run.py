@@ -32,6 +32,7 @@ from weft.monitor import GarbageTurns
 from weft.optim import options_of
 from weft.parallel import Precision, data_parallel, global_mean, parallelize, trust_loss
 from weft.parallel.expert import balance_routers
+from weft.parallel.local_tensors import refuse_float64
 from weft.parallel.zero import rare_sync
 from weft.spec import DecoderSpec, Layout, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
@@ -115,6 +116,7 @@ class Run(ScriptState):
         Raises:
             ModelError: for a model that the plan cannot train, such as one in float64 under another precision.
         """
+        refuse_float64(model, self.plan)
         if balance_rate:
             balance_routers(model, balance_rate)
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
