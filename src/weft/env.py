@@ -14,6 +14,7 @@
 | WEFT_LINE | address of the launcher's socket, set by `weft train` for the ranks it starts itself |
 | WEFT_HOST | ranks with another value count as ranks of another host: two hosts on one machine, for tests |
 | WEFT_DRILL | a fault that `weft drill` has one of its ranks suffer, as JSON |
+| WEFT_TRACEBACK | 1: scripts print the traceback of Weft's errors on every rank |
 | OMP_NUM_THREADS | threads of one CPU rank; `weft train` divides the cores where it is not set |
 | OPENBLAS_NUM_THREADS | set to 1 by `weft plan`, whose numpy multiplies no matrices, unless the user sets it |
 | NO_COLOR, CI, COLUMNS | respected by the terminal output |
@@ -188,6 +189,16 @@ def default_for_libraries(**values: str) -> None:
 def keeps_agent_store() -> bool:
     """True where the program that started this rank hosts the store of the process group (torchrun, `weft train`)."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def restart_count() -> str:
+    """How often torch's elastic launcher has started this rank again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def wants_traceback() -> bool:
+    """True when scripts are to print the tracebacks of Weft's errors."""
+    return os.environ.get("WEFT_TRACEBACK", "") not in ("", "0")
 
 
 def child_env(**extra: str) -> dict[str, str]:

@@ -155,7 +155,7 @@ class Script:
         plan = Plan.parse(plan_text)
         self.ledger, self.case = Ledger(), case
         self.run = weft.Run(plan, build_mesh(plan, record=self.ledger.record), self.ledger, seed=0)
-        self.model = self.run.parallelize(case.model())
+        self.model = self.run.parallelize(case.model() if plan.precision == "fp64" else case.model().float())
         self.step = self.run.train_step(
             self.model, case.optimizer_of(self.model), case.loss, forward=case.forward, max_grad_norm=0.5
         )

@@ -19,7 +19,7 @@ from weft.memory.replay import send_numbers
 from weft.mesh import build_mesh
 from weft.models import build_decoder
 from weft.parallel import parallelize
-from weft.parallel.dropout import FixedDraws
+from weft.parallel.dropout import FixedDraws, drops_of
 from weft.parallel.zero.flat import RecordedPasses, recorded
 from weft.spec import DecoderSpec
 from weft.spec.plan import Plan
@@ -187,7 +187,7 @@ def test_a_module_that_changes_its_mode_is_recorded_anew():
 
 
 class Channels(nn.Module):
-    """Drops whole channels, which torch's generator draws."""
+    """Drops channels, by position."""
 
     def __init__(self):
         super().__init__()
@@ -197,20 +197,30 @@ class Channels(nn.Module):
         return self.head(F.dropout1d(self.embed(ids), 0.3, self.training))
 
 
-def seeded(step, index):
-    torch.manual_seed(77 + index)
+class Noisy(Channels):
+    """Draws from torch's generator."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(x * (torch.rand_like(x) < 0.7))
+
+
+def by_generator(step, index):
+    """A plan with graphs draws all noise from torch's generator."""
+    drops_of(step.model).may_place_noise = False
 
 
 @pytest.mark.full
-def test_torchs_generator_is_seeded_from_outside_of_a_recording():
-    same, found = pair("precision=fp64", build=Channels, watch=seeded)
+@pytest.mark.parametrize("build", [Channels, Noisy])
+def test_torchs_generator_is_seeded_from_outside_of_a_recording(build):
+    same, found = pair("precision=fp64", build=build, watch=by_generator)
     assert same
     assert found.passes
 
 
 def test_what_recompute_would_draw_a_second_time_is_refused():
     with pytest.raises(ModelError, match=r"^graphs=on: the model draws from torch's generator.*Use recompute=none"):
-        train("precision=fp64 recompute=full", graphs=True, build=Channels, watch=seeded)
+        train("precision=fp64 recompute=full", graphs=True, build=Noisy)
 
 
 def reads_a_value(logits, batch):

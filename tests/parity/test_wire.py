@@ -233,7 +233,7 @@ def load_in_a_script(saved: str, plan: str, folder: str) -> list[str]:
     """Save under one plan and load under another, with `weft.Run`: what it warns of."""
     for text in (saved, plan):
         run = weft.Run(Plan.parse(text), build_mesh(Plan.parse(text)), Ledger(), seed=0)
-        model = run.parallelize(CASE.model())
+        model = run.parallelize(CASE.model() if run.plan.precision == "fp64" else CASE.model().float())
         step = run.train_step(model, CASE.optimizer_of(model), CASE.loss, forward=CASE.forward)
         if text == saved:
             step(local_microbatches(CASE.batch(0), run.plan, run.mesh.data.rank))

@@ -38,7 +38,7 @@ class Tuning:
         model = case.model()
         if scaled != 1.0:
             model.get_parameter("blocks.0.attn.q.weight").data.mul_(scaled)
-        self.model = self.run.parallelize(model)
+        self.model = self.run.parallelize(model if self.run.plan.precision == "fp64" else model.float())
         self.step = self.run.train_step(self.model, torch.optim.AdamW, case.loss, forward=case.forward, lr=3e-3)
 
     def train(self, first: int, last: int) -> list[float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, MutableMapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -53,6 +54,18 @@ def leave_side_effects_to_forward(module: nn.Module) -> None:
             setattr(flags, _NOTES_ONCE, False)
 
     module._compiled_call_impl = noting_once  # pyright: ignore[reportAttributeAccessIssue] - torch says None
+
+
+def without_override(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a function of torch.nn.functional whose first line calls `__torch_function__` of an active mode.
+
+    The copy goes on to its body, and the mode is called for the functions in there.
+    """
+    copied: Any = function
+    names = {**copied.__globals__, **dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)}
+    made: Any = FunctionType(copied.__code__, names, copied.__name__, copied.__defaults__, copied.__closure__)
+    made.__kwdefaults__ = copied.__kwdefaults__
+    return made
 
 
 @functools.cache

@@ -15,9 +15,11 @@ __all__ = [
     "hang_event",
     "share_store_key",
     "store_key",
+    "run_once",
 ]
 
 if TYPE_CHECKING:
+    from weft.comm.watch.first_rank import run_once
     from weft.comm.watch.hang_watch import WARN_AFTER_S, Watch
     from weft.comm.watch.signed_store import StoreKey, forged, share_store_key, store_key
     from weft.comm.watch.standing import hang_event
@@ -34,5 +36,6 @@ __getattr__ = loads(
         "hang_event": ".standing",
         "share_store_key": ".signed_store",
         "store_key": ".signed_store",
+        "run_once": ".first_rank",
     },
 )

@@ -6,15 +6,14 @@ torch's own shuffle and order are computed. Any other sampler is asked, with ran
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from weft.data.batch import kept_generators, seed_generators
 from weft.errors import DataError
 
 #: Samplers within samplers are looked for under these names.
@@ -165,23 +164,15 @@ def _epoch_seed(seed: int, epoch: int) -> int:
 
 @contextlib.contextmanager
 def _seeded(seed: int, sampler: Any, epoch: int) -> Iterator[None]:
-    """All generators that the sampler may draw from begin at `seed`; the global ones are put back after."""
+    """Seed all generators that the sampler may draw from, and restore the global ones on leaving."""
     for one in _all_of(sampler):
         if isinstance(generator := getattr(one, "generator", None), torch.Generator):
             generator.manual_seed(seed)
         if callable(set_epoch := getattr(one, "set_epoch", None)):
             set_epoch(epoch)
-    ours, pythons, numpys = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    # Not torch.manual_seed, which would seed the GPU's too.
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
+    with kept_generators():
+        seed_generators(seed, devices=False)
         yield
-    finally:
-        torch.set_rng_state(ours)
-        random.setstate(pythons)
-        np.random.set_state(numpys)
 
 
 def _all_of(sampler: Any) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from weft.data.order.drawn import BatchIndices, batches_of
 from weft.data.order.sample_rows import rows_of
+from weft.data.order.seeded_samples import Fetched, SampleKey, SeededSamples, collate_seeded
 from weft.errors import DataError
 from weft.spec import shares
 
@@ -48,6 +49,7 @@ class ShardedLoader:
         takes_empty: asked as an epoch begins whether a batch may leave a rank without a sample; None: it may not, and
             that
             is looked at here.
+        seed_samples: seed the global generators for each sample and each call of the collate function.
     """
 
     def __init__(
@@ -60,15 +62,16 @@ class ShardedLoader:
         num_microbatches: int = 1,
         as_batch: AsBatch | None = None,
         takes_empty: Callable[[], bool] | None = None,
+        seed_samples: bool = True,
     ):
         self._as_batch, self._num_microbatches = as_batch, num_microbatches
         self._slices = _Slices(
-            batches_of(loader, seed), dp_rank, dp_size, num_microbatches, takes_empty or (lambda: False)
+            batches_of(loader, seed), dp_rank, dp_size, num_microbatches, takes_empty or (lambda: False), seed_samples
         )
         if takes_empty is None:
             self._slices.check()
         self._loader: DataLoader[Any] = DataLoader(
-            loader.dataset,
+            SeededSamples(loader.dataset, seed) if seed_samples else loader.dataset,
             batch_sampler=self._slices,
             num_workers=loader.num_workers,
             collate_fn=_CollateParts(loader.collate_fn, num_microbatches, counts_rows=as_batch is not None),
@@ -131,24 +134,30 @@ class _CollateParts:
     def __init__(self, collate: Callable[[Any], Any], num_parts: int, *, counts_rows: bool):
         self._collate, self._num_parts, self._counts_rows = collate, num_parts, counts_rows
 
-    def __call__(self, samples: Any) -> tuple[list[Any], list[Any]]:
+    def __call__(self, fetched: Any) -> tuple[list[Any], list[Any]]:
+        samples, seeds = (fetched.samples, fetched.seeds) if isinstance(fetched, Fetched) else (fetched, ())
         if not isinstance(samples, list | tuple):
-            return [self._collate(samples)], [()]
+            return [self._collated(samples, seeds)], [()]
         if self._num_parts == 1:
-            parts = [samples]
+            parts = [(samples, seeds)]
         else:
             cuts = shares.share_out(len(samples), self._num_parts)
-            parts = [samples[cut.start : cut.stop] or samples[:1] for cut in cuts]
-        rows = [rows_of(part) if self._counts_rows else () for part in parts]
-        return [self._collate(part) for part in parts], rows
+            parts = [(samples[cut.start : cut.stop] or samples[:1], seeds[cut.start :] or seeds[:1]) for cut in cuts]
+        rows = [rows_of(part) if self._counts_rows else () for part, _ in parts]
+        return [self._collated(*part) for part in parts], rows
+
+    def _collated(self, samples: Any, seeds: Sequence[int]) -> Any:
+        return collate_seeded(self._collate, samples, seeds[0]) if seeds else self._collate(samples)
 
 
 class _Slices(Sampler[list[Any]]):
     """Dataset indices of this rank's part of each global batch; the batch's first one for a rank without any."""
 
     def __init__(
-        self, batches: BatchIndices, dp_rank: int, dp_size: int, num_microbatches: int, takes_empty: Callable[[], bool]
-    ):
+        self, batches: BatchIndices, dp_rank: int, dp_size: int, num_microbatches: int, takes_empty: Callable[[], bool],
+        gives_places: bool,
+    ):  # fmt: skip
+        self._gives_places = gives_places
         self._batches, self._takes_empty, self._num_microbatches = batches, takes_empty, num_microbatches
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.epoch = 0
@@ -173,7 +182,8 @@ class _Slices(Sampler[list[Any]]):
         self.check()
         batches = self._reading = self._batches.of(self.epoch)
         for number in range(self.next_batch, len(batches)):
-            yield self._own(batches[number])
+            own = self._own(batches[number])
+            yield self._places(number, len(batches[number]), own) if self._gives_places else own
 
     def __len__(self) -> int:
         return self.num_batches - self.next_batch
@@ -181,6 +191,10 @@ class _Slices(Sampler[list[Any]]):
     def numbers_of(self, global_batch: int) -> list[range]:
         """Numbers in a global batch of this rank's samples, by microbatch."""
         return shares.microbatch_samples(global_batch, self.dp_size, self._num_microbatches, self.dp_rank)
+
+    def _places(self, number: int, global_batch: int, own: list[Any]) -> list[SampleKey]:
+        positions = [*chain(*self.numbers_of(global_batch))] or [0]
+        return [SampleKey(self.epoch, number, *one) for one in zip(positions, own, strict=True)]
 
     def _own(self, batch: Any) -> list[Any]:
         own = self.numbers_of(len(batch))

@@ -1,8 +1,17 @@
-"""Dropout that is the same under every plan: what is dropped depends on where it is, not on who has it."""
+"""Dropout that is the same under every plan: it depends on positions, not on ranks."""
 
 from __future__ import annotations
 
 from weft.parallel.dropout.dropping import FunctionalDropout, drops_of, follow_positions, hold_dropped_attention
-from weft.parallel.dropout.drops import Drops, FixedDraws
+from weft.parallel.dropout.drops import MARK, Drops, FixedDraws, marked_samples
 
-__all__ = ["Drops", "FixedDraws", "FunctionalDropout", "drops_of", "follow_positions", "hold_dropped_attention"]
+__all__ = [
+    "MARK",
+    "Drops",
+    "FixedDraws",
+    "FunctionalDropout",
+    "drops_of",
+    "follow_positions",
+    "hold_dropped_attention",
+    "marked_samples",
+]

@@ -8,23 +8,31 @@ features drop what one process would drop there, and no cut of a batch into rank
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft.data.batch import kept_generators, seed_generators, tensors_in
 from weft.errors import ModelError
 from weft.memory import Handle
 from weft.memory.replay import send_numbers
 from weft.mesh import Mesh
 from weft.parallel.context import AttentionDrop, Context
 from weft.parallel.randomness import CutPart, SampleNumbers, kept_at, key_of, rows_of_samples
-from weft.private_torch import uncompiled
+from weft.private_torch import graph_task, uncompiled
 
+#: The attribute of a batch's tensors that names their samples.
+MARK = "_weft_samples"
 #: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
 _CALLS = 4
+
+
+def marked_samples(batch: Any) -> SampleNumbers | None:
+    """Return the samples of a batch that `run.shard` gave, or None if its tensors name none."""
+    return next((found for one in tensors_in(batch) if (found := getattr(one, MARK, None)) is not None), None)
 
 
 class Drops:
@@ -56,6 +64,11 @@ class Drops:
         self._samples: SampleNumbers | None = None  # None: a rank's samples follow those of the rank before
         self._told: int | None = None  # the key that compiled blocks have
         self._fixed: FixedDraws | None = None
+        self._kept: contextlib.ExitStack | None = None  # the generators of the loop, during a forward of it
+        self._cp_rank = mesh["cp"].rank
+        #: Whether noise of samples may follow their numbers. Code that is recorded or compiled draws it by itself.
+        self.may_place_noise = mesh["cp"].size == 1 and not mesh.plan.compile and not mesh.plan.graphs
+        self.places_noise = False  #: Whether it does now: not in a step that was given seeds for it.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
         return self  # a copy of the model runs on the same ranks
@@ -124,17 +137,44 @@ class Drops:
         for site in self.sites:
             site.calls = 0
 
-    def before_forward(self, model: nn.Module) -> None:
-        """Give a training forward of the whole model a key of its own, in a loop that is not ours."""
+    def before_forward(self, model: nn.Module, inputs: Any) -> None:
+        """Give a training forward of the full model a key of its own, in a loop that calls no train step.
+
+        torch's generators are seeded from it too, until `after_forward`.
+        """
         if self._is_driven or not model.training:
             return
-        self._key, self._samples = self.next_key(), None
+        self._key, self._samples, self.places_noise = self.next_key(), marked_samples(inputs), True
         self._tell_compiled()
         self.restart()
+        if self._kept is None and not torch.compiler.is_compiling():
+            self._kept = contextlib.ExitStack()
+            self._kept.enter_context(kept_generators(self.device))
+            seed_generators(self.seed_at(self._key, self._samples, model))
+
+    def after_forward(self) -> None:
+        """Restore torch's generators after a forward that `before_forward` began."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+    def seed_at(self, key: int, samples: SampleNumbers | None, model: nn.Module) -> int:
+        """Return the seed of torch's generators for a microbatch, from the key of its step and its first sample.
+
+        Ranks of tp share it. Ranks of cp, which hold other tokens of the same samples, do not.
+
+        Args:
+            key: of the step.
+            samples: of the microbatch; None: not known.
+            model: whose forward draws.
+        """
+        numbers = (self._data.rank,) if samples is None else samples.numbers
+        first = min(numbers, default=-1 - self._data.rank)
+        return key_of(key, type(model).__qualname__, first, self._cp_rank) % 2**63
 
     def _tell_compiled(self) -> None:
         """Where blocks are compiled, give them keys and samples as tensors: numbers would be parts of their graphs."""
-        if not self._is_compiled or self._fixed is not None:
+        if not self._is_compiled or self._fixed is not None or not self.sites:
             return
         samples = self._samples
         self.is_told = samples is None or not (samples.is_empty or samples.rows)
@@ -165,6 +205,11 @@ class Drops:
             return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
         # Made anew for each call: a replay must run what the forward ran.
         return self._samples.places(count, device)
+
+    def has_samples(self, count: int) -> bool:
+        """Return whether the microbatch is known to have as many samples, whose noise follows their numbers."""
+        known = self._samples is not None and len(self._samples.numbers) == count
+        return known and self.places_noise and self.may_place_noise
 
     def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
         """Return the same of rows that are samples, or all sequences' tokens, of which a rank may have a part.
@@ -222,6 +267,8 @@ class DropSite:
         self.calls = self.most_calls = 0
         self.keys: Tensor | None = None  # of the first calls, for code that keeps numbers
         self.handle = Handle()  # of attention, for compiled blocks
+        self.is_sequence_first = False  # its inputs are (tokens, samples, features)
+        self.packed_order: Tensor | None = None  # of the packed sequences that it runs now: the sample of each row
         self._drops = drops  # None once the module went through a pickle: then it is a plain one
         self._path = path
         self._cuts_tokens = drops.part.sees_cut_tokens(path)  # each rank of tp has a part of them
@@ -238,6 +285,8 @@ class DropSite:
         return key_of(key, self._path, call)
 
     def _next_key(self) -> int:
+        if self.calls >= self.most_calls and graph_task() >= 0:
+            self.calls = 0  # a replay by torch's checkpoint, which begins no block
         self.calls += 1
         self.most_calls = max(self.most_calls, self.calls)
         if self._drops.is_fixed:
@@ -248,7 +297,7 @@ class DropSite:
         return self.key(self._drops.key, self.calls)
 
     def drop(self, x: Tensor, rate: float) -> Tensor:
-        """x with elements set to zero, each with probability `rate`, and the others scaled up; same shape.
+        """Set elements of x to zero, each with probability `rate`, and scale the others up. Return the same shape.
 
         x: (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), as parts of the whole.
         """
@@ -256,9 +305,40 @@ class DropSite:
             return x * 0.0
         if x.ndim == 1:
             return self.drop(x[:, None], rate)[:, 0]
-        if not self._drops.reads_tensors or not self.is_told:
-            return self._drop_by_number(x, rate)
-        return self._drop(x, rate, self._told_key())
+        if self.is_sequence_first and x.ndim > 2:
+            return self._drop_in_order(x.transpose(0, 1), rate).transpose(0, 1)
+        return self._drop_in_order(x, rate)
+
+    def keep(self, shape: Sequence[int], rate: float, device: torch.device) -> Tensor:
+        """Return which elements of such a shape stay, bool. Not for compiled code.
+
+        Args:
+            shape: of x in `drop`.
+            rate: the probability that one goes.
+            device: of the result.
+        """
+        if rate >= 1:
+            return torch.zeros(shape, dtype=torch.bool, device=device)
+        if len(shape) == 1:
+            return self.keep((*shape, 1), rate, device)[:, 0]
+        if self._drops.reads_tensors and self.is_told:
+            return self._keep(shape, rate, self._told_key())
+        return self._keep(shape, rate, torch.full((), self._next_key(), dtype=torch.int64, device=device))
+
+    def drop_packed(self, values: Tensor, batch_sizes: Tensor, rate: float) -> Tensor:
+        """Drop values of packed sequences where `drop` would drop those of padded ones.
+
+        Args:
+            values: of nn.utils.rnn.PackedSequence, (tokens of all samples, features).
+            batch_sizes: samples that have a token at each position of the sequence.
+            rate: the probability that one goes.
+        """
+        sizes = batch_sizes.tolist()
+        kept = self.keep((sizes[0], len(sizes), values.shape[1]), rate, values.device)
+        places = torch.arange(len(sizes)).repeat_interleave(batch_sizes).to(values.device)
+        rows = torch.cat([torch.arange(size) for size in sizes]).to(values.device)
+        rows = rows if self.packed_order is None else self.packed_order[rows]
+        return torch.where(kept[rows, places], values * (1.0 / (1.0 - rate) if rate < 1 else 0.0), 0.0)
 
     @property
     def is_told(self) -> bool:
@@ -270,25 +350,44 @@ class DropSite:
         self.calls += 1
         return self.keys[self.calls - 1]
 
+    def _drop_in_order(self, x: Tensor, rate: float) -> Tensor:
+        if not self._drops.reads_tensors or not self.is_told:
+            return self._drop_by_number(x, rate)
+        return self._drop(x, rate, self._told_key())
+
     @uncompiled
     def _drop_by_number(self, x: Tensor, rate: float) -> Tensor:
         return self._drop(x, rate, torch.full((), self._next_key(), dtype=torch.int64, device=x.device))
 
     def _drop(self, x: Tensor, rate: float, key: Tensor) -> Tensor:
-        drops = self._drops
-        places = [torch.arange(size, device=x.device) for size in x.shape]
+        return torch.where(self._keep(x.shape, rate, key), x * (1.0 / (1.0 - rate)), 0.0)
+
+    def _keep(self, shape: Sequence[int], rate: float, key: Tensor) -> Tensor:
+        drops, device = self._drops, key.device
+        places = [torch.arange(size, device=device) for size in shape]
         is_inside = drops.part.is_open and not self._sees_all
         is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
-        if x.ndim == 2:
-            places[0] = drops.rows(len(x), is_cut, self._sees_whole, x.device)
+        if len(shape) == 2:
+            places[0] = drops.rows(shape[0], is_cut, self._sees_whole, device)
         else:
-            places[0] = drops.samples(x.shape[0], x.device)
+            places[0] = drops.samples(shape[0], device)
         if is_inside:
-            own = 1 if x.ndim > 3 else x.ndim - 1
-            places[own] = places[own] + drops.part.axis.rank * x.shape[own]
-        if x.ndim == 3 or (x.ndim == 4 and x.shape[1] == 1):  # what all heads share has a dim for them
-            places[x.ndim - 2] = drops.tokens(x.shape[-2], is_cut, self._sees_whole, x.device)
-        return torch.where(kept_at(key, places, rate), x * (1.0 / (1.0 - rate)), 0.0)
+            own = 1 if len(shape) > 3 else len(shape) - 1
+            places[own] = places[own] + drops.part.axis.rank * shape[own]
+        # What all heads share has a dim of 1 for them.
+        if len(shape) == 3 or (len(shape) == 4 and shape[1] == 1):
+            places[-2] = drops.tokens(shape[-2], is_cut, self._sees_whole, device)
+        return kept_at(key, places, rate)
+
+    def key_of_noise(self, shape: Sequence[int]) -> int | None:
+        """Return the key of the next call that draws noise, or None if its rows are no samples of full tensors."""
+        if not shape or not self._drops.has_samples(shape[0]) or self._cuts_tokens or self._drops.part.is_open:
+            return None
+        return self._next_key()
+
+    def rows(self, count: int, device: torch.device) -> Tensor:
+        """Return the numbers of the microbatch's samples, int64 (count,)."""
+        return self._drops.samples(count, device)
 
     def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:
         """What a call of attention drops of its weights. num_heads: of this rank."""

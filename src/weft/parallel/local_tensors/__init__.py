@@ -20,12 +20,13 @@ __all__ = [
     "formats",
     "grown",
     "originals_of",
+    "refuse_float64",
     "read_whole",
     "tell_places",
 ]
 
 if TYPE_CHECKING:
-    from weft.parallel.local_tensors.original import Original, grown, originals_of
+    from weft.parallel.local_tensors.original import Original, grown, originals_of, refuse_float64
     from weft.parallel.local_tensors.precision import Precision, cast_inputs, formats
     from weft.parallel.local_tensors.stretches import (
         PlacedPart,
@@ -55,6 +56,7 @@ __getattr__ = loads(
         "formats": ".precision",
         "grown": ".original",
         "originals_of": ".original",
+        "refuse_float64": ".original",
         "read_whole": ".stretches",
         "tell_places": ".stretches",
     },

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from weft.errors import ModelError
 from weft.parallel.local_tensors.precision import Precision
+from weft.spec.plan import Plan
 from weft.units import format_bytes
 
 
@@ -55,6 +57,22 @@ def originals_of(model: nn.Module) -> dict[str, Original]:
                 first[id(tensor)], tuple(tensor.shape), tensor.dtype, tensor.requires_grad, is_parameter
             )
     return found
+
+
+def refuse_float64(model: nn.Module, plan: Plan) -> None:
+    """Refuse a model in float64 under a precision that keeps weights in float32.
+
+    Raises:
+        ModelError: with the first such parameter.
+    """
+    if Precision.of(plan).master == torch.float64:
+        return
+    wide = [name for name, one in model.named_parameters() if one.dtype == torch.float64]
+    if wide:
+        raise ModelError(
+            f"precision={plan.precision}: parameter {wide[0]!r} is float64, and this precision keeps weights in "
+            "float32. Use precision=fp64, or call model.float() before parallelize."
+        )
 
 
 def grown(originals: Mapping[str, Original], precision: Precision) -> str:

@@ -25,6 +25,7 @@ from weft.spec.plan import Plan
 # Of several names for one format the last gives it its name: with the others, products alone are narrower.
 _COMPUTE = {"tf32": torch.float32, "fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64}
 _COMPUTE |= {"fp8": torch.bfloat16, "bf16": torch.bfloat16}
+_HALVES = (torch.bfloat16, torch.float16)
 #: Formats of products where they are narrower than the rest, and which products these are.
 _PRODUCTS = {"fp8": "products of linear layers in blocks in fp8", "tf32": "products and convolutions rounded to TF32"}
 
@@ -149,7 +150,9 @@ def cast_inputs(model: nn.Module, precision: Precision) -> None:
                     setattr(module, name, buffer.to(precision.master))
         if precision.master == torch.float64:  # pictures and sound come in float32
             model.register_forward_pre_hook(functools.partial(_cast_inputs, precision.master), with_kwargs=True)
-        return
+        if not any(param.dtype in _HALVES for param in model.parameters()):
+            return
+        # The model was built in half precision, so its code and its batches may be as well.
     for module in model.modules():
         owns = any(param.is_floating_point() for param in module.parameters(recurse=False))
         if isinstance(module, BATCH_NORMS):

@@ -11,12 +11,10 @@ import torch
 from weft.data.batch import move_batch, parts_of, tensors_in, with_parts
 from weft.data.order import rows_of
 from weft.errors import ModelError
+from weft.parallel.dropout import MARK, marked_samples
 from weft.parallel.randomness import SampleNumbers
 from weft.spec import shares
 from weft.spec.plan import Plan
-
-#: What `mark` leaves at tensors of a batch.
-_MARK = "_weft_samples"
 
 
 class AmongReaders(Protocol):
@@ -181,23 +179,19 @@ def from_loader(
 def mark(batch: Any, samples: SampleNumbers) -> Any:
     """The same batch, whose samples a step then knows."""
     for tensor in tensors_in(batch):
-        setattr(tensor, _MARK, samples)
+        setattr(tensor, MARK, samples)
     return batch
 
 
 def stands_in(batch: Any) -> bool:
     """Return whether a marked batch stands in for a microbatch without samples, and so counts for nothing."""
-    found = _marked(batch)
+    found = marked_samples(batch)
     return found is not None and found.is_empty
-
-
-def _marked(batch: Any) -> SampleNumbers | None:
-    return next((found for one in tensors_in(batch) if (found := getattr(one, _MARK, None)) is not None), None)
 
 
 def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
     """The samples of batches that are all marked, and parts of one global batch: no sample is in two of them."""
-    marks = [_marked(batch) for batch in batches]
+    marks = [marked_samples(batch) for batch in batches]
     known = tuple(found for found in marks if found is not None)
     numbers = [number for found in known for number in found.numbers]
     return known if len(known) == len(marks) and len(set(numbers)) == len(numbers) else None
@@ -236,7 +230,7 @@ def samples_of(batch: Any, num_microbatches: int, data: AmongReaders) -> list[Sa
         count = samples_in(batch[0]) * data.size * len(batch)
         runs = shares.microbatch_samples(count, data.size, len(batch), data.rank)
         return [SampleNumbers(run, total=count) for run in runs]
-    found = _marked(batch)
+    found = marked_samples(batch)
     if num_microbatches == 1 and found is not None:
         return [found]
     size = samples_in(batch)

@@ -30,15 +30,18 @@ from weft.memory import MOST_OF_HOST
 from weft.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks, pick_device
 from weft.monitor import GarbageTurns
 from weft.optim import options_of
-from weft.parallel import data_parallel, global_mean, parallelize, trust_loss
+from weft.parallel import Precision, data_parallel, global_mean, parallelize, trust_loss
 from weft.parallel.expert import balance_routers
+from weft.parallel.local_tensors import refuse_float64
 from weft.parallel.zero import rare_sync
 from weft.spec import DecoderSpec, Layout, ModelSpec
 from weft.spec.plan import Plan, auto_fields, is_auto
 from weft.spec.rules import Facts, check
 from weft.train.microbatch import from_loader
+from weft.train.script.other_trainers import refuse_other_trainers
 from weft.train.script.script_state import ScriptState
-from weft.train.step import ForwardFn, LossFn, TrainStep
+from weft.train.script.user_errors import report_user_errors
+from weft.train.step import ForwardFn, LossFn, TrainStep, give_float32
 from weft.units import parse_seconds
 
 
@@ -83,6 +86,7 @@ class Run(ScriptState):
         fp8_recipe: str = "rowwise",
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        example: Any = None,
     ) -> nn.Module:
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
@@ -106,25 +110,42 @@ class Run(ScriptState):
                 plan cuts the batch.
             outer_lr, outer_momentum: of the outer step under sync=diloco:H. Replicas meet in `run.train_step`; let the
                 number of steps be a multiple of H.
+            example: inputs of one forward (a tensor, a tuple of arguments, or a dict of keyword arguments), for tp and
+                sp, which trace the model. None: inputs are made from the names of forward's arguments.
+
+        Raises:
+            ModelError: for a model that the plan cannot train, such as one in float64 under another precision.
         """
+        refuse_float64(model, self.plan)
         if balance_rate:
             balance_routers(model, balance_rate)
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
         parallelize(
             model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group,
-            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe,
+            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe, **({} if example is None else {"example": example}),
         )  # fmt: skip
         if (sync := rare_sync(model)) is not None:
             sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum
+        if Precision.of(self.plan).compute.itemsize == 2:
+            give_float32(model)
+        if self.mesh.world_size > 1:
+            refuse_other_trainers(model)
         self._models.add(model)
         return model
 
-    def shard(self, loader: DataLoader[Any]) -> ShardedLoader:
+    def shard(self, loader: DataLoader[Any], *, seed_samples: bool = True) -> ShardedLoader:
         """Return this rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`.
 
         A sampler or batch_sampler is kept: it is drawn alike on all ranks. Batches are cut by samples, and the loader's
         collate_fn is called for each part. Where the plan cuts a rank's samples into microbatches, or a batch has fewer
         samples than there are ranks, `for` gives `weft.Microbatches`; else batches as the loader itself makes them.
+
+        Random transforms draw the same numbers at any number of ranks and workers: Python's, numpy's and torch's global
+        generators are seeded for each sample.
+
+        Args:
+            loader: of a map-style dataset.
+            seed_samples: False leaves the generators of the dataset and the collate function alone.
 
         Raises:
             DataError: where the ranks cannot agree on the samples, or, in a loop of your own, where a rank has none.
@@ -137,6 +158,7 @@ class Run(ScriptState):
             num_microbatches=self.plan.microbatches_per_step,
             as_batch=from_loader,
             takes_empty=lambda: self._leaves_out,
+            seed_samples=seed_samples,
         )
 
     def train_step(
@@ -146,7 +168,7 @@ class Run(ScriptState):
         loss_fn: LossFn,
         *,
         forward: ForwardFn | None = None,
-        max_grad_norm: float = 0.0,
+        max_grad_norm: float | None = 0.0,
         weights_follow: bool = False,
         **optimizer_options: Any,
     ) -> TrainStep:
@@ -155,11 +177,12 @@ class Run(ScriptState):
         Args:
             model: what `parallelize` returned.
             optimizer: a class such as torch.optim.AdamW, built here, or an optimizer built on the parallelized model.
-            loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
+            loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples). Under precision=bf16, fp16
+                and fp8 it gets the output in float32.
             forward: forward(model, batch) -> output; None: the model gets x of (x, y) and [x, y], and of a dict all but
                 labels
                 by name.
-            max_grad_norm: the whole gradient is clipped to this norm; 0 is no clipping.
+            max_grad_norm: the norm that the full gradient is clipped to; 0 or None is no clipping.
             weights_follow: under zero=1 and 2, let new weights travel on when a step returns; `TrainStep` says more.
             **optimizer_options: for the class, such as lr=3e-4.
 
@@ -174,8 +197,10 @@ class Run(ScriptState):
         elif optimizer_options:
             names = ", ".join(optimizer_options)
             raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")
+        if max_grad_norm is not None and not max_grad_norm >= 0:
+            raise PlanError(f"max_grad_norm={max_grad_norm}: a norm is 0 or more. Use 1.0, or None for no clipping.")
         self._leaves_out = True
-        options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "weights_follow": weights_follow}
+        options: dict[str, Any] = {"max_grad_norm": max_grad_norm or 0.0, "weights_follow": weights_follow}
         return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, **options)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -271,6 +296,7 @@ def init(
     Raises:
         PlanError: when the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
     """
+    report_user_errors()
     limit_s, warn_after_s = _duration("timeout", timeout), _duration("warn_after", warn_after)
     place = env.rank_env()
     world_size = place.world_size if place else 1
@@ -283,6 +309,7 @@ def init(
     chosen = pick_device(device, place.local_rank if place else 0)
     if place is not None:
         join_ranks(place, chosen, limit_s)
+        report_user_errors()
     ledger = Ledger()
     mesh = build_mesh(plan, chosen, ledger.record, route, links)
     watch = Watch(mesh, _say, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")

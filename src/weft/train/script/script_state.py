@@ -81,6 +81,7 @@ class ScriptState:
     """Saving, loading, export and evaluation of models that this run parallelized. All ranks call every method."""
 
     mesh: Mesh
+    seed: int
     #: Whether what `shard` gives may hold batches that stand in for none: somebody leaves them out.
     _leaves_out: bool = False
     _behind: SavesBehind | None = None
@@ -301,7 +302,7 @@ class ScriptState:
         """
         self._leaves_out = True
         with anchored(own := self._own(model)):
-            return Evaluated(*mean_loss(own, batches, self.mesh, loss_fn, forward or call_model))
+            return Evaluated(*mean_loss(own, batches, self.mesh, loss_fn, forward or call_model, self.seed))
 
     def _own(self, model: nn.Module) -> nn.Module:
         """The model as `parallelize` knows it. ModelError where this run did not parallelize it."""

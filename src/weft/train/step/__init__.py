@@ -18,6 +18,7 @@ __all__ = [
     "TrainStep",
     "WholeBatchLoss",
     "evaluate",
+    "give_float32",
     "group_loss",
     "mean_loss",
     "live_bytes",
@@ -26,7 +27,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.train.step.evaluation import evaluate, mean_loss
     from weft.train.step.grouped_loss import group_loss
-    from weft.train.step.loss_check import LossFn
+    from weft.train.step.loss_check import LossFn, give_float32
     from weft.train.step.oom import live_bytes
     from weft.train.step.rank_forwards import RankForwards
     from weft.train.step.step_metrics import StepMetrics
@@ -43,6 +44,7 @@ __getattr__ = loads(
         "TrainStep": ".train_step",
         "WholeBatchLoss": ".whole_batch",
         "evaluate": ".evaluation",
+        "give_float32": ".loss_check",
         "group_loss": ".grouped_loss",
         "mean_loss": ".evaluation",
         "live_bytes": ".oom",

@@ -9,15 +9,18 @@ import torch
 from torch import nn
 
 from weft.comm import all_reduce
+from weft.data.batch import kept_generators, seed_generators
 from weft.mesh import Axis, Mesh
 from weft.parallel import data_parallel
 from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.dropout import marked_samples
 from weft.parallel.pipeline import pipeline_of
+from weft.parallel.randomness import key_of
 from weft.parallel.tensor import expect_labels
 from weft.private_torch import tree_map
 from weft.train.engine import Evaluation
 from weft.train.microbatch import Microbatches, stands_in
-from weft.train.step.loss_check import LossFn
+from weft.train.step.loss_check import LossFn, in_float32, needs_float32
 from weft.train.step.train_step import ForwardFn
 from weft.train.step.whole_batch import GatheredFeatures, WholeBatchLoss
 from weft.train.task import Task
@@ -34,7 +37,10 @@ def evaluate(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Task) -
     """
     totals = torch.zeros(2 + len(task.sum_names), dtype=torch.float64, device=mesh.device)
 
+    widens = needs_float32(task.loss, mesh.plan)
+
     def add(output: Any, local: Any, counts: bool) -> None:
+        output = in_float32(output) if widens else output
         # What stands in is measured too: to measure may take the model, whose weights other ranks gather meanwhile.
         found = list(task.loss(output, local))
         if task.sum_names:
@@ -79,11 +85,11 @@ def _compare_all(model: nn.Module, batches: Iterable[Any], mesh: Mesh, task: Tas
 
 
 def mean_loss(
-    model: nn.Module, batches: Iterable[Any], mesh: Mesh, loss_fn: LossFn, forward: ForwardFn
+    model: nn.Module, batches: Iterable[Any], mesh: Mesh, loss_fn: LossFn, forward: ForwardFn, seed: int = 0
 ) -> tuple[float, int]:
     """Compute the mean loss of all data-parallel ranks' batches, and the number that it is the mean over.
 
-    Equal on all ranks; a collective.
+    Equal on all ranks; a collective. A model that draws random numbers draws the same ones in every evaluation.
 
     Args:
         model: what `parallelize` returned.
@@ -91,20 +97,27 @@ def mean_loss(
         mesh: of the ranks.
         loss_fn: as `TrainStep` takes it.
         forward: as `TrainStep` takes it.
+        seed: of torch's generators, which are restored afterwards.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    widens = needs_float32(loss_fn, mesh.plan)
 
     def one_by_one() -> Iterator[Any]:
-        for batch in batches:
-            yield from batch.marked() if isinstance(batch, Microbatches) else [batch]
+        for number, batch in enumerate(batches):
+            for index, part in enumerate(batch.marked() if isinstance(batch, Microbatches) else [batch]):
+                found = marked_samples(part)
+                samples = (mesh.data.rank, index) if found is None else (min(found.numbers, default=-1),)
+                seed_generators(key_of("evaluate", seed, number, *samples, mesh["cp"].rank))
+                yield part
 
     def add(output: Any, local: Any, counts: bool) -> None:
         if counts:
-            loss_sum, number = loss_fn(output, local)
+            loss_sum, number = loss_fn(in_float32(output) if widens else output, local)
             totals[0] += loss_sum
             totals[1] += number
 
-    each_output(model, one_by_one(), mesh, loss_fn, forward, add)
+    with kept_generators(mesh.device):
+        each_output(model, one_by_one(), mesh, loss_fn, forward, add)
     loss_sum, number = all_reduce(totals, counted_ranks(mesh)).tolist()
     return loss_sum / max(number, 1.0), round(number)
 

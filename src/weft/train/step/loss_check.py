@@ -1,17 +1,25 @@
-"""What a user's loss function returns is checked here, so that its habits end in a sentence and not in Python's."""
+"""A user's loss function: outputs in float32 for it, and checks of its results, so that mistakes end in one sentence.
+
+A sum of losses in bfloat16 has three significant digits, and torch.autocast computes losses in float32 as well. Weft's
+own loss functions convert the outputs themselves, a few tokens at a time.
+"""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
+from weft.data.batch import map_tensors, tensors_in
 from weft.errors import ModelError, WeftWarning
 from weft.mesh import Mesh
 from weft.parallel import is_hugging_face_output, sum_of_hugging_face
 from weft.parallel.randomness import SampleNumbers
+from weft.spec.plan import Plan
 from weft.train.microbatch import LABELS
 from weft.train.step.grouped_loss import GroupLoss
 
@@ -20,6 +28,39 @@ LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
 
 _FORM = 'return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])'
 _WANTED = "Weft divides once, over all ranks and microbatches, so it needs the sum of the losses and how many there are"
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def in_float32(output: Any) -> Any:
+    """Return a model's output with its bfloat16 and float16 tensors in float32.
+
+    Tuples, lists, mappings, dataclasses and Hugging Face's outputs are searched; other objects stay as they are.
+    """
+    if any(one.dtype in _HALVES for one in tensors_in(output)):
+        return map_tensors(lambda one: one.float() if one.dtype in _HALVES else one, output)
+    return output
+
+
+def needs_float32(loss_fn: Any, plan: Plan) -> bool:
+    """Return whether a loss function gets converted outputs: under a half precision, and if it is not Weft's own."""
+    if plan.precision not in ("bf16", "fp16", "fp8"):
+        return False
+    compared = getattr(loss_fn, "compare", None)  # the function in a loss over groups
+    found = loss_fn if compared is None else compared
+    while isinstance(found, functools.partial):
+        found = found.func
+    home = getattr(found, "__module__", None) or type(found).__module__
+    return home.partition(".")[0] != "weft"
+
+
+def give_float32(model: nn.Module) -> None:
+    """Let a model that computes in half precision return float32, for losses in a loop that calls no train step."""
+    model.register_forward_hook(_convert_output)
+
+
+def _convert_output(model: nn.Module, args: Any, output: Any) -> Any:
+    del model, args
+    return in_float32(output)
 
 
 class CheckedLoss:
@@ -31,6 +72,7 @@ class CheckedLoss:
 
     def __init__(self, loss_fn: LossFn, mesh: Mesh | None = None, *, warns_of_means: bool):
         self.loss_fn = loss_fn.over(mesh) if isinstance(loss_fn, GroupLoss) and mesh is not None else loss_fn
+        self._widens = mesh is not None and needs_float32(loss_fn, mesh.plan)
         self._warns = warns_of_means
 
     def __call__(
@@ -41,6 +83,8 @@ class CheckedLoss:
         Raises:
             ModelError: for anything but a 0-d tensor with a gradient and a count.
         """
+        if self._widens:
+            output = in_float32(output)
         has_no_loss = is_hugging_face_output(output) and output.get("loss") is None and _has_labels(batch)
         try:
             if isinstance(self.loss_fn, GroupLoss):

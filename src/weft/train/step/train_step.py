@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from weft.comm import all_reduce
-from weft.data.batch import move_batch
+from weft.data.batch import kept_generators, move_batch, seed_generators
 from weft.memory.replay import Recorder
 from weft.mesh import Mesh
 from weft.monitor.times import Meter
@@ -54,7 +55,7 @@ class TrainStep:
         loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples).
         mesh: the mesh that the model lies on.
         forward: forward(model, batch) -> output; None: as `Run.train_step` says.
-        max_grad_norm: the whole gradient is clipped to this norm; 0 is no clipping.
+        max_grad_norm: the norm that the full gradient is clipped to; 0 or None is no clipping.
         nominal_tokens: about how many tokens a global batch holds; keeps scaled losses in range, and does not change
             any result.
         meter: times the phases of steps; None: one of the step's own.
@@ -73,7 +74,7 @@ class TrainStep:
         mesh: Mesh,
         *,
         forward: ForwardFn | None = None,
-        max_grad_norm: float = 0.0,
+        max_grad_norm: float | None = 0.0,
         nominal_tokens: int | None = None,
         meter: Meter | None = None,
         weights_follow: bool = False,
@@ -86,7 +87,7 @@ class TrainStep:
         mesh = self.mesh
         self.precision = Precision.of(mesh.plan)
         self._loss_scale = LossScale(enabled=self.precision.scales_loss)
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm or 0.0
         self.wants_stop = self.asks = self.has_trained = False
         #: Whether steps measure how far they move the weights; equal on all ranks.
         self.measures_update = False
@@ -134,10 +135,12 @@ class TrainStep:
         batch: tensors in a tuple, list, dict or dataclass, as a DataLoader gives them, on any device: they are moved to
         the run's, and split along dim 0 into as many microbatches as the plan says; or `Microbatches` that are cut, as
         `run.shard` gives them. Ranks and microbatches may differ in size; one without samples counts for nothing.
-        seeds: of torch's generators, one per microbatch, for models that draw random numbers. dropout_key: what this
-        step's dropout is drawn from, equal on all ranks; None: the model counts its steps.
+        seeds: of torch's generators, one per microbatch, for models that draw random numbers; None: derived from the
+        run's seed, the steps of the model and the microbatch's first sample, and the generators are restored after the
+        step. dropout_key: what this step's dropout is drawn from, equal on all ranks; None: the model counts its steps.
         """
-        numbers, has_watched = self._sums(batch, seeds, dropout_key)
+        with kept_generators(self.mesh.device) if seeds is None else nullcontext():
+            numbers, has_watched = self._sums(batch, seeds, dropout_key)
         with self._meter.phase("reduce"):
             # Else the only wait for the device in a step: all that the decision needs, in one copy.
             known = None if not has_watched and self._reads_late() else numbers.tolist()
@@ -158,7 +161,8 @@ class TrainStep:
             seeds: of the step.
             dropout_key: of the step.
         """
-        self._sums(batch, seeds, dropout_key, again=True)
+        with kept_generators(self.mesh.device) if seeds is None else nullcontext():
+            self._sums(batch, seeds, dropout_key, again=True)
         self._finish(moved=False)
         self._data_parallel.scale(1.0)  # which lets everyone find them
         self.mesh.pulse.in_step = False
@@ -189,6 +193,12 @@ class TrainStep:
             self._norms.begin()
         drops = drops_of(self.model)
         key = dropout_key if dropout_key is not None else 0 if drops is None else drops.next_key()
+        # Other threads of a run that gives seeds may draw from numpy's and Python's generators.
+        self._reseed: Callable[[int], Any] = seed_generators if seeds is None else torch.manual_seed
+        if drops is not None:
+            drops.places_noise = seeds is None
+        if seeds is None and drops is not None:
+            seeds = [drops.seed_at(key, one, self.model) for one in samples]
         inside = insides_of(self.model, self._experts, samples, key)
         if self._pipeline is not None:
             parts = [cut_sequence(self.model, microbatch) for microbatch in microbatches]
@@ -288,7 +298,7 @@ class TrainStep:
         compute = compute_of(partial(self._with_labels, self.model), loss, inside)
         for index, whole in enumerate(microbatches):
             if seeds is not None:
-                torch.manual_seed(seeds[index])
+                self._reseed(seeds[index])
             last = index == len(microbatches) - 1
             if self.graphs is not None and key is not None:
                 given = MicrobatchInputs(whole, samples[index], key, scale)
@@ -317,7 +327,7 @@ class TrainStep:
 
         def features(index: int) -> Features:
             if seeds is not None:
-                torch.manual_seed(seeds[index])
+                self._reseed(seeds[index])
             with inside(index), self._experts.leaving_out(), self._meter.phase("forward"):
                 return self._forward(self.model, microbatches[index])
 

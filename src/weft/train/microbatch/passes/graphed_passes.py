@@ -217,9 +217,9 @@ def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, c
     why = next((words for holds, words in obstacles if holds), "")
     if why or way is None:
         raise PlanError([Problem("graphs", f"graphs=on: {why}. Use graphs=off.")])
-    way.recorder = recorder or CudaRecorder(mesh.device)
+    way.recorder, drops = recorder or CudaRecorder(mesh.device), drops_of(model)
     return GraphedPasses(
-        way.recorder, model, engine, way, drops_of(model), device=mesh.device,
+        way.recorder, model, engine, way, drops if drops is not None and drops.sites else None, device=mesh.device,
         recomputes=mesh.plan.recompute_policy != "none", speaks=mesh.rank == 0,
     )  # fmt: skip
 

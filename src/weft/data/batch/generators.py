@@ -1,0 +1,45 @@
+"""The global random generators of torch, numpy and Python: seeded together, and put back after use."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+
+@contextlib.contextmanager
+def kept_generators(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the states of the global generators on leaving.
+
+    Args:
+        device: its generator is restored as well as the CPU's.
+    """
+    gpu = device if device is not None and device.type == "cuda" else None
+    here, there = torch.get_rng_state(), None if gpu is None else torch.cuda.get_rng_state(gpu)
+    pythons, numpys = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(here)
+        if gpu is not None and there is not None:
+            torch.cuda.set_rng_state(there, gpu)
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+
+
+def seed_generators(seed: int, *, devices: bool = True) -> None:
+    """Start torch's, numpy's and Python's global generators from a seed.
+
+    Args:
+        seed: any whole number.
+        devices: seed the generators of GPUs too.
+    """
+    if devices:
+        torch.manual_seed(seed % 2**63)
+    else:
+        torch.default_generator.manual_seed(seed % 2**63)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

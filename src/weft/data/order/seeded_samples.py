@@ -1,0 +1,132 @@
+"""Samples of a user's dataset, with random numbers that depend on the run's seed, the epoch and the sample alone.
+
+Random crops, masks and noise are then the same at any number of ranks and workers, and after a resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from weft.data.batch import kept_generators, seed_generators
+from weft.data.order.sample_order import derive_key
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKey:
+    """Where a sample is in the order: an epoch, a batch, a position in the batch; and its index in the dataset."""
+
+    epoch: int
+    batch: int
+    position: int
+    index: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Samples as the dataset returned them. seeds: one for each sample."""
+
+    samples: Any
+    seeds: Sequence[int]
+
+
+class SeededSamples(Dataset[Any]):
+    """A map-style dataset that is read by `SampleKey`, with global generators seeded for each sample.
+
+    Attributes are those of the dataset, as a `worker_init_fn` expects.
+
+    Args:
+        dataset: the user's.
+        seed: of the run.
+    """
+
+    def __init__(self, dataset: Any, seed: int):
+        vars(self).update(_dataset=dataset, _seed=seed, _draws=not _draws_nothing(dataset))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, places: list[SampleKey]) -> Fetched:
+        """Return the samples of a batch."""
+        seeds = [derive_key(self._seed, one.epoch, one.batch, one.position) for one in places]
+        indices = [one.index for one in places]
+        in_one_call = getattr(self._dataset, "__getitems__", None)
+        with _outside_of_workers():
+            if in_one_call is not None:
+                return Fetched(self._fetched_together(in_one_call, indices, seeds), seeds)
+            return Fetched([self._fetched(index, seed) for index, seed in zip(indices, seeds, strict=True)], seeds)
+
+    def _fetched(self, index: Any, seed: int) -> Any:
+        if self._draws:
+            seed_generators(seed, devices=False)
+        return self._dataset[index]
+
+    def _fetched_together(self, fetch: Callable[[list[Any]], Any], indices: list[Any], seeds: list[int]) -> Any:
+        """Fetch in one call, and sample by sample once a call has drawn random numbers."""
+        if not self._draws:
+            return fetch(indices)
+        if not getattr(self, "_draws_together", False):
+            seed_generators(seeds[0], devices=False)
+            before = _states()
+            samples = fetch(indices)
+            if _states() == before or not isinstance(samples, list | tuple):
+                return samples
+            vars(self)["_draws_together"] = True
+        found: list[Any] = []
+        for index, seed in zip(indices, seeds, strict=True):
+            seed_generators(seed, devices=False)
+            found += fetch([index])
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "_dataset" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
+
+
+def collate_seeded(collate: Callable[[Any], Any], samples: Any, seed: int) -> Any:
+    """Call a collate function with the global generators seeded.
+
+    Args:
+        collate: the user's.
+        samples: of a microbatch.
+        seed: of its first sample.
+    """
+    if collate is default_collate:
+        return collate(samples)
+    with _outside_of_workers():
+        seed_generators(derive_key(seed, "collate"), devices=False)
+        return collate(samples)
+
+
+def _draws_nothing(dataset: Any) -> bool:
+    """Whether a dataset is known to draw no random numbers."""
+    if type(dataset) is Subset:
+        return _draws_nothing(dataset.dataset)
+    if type(dataset) is ConcatDataset:
+        return all(map(_draws_nothing, dataset.datasets))
+    return type(dataset) in (TensorDataset, list, tuple, range)
+
+
+def _outside_of_workers() -> AbstractContextManager[None]:
+    """Restore the generators afterwards in the training process; a worker's own are of no use to anyone."""
+    return kept_generators() if get_worker_info() is None else contextlib.nullcontext()
+
+
+def _states() -> tuple[Any, ...]:
+    numpys = np.random.get_state(legacy=False)["state"]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpys["pos"], numpys["key"].tobytes()
