@@ -20,7 +20,15 @@ from weft.parallel.layers.documents import attend_in_documents, follow_position_
 from weft.parallel.layers.spread import SpreadChoice, attach_spread, choose_spread
 from weft.parallel.local_tensors import Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
-from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
+from weft.parallel.placement import (
+    OriginalParameters,
+    Placement,
+    attach,
+    guard_model,
+    is_attached,
+    merge_placements,
+    move,
+)
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
 from weft.parallel.zero import build_engine, meet_rarely
 from weft.spec import Layout
@@ -61,7 +69,7 @@ def parallelize(
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
-    before, whole, mesh = originals_of(model), mesh, mesh.replica
+    before, params, whole, mesh = originals_of(model), OriginalParameters(model), mesh, mesh.replica
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
     _prepare(model, mesh, bf16_layers, fp8_recipe)
@@ -87,6 +95,7 @@ def parallelize(
     meet_rarely(model, engine, whole)
     guard_model(model, engine.axes)
     watch_local_means(model, mesh, groups_norms=groups is not None)
+    params.watch(model, mesh.plan.compile)
     return model
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from weft.optim import LossScale, StepDecision, clip_factor
 from weft.parallel import ExpertBalance, Precision, TrainMode, data_parallel, drops_of, norm_groups_of, trust_loss
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
+from weft.parallel.placement import refusing_stale
 from weft.parallel.randomness import SampleNumbers
 from weft.parallel.tensor import expect_labels
 from weft.parallel.zero import rare_sync
@@ -137,7 +139,8 @@ class TrainStep:
         seeds: of torch's generators, one per microbatch, for models that draw random numbers. dropout_key: what this
         step's dropout is drawn from, equal on all ranks; None: the model counts its steps.
         """
-        numbers, has_watched = self._sums(batch, seeds, dropout_key)
+        with refusing_stale(self.model) if self._is_first else nullcontext():
+            numbers, has_watched = self._sums(batch, seeds, dropout_key)
         with self._meter.phase("reduce"):
             # Else the only wait for the device in a step: all that the decision needs, in one copy.
             known = None if not has_watched and self._reads_late() else numbers.tolist()
