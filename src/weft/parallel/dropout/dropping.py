@@ -148,8 +148,8 @@ def _read(args: Any, kwargs: dict[str, Any], place: int, name: str, usual: Any) 
     return args[place] if len(args) > place else kwargs.get(name, usual)
 
 
-def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | None:
-    """Let what the model drops in training follow positions, in place. None where it drops nothing.
+def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
+    """Let what the model drops, and draws with weft.randn_like, follow positions in training. In place.
 
     Call it when the model has been cut, before recompute. Dropout of whole channels and nn.MultiheadAttention's own
     keep to torch's generators.
@@ -160,10 +160,9 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | Non
         seed: for steps and forwards that nobody gives a key.
     """
     found = {path: module for path, module in model.named_modules() if drops_itself(module)}
-    if not found:
-        return None
     part, context = cut_part_of(model), context_of(model)
     drops = Drops(mesh, seed, part, context)
+    drops.name_modules(model)
     by_module: dict[nn.Module, DropSite] = {}
     for path, module in found.items():
         kind = PositionDropout if type(module).forward is nn.Dropout.forward else FunctionalDropout
@@ -174,12 +173,14 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops | Non
     for block in (repeated_blocks(model) or {"": model}).values():
         sites = [by_module[module] for module in block.modules() if module in by_module]
         if sites:
-            become(block, DroppingBlock, sites=sites, travels=drops)
-    model.register_forward_pre_hook(_Begin(drops))
+            become(block, DroppingBlock, sites=sites)
+        block.__dict__["_weft_travels"] = drops
+    if found:
+        model.register_forward_pre_hook(_Begin(drops))
     setattr(model, _ATTRIBUTE, drops)
     return drops
 
 
 def drops_of(model: nn.Module) -> Drops | None:
-    """Return what `follow_positions` made for this model."""
+    """Return what `follow_positions` made for this model; None before."""
     return getattr(model, _ATTRIBUTE, None)

@@ -45,7 +45,8 @@ class OriginalParameters:
     def __init__(self, model: nn.Module):
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad and not param.is_meta}
         self._objects = {name: weakref.ref(param) for name, param in trained.items()}
-        self._storages = {_memory(param): name for name, param in trained.items() if _has_memory(param)}
+        named = reversed(trained.items())  # the first of several in one storage stays
+        self._storages = {_memory(param): name for name, param in named if _has_memory(param)}
         self._buffers = [
             (weakref.ref(module), key, self._storages[_memory(buffer)])
             for module in model.modules()
@@ -241,8 +242,10 @@ def _holders(model: nn.Module, stale: StaleReferences, name: str | None) -> Iter
                 yield from _held(value, f"{path}.{key}" if path else key, stale, name, done, 0)
         for key, buffer in module.named_buffers(path, recurse=False):
             yield from _held(buffer, f"buffer {key}", stale, name, done, 0)
-        forward: Any = getattr(type(module).forward, "__func__", type(module).forward)
-        yield from _held(forward, f"{path or 'the model'}.forward", stale, name, done, 0)
+        methods = [value for kind in type(module).__mro__ for value in vars(kind).values() if kind is not nn.Module]
+        for method in methods:
+            if isinstance(method, FunctionType):
+                yield from _held(method, f"{path or 'the model'}.{method.__name__}", stale, name, done, 0)
 
 
 def _held(value: Any, what: str, stale: StaleReferences, name: str | None, done: set[int], depth: int) -> Iterator[str]:
