@@ -32,6 +32,7 @@ from weft.parallel.tensor import expect_labels
 from weft.parallel.zero import rare_sync
 from weft.train.microbatch import Microbatches, call_model, microbatches_of, samples_of, values_in
 from weft.train.microbatch.passes import MicrobatchInputs, compute_of, graphed_passes, insides_of
+from weft.train.step.batch_check import check_first_batch
 from weft.train.step.grouped_loss import GroupLoss
 from weft.train.step.loss_check import CheckedLoss, LossFn
 from weft.train.step.oom import explains_memory
@@ -65,6 +66,7 @@ class TrainStep:
         reads_late: from the second step on the device decides whether a step is taken, and the host does not wait for
             its numbers; None: on a GPU.
         recorder: of graphs under graphs=on; None: CUDA's.
+        check_batch: the first step warns of what depends on how the plan divides a batch, by some small forwards.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class TrainStep:
         weights_follow: bool = False,
         reads_late: bool | None = None,
         recorder: Recorder | None = None,
+        check_batch: bool = False,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -108,6 +111,7 @@ class TrainStep:
         if weights_follow:
             self._data_parallel.let_weights_follow()
         self._pipeline = pipeline_of(model)
+        self._checks_batch = check_batch and self._pipeline is None and (several or mesh.world_size > 1)
         self._experts = ExpertBalance(model, mesh)
         self._norms = norm_groups_of(model)
         self._nominal = power_of_two(nominal_tokens) if nominal_tokens else None
@@ -177,6 +181,10 @@ class TrainStep:
             microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
             samples = samples_of(batch, len(microbatches), self._data)
         self._train_mode.enter()
+        if self._checks_batch and self._is_first and not again:
+            first = microbatches[0], samples[0]
+            check_first_batch(self.model, self._with_labels, self._loss.loss_fn, self.mesh, self._experts, *first)
+            self._checks_batch = False
         self.mesh.pulse.in_step = True
         if self._nominal is None:
             self._nominal = power_of_two(self._values_in(microbatches))

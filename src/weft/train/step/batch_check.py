@@ -1,0 +1,501 @@
+"""What makes a step's numbers depend on how the plan divides a batch, found by some small forwards in the first step.
+
+A few samples run together and in two halves, each time with other seeds and without gradients. Outputs and losses must
+come out the same. If they do not, the same samples run again to tell noise from samples that meet, and to find the
+first module that does it. Batch norms are left out: `norm_group` makes them right, and without it they have their own
+warning. A pipeline is not checked: no rank has the full model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from weft.comm import all_reduce
+from weft.data.batch import map_tensors
+from weft.errors import ModelError, WeftWarning
+from weft.mesh import Mesh
+from weft.parallel import ExpertBalance, drops_of
+from weft.parallel.batch_statistics import frequency_refusal
+from weft.parallel.context import cut_sequence, sequence_in_use
+from weft.parallel.randomness import SampleNumbers
+from weft.private_torch import tree_leaves
+from weft.train.microbatch import cut_rows, samples_in
+from weft.train.step.grouped_loss import GroupLoss
+from weft.train.step.traceless import seed_all, traceless
+from weft.train.step.whole_batch import WholeBatchLoss
+
+#: Samples that run together; half of them run alone.
+_SAMPLES = 4
+#: Bytes of buffers, of which a copy is made, in a model that is checked.
+_MOST_BUFFERS = 2**30
+#: By the plan's precision, relative mean differences that count as rounding; of half formats and TF32, the last.
+_ROUNDING = {"fp64": 1e-9, "fp32": 1e-4}
+_COARSE = 5e-2
+
+_DRAWING = {
+    torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
+    torch.normal, torch.bernoulli, torch.multinomial, torch.poisson, torch.dropout, torch.feature_dropout,
+    torch.alpha_dropout, torch.rrelu, Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_,
+    Tensor.random_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_, Tensor.multinomial, Tensor.bernoulli,
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
+}  # fmt: skip
+_DROPPING = {
+    torch.dropout, torch.feature_dropout, torch.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d,
+    F.alpha_dropout, F.feature_alpha_dropout,
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Probed:
+    """A model and a microbatch that are looked at.
+
+    Args:
+        model: in training.
+        forward: of the model and a batch.
+        loss_fn: (output, batch) -> (sum, number); None: the loss is left out.
+        inside: gives what a forward of some samples runs inside of.
+        limit: relative difference that counts as rounding.
+        parts: into how many parts the plan divides a batch.
+        forwards: forwards in one step on one rank.
+    """
+
+    model: nn.Module
+    forward: Callable[[nn.Module, Any], Any]
+    loss_fn: Callable[[Any, Any], Any] | None
+    inside: Callable[[SampleNumbers], AbstractContextManager[Any]] = lambda _: nullcontext()
+    limit: float = _ROUNDING["fp64"]
+    parts: int = 2
+    forwards: int = 2
+
+
+@dataclass(slots=True)
+class Ran:
+    """One small forward: tensors of the output, the loss, and what modules took and gave, if it was recorded."""
+
+    outputs: list[Tensor]
+    loss: float | None = None
+    number: float | None = None
+    drawn: list[str] = field(default_factory=list)
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    """Some samples of a microbatch, and their numbers in the global batch."""
+
+    batch: Any
+    samples: SampleNumbers
+
+
+def check_first_batch(
+    model: nn.Module,
+    forward: Callable[[nn.Module, Any], Any],
+    loss_fn: Any,
+    mesh: Mesh,
+    experts: ExpertBalance,
+    batch: Any,
+    samples: SampleNumbers,
+) -> None:
+    """Warn once, on the first rank, of what depends on how the plan divides a batch. All ranks call it.
+
+    Args:
+        model: in training, not under a pipeline.
+        forward: of the model and a batch.
+        loss_fn: as `TrainStep` takes it.
+        mesh: of the ranks.
+        experts: of the model.
+        batch: of the first microbatch.
+        samples: of the first microbatch.
+
+    Raises:
+        ModelError: for an embedding whose gradients are divided by frequencies in the microbatch.
+    """
+    drops, forwards = drops_of(model), mesh.plan.microbatches_per_step
+
+    @contextmanager
+    def inside(some: SampleNumbers) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(experts.leaving_out())
+            stack.enter_context(sequence_in_use(model))
+            if drops is not None:
+                stack.enter_context(drops.microbatch(0, some))
+            if mesh.plan.compile:  # graphs of so few samples would be of no use later
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+
+    compares = isinstance(loss_fn, GroupLoss | WholeBatchLoss)
+    parts = mesh.data.size * forwards
+    probed = Probed(model, forward, None if compares else loss_fn, inside, limit_of(mesh), parts, forwards)
+    check_batch(probed, cut_sequence(model, batch), samples, mesh)
+
+
+def limit_of(mesh: Mesh) -> float:
+    """Return the relative difference that counts as rounding under the mesh's plan."""
+    precise = mesh.device.type != "cuda" or mesh.plan.precision == "fp64"
+    return _ROUNDING.get(mesh.plan.precision, _COARSE) if precise else _COARSE
+
+
+def check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) -> None:
+    """Warn once, on the first rank, of what depends on how the plan divides the batch. All ranks call it.
+
+    Args:
+        probed: the model, its loss and its plan.
+        batch: of one microbatch.
+        samples: of the microbatch.
+        mesh: of the ranks.
+
+    Raises:
+        ModelError: for an embedding whose gradients are divided by frequencies in the microbatch.
+    """
+    small = _small_batches(batch, samples)
+    buffers = sum(buffer.nbytes for buffer in probed.model.buffers())
+    if not _agree(mesh, small is not None and buffers <= _MOST_BUFFERS, "min") or small is None:
+        return
+    with traceless(probed.model) as kept:
+        runs = _runs(probed, small, kept, (1, 2, 3))
+        findings = [] if runs is None else _suspected(probed, runs, len(small[1].samples.numbers))
+        # Forward may communicate, so all ranks look closer, or none.
+        looks, works = _agree(mesh, bool(findings), "max"), _agree(mesh, runs is not None, "min")
+        causes = find_causes(probed, small, kept, runs) if looks and works and runs is not None else []
+    if causes and mesh.rank == 0:
+        for cause in causes:
+            warnings.warn(cause, WeftWarning, stacklevel=6)
+
+
+def causes_of(probed: Probed, batch: Any) -> list[str]:
+    """Return sentences about what depends on how a batch is divided; on one process, without ranks.
+
+    Args:
+        probed: the model and its loss.
+        batch: some samples, whose tensors have a row for each.
+    """
+    small = _small_batches(batch, SampleNumbers(range(samples_in(batch))))
+    if small is None:
+        return []
+    with traceless(probed.model) as kept:
+        runs = _runs(probed, small, kept, (1, 2, 3))
+        return [] if runs is None else find_causes(probed, small, kept, runs)
+
+
+def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
+    """Return whether it holds on all ranks (min) or on any (max)."""
+    if mesh.world_size == 1:
+        return holds
+    return bool(all_reduce(torch.tensor(float(holds), device=mesh.device), mesh.world, op))
+
+
+def _small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
+    """Return some samples together, and both halves; None if the rows of the batch are not its samples."""
+    count = len(samples.numbers)
+    if not count or samples.rows or samples_in(batch) != count:
+        return None
+    numbers: Sequence[int] = samples.numbers[:_SAMPLES]
+    try:
+        if count == 1:
+            pair = map_tensors(lambda one: torch.cat([one, one.flip(-1)]) if one.ndim and len(one) == 1 else one, batch)
+            numbers, batch = (numbers[0], numbers[0] + 1), pair
+        half, every = max(1, len(numbers) // 2), len(numbers) // 2 * 2
+        runs = [range(every), range(half), range(half, every)]
+        batches = cut_rows(batch, runs)
+    except ModelError:
+        return None
+    return [Small(part, SampleNumbers(numbers[run.start : run.stop])) for part, run in zip(batches, runs, strict=True)]
+
+
+def _runs(
+    probed: Probed, small: list[Small], kept: dict[str, tuple[Tensor, Tensor]], seeds: Sequence[int], **how: bool
+) -> list[Ran] | None:
+    """Run each small batch; None if the model cannot run so few samples, or cannot run without gradients."""
+    try:
+        return [_run(probed, one, kept, seed, **how) for one, seed in zip(small, seeds, strict=True)]
+    except ModelError:
+        raise
+    except Exception:
+        return None  # not for so few samples; what fails with the full batch, the step reports
+
+
+def _run(
+    probed: Probed,
+    small: Small,
+    kept: dict[str, tuple[Tensor, Tensor]],
+    seed: int,
+    *,
+    still: bool = False,
+    records: bool = False,
+) -> Ran:
+    """Run one small batch from the state that was kept. still: random functions give constants."""
+    for buffer, values in kept.values():
+        buffer.copy_(values)
+    seed_all(seed)
+    ran, draws = Ran([]), _Draws(still)
+    handles = _record(probed.model, ran) if records else []
+    try:
+        with probed.inside(small.samples), draws:
+            output = probed.forward(probed.model, small.batch)
+            ran.outputs = [one.detach().clone() for one in tree_leaves(output) if isinstance(one, Tensor)]
+            if probed.loss_fn is not None:
+                returned = probed.loss_fn(output, small.batch)
+                if isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor):
+                    ran.loss, ran.number = float(returned[0]), float(returned[1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    ran.drawn = draws.names
+    now = dict(probed.model.named_buffers())
+    for name, (buffer, values) in kept.items():
+        moved = now.get(name, buffer)
+        if moved.shape == values.shape and not torch.equal(moved, values):
+            ran.buffers[name] = moved.clone()
+    return ran
+
+
+def _suspected(probed: Probed, runs: list[Ran], rows: int) -> list[str]:
+    """Return which of outputs, loss, number and buffers show that something depends on the division."""
+    every, *halves = runs
+    found = ["outputs"] * _outputs_differ(every, halves, rows, probed.limit)
+    if _loss_differs(every, halves, probed.limit):
+        found.append("loss")
+    if every.number is not None and abs(every.number - sum(one.number or 0.0 for one in halves)) > 1e-6:
+        found.append("number")
+    return found + ["buffers"] * bool(every.buffers)
+
+
+def _outputs_differ(every: Ran, halves: Sequence[Ran], rows: int, limit: float) -> bool:
+    """Whether some rows came out otherwise than in their half, of outputs that have rows for samples."""
+    for half, ran in enumerate(halves):
+        for output, alone in zip(every.outputs, ran.outputs, strict=False):
+            if (among := _rows_of(output, alone, rows, half)) is not None and _differ(among, alone, limit):
+                return True
+    return False
+
+
+def _rows_of(every: Tensor, alone: Tensor, rows: int, half: int) -> Tensor | None:
+    """Return the rows of a tensor that belong to one half of the samples; None if its rows are not samples.
+
+    Args:
+        every: of all samples.
+        alone: of the half.
+        rows: samples of a half.
+        half: 0 or 1.
+    """
+    if not every.ndim or not alone.ndim or every.shape[1:] != alone.shape[1:] or not len(alone) or len(alone) % rows:
+        return None
+    if len(every) != 2 * len(alone):
+        return None
+    return every[half * len(alone) : (half + 1) * len(alone)]
+
+
+def _loss_differs(every: Ran, halves: Sequence[Ran], limit: float) -> bool:
+    losses = [one.loss for one in halves]
+    if every.loss is None or None in losses:
+        return False
+    scale = max(abs(every.loss), *(abs(one) for one in losses if one is not None), 1e-30)
+    return not abs(every.loss - sum(one for one in losses if one is not None)) <= 10 * limit * scale
+
+
+def _equal(one: float, other: float) -> bool:
+    """Whether two losses are the same number, or both none."""
+    return one == other or (one != one and other != other)
+
+
+def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
+    """Whether two tensors differ by more than rounding, in the mean: a router may decide a tie in another way."""
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return bool((one != other).double().mean() > 0.5) and limit < _COARSE
+    left, right = (torch.nan_to_num(value.double()) for value in (one, other))
+    return bool((left - right).abs().mean() > limit * left.abs().mean().clamp(min=1e-30))
+
+
+def find_causes(
+    probed: Probed, small: list[Small], kept: dict[str, tuple[Tensor, Tensor]], runs: list[Ran]
+) -> list[str]:
+    """Return a sentence for each cause, from more runs of the same samples.
+
+    Args:
+        probed: the model and its loss.
+        small: the samples together, and both halves.
+        kept: buffers and their values.
+        runs: of the small batches.
+    """
+    rows = len(small[1].samples.numbers)
+    again = _runs(probed, [small[1]] * 2, kept, (1, 2), records=True)
+    noisy = again is not None and _noise(probed, again)
+    found = [noisy] if noisy else []
+    if noisy:
+        still = _runs(probed, small, kept, (1, 2, 3), still=True)
+        same = _runs(probed, [small[1]] * 2, kept, (1, 2), still=True)
+        # Noise by means that are not known here hides whether samples meet.
+        runs = still if still and same and not _noise(probed, same) else []
+    if runs:
+        found += _meetings(probed, small, kept, runs, rows, still=bool(noisy))
+    moved = _moved_buffers(probed, small, kept)
+    return found + ([moved] if moved else [])
+
+
+def _noise(probed: Probed, runs: list[Ran]) -> str:
+    """Return a sentence if the same samples give other numbers with another seed, else ""."""
+    one, other = runs
+    rows = max((len(output) for output in one.outputs if output.ndim), default=1)
+    if any(_differ(left, right, probed.limit) for left, right in zip(one.outputs, other.outputs, strict=False)):
+        where = _culprit(one, other, rows, probed.limit) or "the model"
+    elif one.loss is not None and other.loss is not None and not _equal(one.loss, other.loss):
+        where = "loss_fn"
+    else:
+        return ""
+    by = f" ({', '.join(dict.fromkeys(one.drawn))})" if one.drawn else ""
+    return (
+        f"random numbers: {where} draws them from a generator{by}, so they depend on how the plan divides a batch into "
+        f"{probed.parts} parts. Use weft.randn_like, weft.rand_like, weft.randint_like, weft.bernoulli or nn.Dropout, "
+        "whose numbers follow the samples."
+    )
+
+
+def _meetings(
+    probed: Probed, small: list[Small], kept: dict[str, tuple[Tensor, Tensor]], runs: list[Ran], rows: int, still: bool
+) -> list[str]:
+    """Return a sentence for outputs, and one for the loss, that depend on which samples are together."""
+    if probed.parts == 1:
+        return []
+    found, suspected = list[str](), _suspected(probed, runs, rows)
+    if "outputs" in suspected:
+        every, *halves = _runs(probed, small, kept, (1, 1, 1), still=still, records=True) or runs
+        culprits = [_culprit(every, ran, rows, probed.limit, half) for half, ran in enumerate(halves)]
+        where = next(filter(None, culprits), "")
+        found.append(
+            f"batch: what {where or 'the model'} computes for a sample depends on the other samples of its microbatch, "
+            f"and the plan divides a batch into {probed.parts} parts, so results are not those of one device. Compute "
+            "each sample by itself, use nn.BatchNorm2d with norm_group or GroupNorm for statistics, or a plan with one "
+            "part."
+        )
+    elif "number" in suspected:
+        found.append(
+            f"loss_fn: the number of losses that it returns is {runs[0].number:g} for {2 * rows} samples and "
+            f"{runs[1].number:g} for {rows}, so it is not a number of samples or tokens (a mean and 1?), and results "
+            "depend on the plan. Return the sum of the losses and their number."
+        )
+    elif "loss" in suspected:
+        found.append(
+            "loss_fn: the loss of some samples is not the sum of the losses of their halves (a mean, a term over the "
+            f"batch, or one that is added once a microbatch?), and the plan divides a batch into {probed.parts} parts. "
+            "Return a sum over samples and their number; use weft.group_loss for a loss that compares samples."
+        )
+    return found
+
+
+def _moved_buffers(probed: Probed, small: list[Small], kept: dict[str, tuple[Tensor, Tensor]]) -> str:
+    """Return a sentence if forward moves buffers in a way that depends on the plan, else ""."""
+    runs = _runs(probed, [small[1], small[2]], kept, (1, 1))
+    moved = [] if runs is None else [name for name in runs[0].buffers if probed.parts > 1]
+    if runs is None or not moved:
+        return ""
+    by_data = [
+        name for name in moved if not torch.equal(runs[0].buffers[name], runs[1].buffers.get(name, kept[name][1]))
+    ]
+    names = by_data or moved
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if by_data:
+        return (
+            f"buffers: forward changes {shown} by the samples of one microbatch on one rank, and the plan divides a "
+            f"batch into {probed.parts} parts, so the values depend on the plan. Change them between steps, from "
+            "numbers of all ranks, or use a plan with one part."
+        )
+    if probed.forwards == 1:
+        return ""
+    return (
+        f"buffers: each forward changes {shown}, and a step of this plan has {probed.forwards} forwards, so the values "
+        "depend on the plan. Use accumulation=1, or change them between steps."
+    )
+
+
+def _record(model: nn.Module, ran: Ran) -> list[Any]:
+    """Let every module note what it takes and gives, in the order in which calls end."""
+
+    def hook_of(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            taken = [one.detach().clone() for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+            given = [one.detach().clone() for one in tree_leaves(output) if isinstance(one, Tensor)]
+            ran.calls.append((path, taken, given))
+
+        return hook
+
+    return [
+        module.register_forward_hook(hook_of(path), with_kwargs=True) for path, module in model.named_modules() if path
+    ]
+
+
+def _culprit(every: Ran, alone: Ran, rows: int, limit: float, half: int = 0) -> str:
+    """Return the innermost module that takes the same of its samples and gives something else; "" if none does.
+
+    Args:
+        every: with all samples, or with the same as `alone`.
+        alone: with one half of the samples.
+        rows: samples of a half.
+        limit: relative difference that counts as rounding.
+        half: 0 or 1.
+    """
+
+    def differ(left: list[Tensor], right: list[Tensor]) -> bool:
+        for one, other in zip(left, right, strict=False):
+            same = one if one.shape == other.shape else _rows_of(one, other, rows, half)
+            if same is not None and _differ(same, other, limit):
+                return True
+        return False
+
+    for (path, taken, given), (other_path, other_taken, other_given) in zip(every.calls, alone.calls, strict=False):
+        if path == other_path and differ(given, other_given) and not differ(taken, other_taken):
+            return path
+    return ""
+
+
+class _Draws(TorchFunctionMode):
+    """Notes which functions draw random numbers, and refuses gradients by frequency. still: draws become constants."""
+
+    def __init__(self, still: bool):
+        super().__init__()
+        self.names: list[str] = []
+        self._still = still
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.embedding, F.embedding_bag):
+            place = 5 if func is F.embedding else 6
+            if kwargs.get("scale_grad_by_freq", args[place] if len(args) > place else False):
+                raise ModelError(frequency_refusal(f"F.{func.__name__}"))
+        if func not in _DRAWING or not self._drops(func, args, kwargs):
+            return func(*args, **kwargs)
+        self.names.append(f"torch.{func.__name__}" if not func.__name__.endswith("_") else f"Tensor.{func.__name__}")
+        if not self._still:
+            return func(*args, **kwargs)
+        return _constant(func, args, kwargs)
+
+    @staticmethod
+    def _drops(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether a call of a dropout function drops something; other functions always draw."""
+        if func not in _DROPPING:
+            return True
+        training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else func is not F.dropout))
+        return bool(training) and float(kwargs.get("p", args[1] if len(args) > 1 else 0.5)) > 0
+
+
+def _constant(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what a random function gives, with one value in place of all that were drawn."""
+    if func in _DROPPING:
+        return args[0] if args else kwargs["input"]
+    drawn = func(*args, **kwargs)
+    if func is torch.randperm:
+        return torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device)
+    if func in (torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_):
+        return drawn.fill_(1.0)
+    return drawn.fill_(0.5) if drawn.is_floating_point() else drawn.zero_()
