@@ -94,12 +94,12 @@ class Counter(nn.Module):
 
 
 class Capacity(nn.Module):
-    """Experts that take two tokens each."""
+    """An expert that takes one token of those that choose it."""
 
     def __init__(self):
         super().__init__()
-        self.router = nn.Linear(D, 2)
-        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+        self.router = nn.Linear(D, 1)
+        self.experts = nn.ModuleList([nn.Linear(D, D)])
 
     def forward(self, x):
         chosen, out = self.router(x).argmax(-1), x

@@ -178,7 +178,7 @@ def test_later_steps_run_no_more_forwards():
 
     step = run.train_step(run.parallelize(Counted(nn.GELU()).double()), torch.optim.SGD, squares, lr=0.01)
     step(batch(0))
-    assert calls == [4, 2, 2, 4, 4]  # together, two halves, and the step's own
+    assert calls == [4, 2, 2, 4, 4], calls  # together, two halves, and the step's own
     calls.clear()
     step(batch(1))
     assert calls == [4, 4]

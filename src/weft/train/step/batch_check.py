@@ -163,11 +163,13 @@ def check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) 
         return
     with traceless(probed.model) as kept:
         runs = _runs(probed, small, kept, (1, 2, 3))
-        findings = [] if runs is None else _suspected(probed, runs, len(small[1].samples.numbers))
+        findings = [] if runs is None else _suspected(probed, runs)
         # Forward may communicate, so all ranks look closer, or none.
         looks, works = _agree(mesh, bool(findings), "max"), _agree(mesh, runs is not None, "min")
-        causes = find_causes(probed, small, kept, runs) if looks and works and runs is not None else []
-    if causes and mesh.rank == 0:
+        if not looks or not works or runs is None:
+            return
+        causes = find_causes(probed, small, kept, runs)
+    if mesh.rank == _first_rank(mesh, bool(causes)):
         for cause in causes:
             warnings.warn(cause, WeftWarning, stacklevel=6)
 
@@ -194,22 +196,43 @@ def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
     return bool(all_reduce(torch.tensor(float(holds), device=mesh.device), mesh.world, op))
 
 
+def _first_rank(mesh: Mesh, holds: bool) -> int:
+    """Return the first rank on which it holds; the number of ranks if there is none."""
+    if mesh.world_size == 1:
+        return 0 if holds else 1
+    mine = torch.tensor(float(mesh.rank if holds else mesh.world_size), device=mesh.device)
+    return int(all_reduce(mine, mesh.world, "min"))
+
+
 def _small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
-    """Return some samples together, and both halves; None if the rows of the batch are not its samples."""
+    """Return some samples together, and both halves; None if the rows of the batch are not its samples.
+
+    Of too few samples, variants with shifted contents are added: batch statistics need two samples in a half.
+    """
     count = len(samples.numbers)
     if not count or samples.rows or samples_in(batch) != count:
         return None
     numbers: Sequence[int] = samples.numbers[:_SAMPLES]
     try:
-        if count == 1:
-            pair = map_tensors(lambda one: torch.cat([one, one.flip(-1)]) if one.ndim and len(one) == 1 else one, batch)
-            numbers, batch = (numbers[0], numbers[0] + 1), pair
-        half, every = max(1, len(numbers) // 2), len(numbers) // 2 * 2
-        runs = [range(every), range(half), range(half, every)]
+        if count < _SAMPLES:
+            batch, numbers = _longer(batch, count), range(numbers[0], numbers[0] + _SAMPLES)
+        half = _SAMPLES // 2
+        runs = [range(_SAMPLES), range(half), range(half, _SAMPLES)]
         batches = cut_rows(batch, runs)
     except ModelError:
         return None
     return [Small(part, SampleNumbers(numbers[run.start : run.stop])) for part, run in zip(batches, runs, strict=True)]
+
+
+def _longer(batch: Any, count: int) -> Any:
+    """Return the samples with variants of them after them, at least `_SAMPLES` in all."""
+
+    def longer(one: Tensor) -> Tensor:
+        if not one.ndim or len(one) != count:
+            return one
+        return torch.cat([one, one.flip(-1), one.roll(1, -1), one.flip(-1).roll(1, -1)])
+
+    return map_tensors(longer, batch)
 
 
 def _runs(
@@ -259,10 +282,10 @@ def _run(
     return ran
 
 
-def _suspected(probed: Probed, runs: list[Ran], rows: int) -> list[str]:
+def _suspected(probed: Probed, runs: list[Ran]) -> list[str]:
     """Return which of outputs, loss, number and buffers show that something depends on the division."""
     every, *halves = runs
-    found = ["outputs"] * _outputs_differ(every, halves, rows, probed.limit)
+    found = ["outputs"] * _outputs_differ(every, halves, _SAMPLES // 2, probed.limit)
     if _loss_differs(every, halves, probed.limit):
         found.append("loss")
     if every.number is not None and abs(every.number - sum(one.number or 0.0 for one in halves)) > 1e-6:
@@ -321,7 +344,7 @@ def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
 def find_causes(
     probed: Probed, small: list[Small], kept: dict[str, tuple[Tensor, Tensor]], runs: list[Ran]
 ) -> list[str]:
-    """Return a sentence for each cause, from more runs of the same samples.
+    """Return a sentence for each cause, from more runs of the same samples. All ranks run the same forwards.
 
     Args:
         probed: the model and its loss.
@@ -329,19 +352,19 @@ def find_causes(
         kept: buffers and their values.
         runs: of the small batches.
     """
-    rows = len(small[1].samples.numbers)
-    again = _runs(probed, [small[1]] * 2, kept, (1, 2), records=True)
-    noisy = again is not None and _noise(probed, again)
+    first = [small[1]] * 2
+    again, same = (_runs(probed, first, kept, (1, 2), records=True, still=still) for still in (False, True))
+    alike = _runs(probed, small, kept, (1, 1, 1), records=True)
+    still = _runs(probed, small, kept, (1, 2, 3), records=True, still=True)
+    moved = _runs(probed, small[1:], kept, (1, 1))
+    noisy = "" if again is None else _noise(probed, again)
     found = [noisy] if noisy else []
-    if noisy:
-        still = _runs(probed, small, kept, (1, 2, 3), still=True)
-        same = _runs(probed, [small[1]] * 2, kept, (1, 2), still=True)
-        # Noise by means that are not known here hides whether samples meet.
-        runs = still if still and same and not _noise(probed, same) else []
-    if runs:
-        found += _meetings(probed, small, kept, runs, rows, still=bool(noisy))
-    moved = _moved_buffers(probed, small, kept)
-    return found + ([moved] if moved else [])
+    if not noisy:
+        found += _meetings(probed, runs, alike or runs)
+    elif still and same and not _noise(probed, same):  # noise of unknown functions hides if samples meet
+        found += _meetings(probed, still, still)
+    buffers = "" if moved is None else _moved_buffers(probed, moved, kept)
+    return found + ([buffers] if buffers else [])
 
 
 def _noise(probed: Probed, runs: list[Ran]) -> str:
@@ -362,15 +385,20 @@ def _noise(probed: Probed, runs: list[Ran]) -> str:
     )
 
 
-def _meetings(
-    probed: Probed, small: list[Small], kept: dict[str, tuple[Tensor, Tensor]], runs: list[Ran], rows: int, still: bool
-) -> list[str]:
-    """Return a sentence for outputs, and one for the loss, that depend on which samples are together."""
+def _meetings(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[str]:
+    """Return a sentence for outputs or a loss that depend on which samples are together.
+
+    Args:
+        probed: the model and its plan.
+        runs: of the samples together, and of both halves.
+        recorded: the same, with what modules took and gave.
+    """
+    rows = _SAMPLES // 2
     if probed.parts == 1:
         return []
-    found, suspected = list[str](), _suspected(probed, runs, rows)
+    found, suspected = list[str](), _suspected(probed, runs)
     if "outputs" in suspected:
-        every, *halves = _runs(probed, small, kept, (1, 1, 1), still=still, records=True) or runs
+        every, *halves = recorded
         culprits = [_culprit(every, ran, rows, probed.limit, half) for half, ran in enumerate(halves)]
         where = next(filter(None, culprits), "")
         found.append(
@@ -394,11 +422,10 @@ def _meetings(
     return found
 
 
-def _moved_buffers(probed: Probed, small: list[Small], kept: dict[str, tuple[Tensor, Tensor]]) -> str:
-    """Return a sentence if forward moves buffers in a way that depends on the plan, else ""."""
-    runs = _runs(probed, [small[1], small[2]], kept, (1, 1))
-    moved = [] if runs is None else [name for name in runs[0].buffers if probed.parts > 1]
-    if runs is None or not moved:
+def _moved_buffers(probed: Probed, runs: list[Ran], kept: dict[str, tuple[Tensor, Tensor]]) -> str:
+    """Return a sentence if forward moves buffers in a way that depends on the plan, else "". runs: of both halves."""
+    moved = [name for name in runs[0].buffers if probed.parts > 1]
+    if not moved:
         return ""
     by_data = [
         name for name in moved if not torch.equal(runs[0].buffers[name], runs[1].buffers.get(name, kept[name][1]))
