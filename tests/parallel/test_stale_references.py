@@ -368,7 +368,8 @@ def test_one_process_and_what_is_said():
     found = trained_all("")
     check("", found)
     reached = {
-        View: "w_t", Detached: "w", DataView: "views['w']", BufferView: "buffer w", Row: "first", FlatParameters: "flat",
+        View: "w_t", Detached: "w", DataView: "views['w']", BufferView: "buffer w", Row: "first",
+        FlatParameters: "flat",
         Global: "global GLOBAL[0]",
     }  # fmt: skip
     for kind, how in reached.items():

@@ -13,7 +13,7 @@ from tests.parallel.loops import weights
 from weft.errors import ModelError
 from weft.mesh import build_mesh
 from weft.parallel import drops_of, parallelize
-from weft.parallel.randomness.position_noise import whole_numbers
+from weft.parallel.randomness.position_noise import integers_at
 from weft.spec.plan import Plan
 from weft.train import Microbatches, TrainStep
 
@@ -154,7 +154,7 @@ def test_outside_of_a_step_the_functions_are_torchs():
 
 def test_distributions():
     places = [torch.arange(400), torch.arange(500)]
-    numbers = whole_numbers(torch.tensor(5), places, 53).double() / 2**53
+    numbers = integers_at(torch.tensor(5), places, 53).double() / 2**53
     assert 0 <= numbers.min() < 1e-4 < 1 - 1e-4 < numbers.max() < 1
     counts = torch.histc(numbers, 100, 0, 1)
     assert ((counts - 2000).square() / 2000).sum() < 160  # chi square of 99 degrees: 1 in 10,000 is above
@@ -164,8 +164,8 @@ def test_distributions():
     rows, columns = (normal - normal.mean()), (normal - normal.mean())
     assert (rows[1:] * rows[:-1]).mean().abs() < 0.01
     assert (columns[:, 1:] * columns[:, :-1]).mean().abs() < 0.01
-    assert len(whole_numbers(torch.tensor(5), places, 62).unique()) == 200_000
-    assert not torch.equal(numbers, whole_numbers(torch.tensor(6), places, 53).double() / 2**53)
+    assert len(integers_at(torch.tensor(5), places, 62).unique()) == 200_000
+    assert not torch.equal(numbers, integers_at(torch.tensor(6), places, 53).double() / 2**53)
 
 
 class Wrong(nn.Module):

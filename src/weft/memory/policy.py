@@ -68,7 +68,7 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     if policy.buffers:
         # Batch statistics and their like count a batch once: the replay writes into copies.
         replaying = _Both(spare_buffers(block, policy.buffers), replaying)
-    # What forward reads besides its arguments, and another microbatch may have changed when the replay comes.
+    # Forward reads more than its arguments, and another microbatch may have changed it before the replay.
     replaying = _Both(state_of(block), replaying)
     pair = keeping, replaying
     settings = {**(OWN_HOOKS if selective else {}), **_kept_randomness()}
@@ -79,10 +79,10 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
 
 
 def state_of(block: nn.Module) -> AbstractContextManager[Any]:
-    """Return what another run of the forward that begins now must be inside of to compute the same.
+    """Return the context in which the forward that begins now can be run again with the same result.
 
     Args:
-        block: one of the repeated blocks.
+        block: a repeated block.
     """
     state = getattr(block, "_weft_travels", None)
     return nullcontext() if state is None else state.travelling()

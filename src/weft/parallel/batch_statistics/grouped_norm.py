@@ -43,7 +43,7 @@ class GroupedBatchNorm(nn.Module):
 
 
 class GroupedCalls(nn.Module):
-    """A subclass of torch's batch norms with a forward of its own, whose calls of batch_norm use groups of samples."""
+    """A batch norm whose class overrides forward: its calls of batch_norm use groups of samples."""
 
     _weft_groups: NormGroups
     _weft_is_checked: bool
@@ -242,9 +242,9 @@ class _OwnCounts:
 
 
 def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
-    """Let the model's batch norms take the statistics of groups of `size` samples, in place.
+    """Make the model's batch norms use statistics of groups of `size` samples. Changes the model.
 
-    A subclass with a forward of its own keeps it: groups replace the statistics of the batch_norm calls within.
+    A subclass that overrides forward keeps it: groups replace the statistics of the batch_norm calls within.
     Returns None for a model without batch norms.
 
     Call it when the model has been cut, after dropout was made to follow positions and before recompute.

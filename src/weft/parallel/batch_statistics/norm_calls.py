@@ -1,4 +1,4 @@
-"""Calls of torch's batch_norm functions within the forward of a batch norm's subclass, and what such a forward may do.
+"""Calls of torch's batch_norm functions in batch norms whose class overrides forward, and the rules for such a class.
 
 A subclass may add an activation, dropout or casts around torch's normalization. It must not compute statistics of the
 batch itself: these would be those of one microbatch on one rank.
@@ -83,14 +83,14 @@ def is_plain_forward(norm: nn.Module) -> bool:
 
 @torch.no_grad()
 def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise ModelError if a subclass's forward lets samples meet outside of its calls of batch_norm.
+    """Raise ModelError if samples interact in a subclass's forward outside of its calls of batch_norm.
 
     Runs the forward twice, with batch_norm reduced to scale and shift: on the input, and on the input with more samples
-    after it. Rows of the input must come out the same. Buffers and generators are restored.
+    after it. Rows of the input must give the same output. Buffers and generators are restored.
 
     Args:
         norm: the module.
-        forward: of its own class.
+        forward: the forward of its class.
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
     """
@@ -101,7 +101,7 @@ def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwa
     buffers = {name: (buffer, buffer.clone()) for name, buffer in norm.named_buffers(recurse=False)}
     running = [one for one in (norm.running_mean, norm.running_var) if one is not None]
     versions = [version_of(one) for one in running]
-    # Larger, shifted samples: their statistics are far from those of x.
+    # Larger, shifted samples, whose statistics are far from the ones of x.
     longer = torch.cat([x, 2 * x + 1])
     devices = [x.device] if x.device.type == "cuda" else []
     try:

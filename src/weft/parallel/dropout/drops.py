@@ -135,7 +135,7 @@ class Drops:
         return _Replay(self, self._key, self._samples, dict(self._draws))
 
     def name_modules(self, model: nn.Module) -> None:
-        """Let draws in forward be keyed by the paths of the model's modules."""
+        """Key draws in forward by the paths of the model's modules."""
         self._model = weakref.ref(model)
 
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
@@ -161,7 +161,7 @@ class Drops:
         if site is None:
             site = self._draw_sites[path] = DropSite(self, path)
         key = torch.full((), key_of(self._key, path, "draw", count), dtype=torch.int64, device=like.device)
-        return key, site.draw_places(like)
+        return key, site.draw_positions(like)
 
     def _path_of(self, modules: Iterable[nn.Module]) -> str:
         """Return the path of the innermost module that is the model's own; "" outside of all."""
@@ -306,12 +306,12 @@ class Drops:
 
 
 class _Replay:
-    """What a replay runs inside of; may be entered again, for a second backward.
+    """Context of a replayed forward; may be entered again, for a second backward.
 
     Args:
-        drops: of the model.
-        key: of the step.
-        samples: of the microbatch.
+        drops: the model's random numbers.
+        key: the step's key.
+        samples: the microbatch's samples.
         draws: how many tensors each module had drawn when the forward began.
     """
 
@@ -403,8 +403,8 @@ class DropSite:
             places[x.ndim - 2] = drops.tokens(x.shape[-2], is_cut, self._sees_whole, x.device)
         return torch.where(kept_at(key, places, rate), x * (1.0 / (1.0 - rate)), 0.0)
 
-    def draw_places(self, x: Tensor) -> list[Tensor]:
-        """Return the positions of a drawn tensor's elements, for each dim. x: of its shape, (samples, ...)."""
+    def draw_positions(self, x: Tensor) -> list[Tensor]:
+        """Return the positions of a random tensor's elements, for each dim. x: (samples, ...)."""
         drops = self._drops
         is_inside = drops.part.is_open and not self._sees_all
         is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole

@@ -1,12 +1,12 @@
 """References to parameters that parallelize left behind, refused when a forward uses them.
 
 `parallelize` moves parameters to other memory, and under zero=3 and tp replaces the parameter objects in their modules.
-A view made before (`self.w_t = self.linear.weight.t()`) or another holder of a replaced object (a Python list, a
+A view from before (`self.w_t = self.linear.weight.t()`) or another holder of a replaced object (a Python list, a
 closure, a Keras variable) keeps the old values, and a model that computes with them trains with stale weights.
 
-Before anything moves, weak references to each parameter and its memory are taken. What is still alive afterwards, and
-is not the parameter itself, has a holder outside of the modules. Only then is the first forward watched: holding such a
-reference is legal, such as in a list for an optimizer's groups, and computing with it is not.
+Before anything moves, weak references to each parameter and its memory are taken. If one is alive afterwards, and is
+not the parameter itself, something outside of the modules refers to it. Only then is the first forward watched: keeping
+such a reference is legal, such as in a list for an optimizer's groups, and computing with it is not.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OriginalParameters:
         ]
 
     def watch(self, model: nn.Module, compiles: bool) -> None:
-        """Let the first forward refuse references that still have the old values, if there are any.
+        """Make the first forward refuse references that still have the old values, if any.
 
         Args:
             model: after parallelize.
@@ -136,7 +136,7 @@ class StaleReferences:
 
     @uncompiled
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """End the watch, and look where the output's gradients go."""
+        """End the watch, and follow the gradients of the output."""
         del args
         own, self._own_pass = self._own_pass, None
         if own is not None:
@@ -201,7 +201,7 @@ def watched_references(model: nn.Module) -> StaleReferences | None:
 
 
 def refusing_stale(model: nn.Module) -> AbstractContextManager[None]:
-    """Return what a train step's first passes run inside of, so that the loss and a custom forward are watched too."""
+    """Return the context for a train step's first passes: the loss and a custom forward are watched too."""
     stale = watched_references(model)
     return nullcontext() if stale is None else stale.watching()
 
@@ -239,16 +239,18 @@ def _holders(model: nn.Module, stale: StaleReferences, name: str | None) -> Iter
             if key in ("_parameters", "_modules") or key.startswith("_weft"):
                 continue
             if key != "_buffers":
-                yield from _held(value, f"{path}.{key}" if path else key, stale, name, done, 0)
+                yield from _references(value, f"{path}.{key}" if path else key, stale, name, done, 0)
         for key, buffer in module.named_buffers(path, recurse=False):
-            yield from _held(buffer, f"buffer {key}", stale, name, done, 0)
+            yield from _references(buffer, f"buffer {key}", stale, name, done, 0)
         methods = [value for kind in type(module).__mro__ for value in vars(kind).values() if kind is not nn.Module]
         for method in methods:
             if isinstance(method, FunctionType):
-                yield from _held(method, f"{path or 'the model'}.{method.__name__}", stale, name, done, 0)
+                yield from _references(method, f"{path or 'the model'}.{method.__name__}", stale, name, done, 0)
 
 
-def _held(value: Any, what: str, stale: StaleReferences, name: str | None, done: set[int], depth: int) -> Iterator[str]:
+def _references(
+    value: Any, what: str, stale: StaleReferences, name: str | None, done: set[int], depth: int
+) -> Iterator[str]:
     if isinstance(value, Tensor):
         node = value.grad_fn
         if stale.name_of(value) == name or (node is not None and _leads_to(node, stale, name)):
@@ -258,11 +260,11 @@ def _held(value: Any, what: str, stale: StaleReferences, name: str | None, done:
         return
     done.add(id(value))
     for inner, part in _parts(value, what):
-        yield from _held(part, inner, stale, name, done, depth + 1)
+        yield from _references(part, inner, stale, name, done, depth + 1)
 
 
 def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, with how it is written."""
+    """Yield the contents of an object, each with its expression in Python."""
     if isinstance(value, Mapping):
         yield from ((f"{what}[{key!r}]", part) for key, part in list(value.items()))
     elif isinstance(value, list | tuple | set | frozenset):
@@ -281,13 +283,15 @@ def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"default {key} of {what}", part) for key, part in (value.__kwdefaults__ or {}).items())
         used = set(value.__code__.co_names) & value.__globals__.keys()
         yield from (
-            (f"global {key}", value.__globals__[key]) for key in sorted(used) if _may_hold(value.__globals__[key])
+            (f"global {key}", value.__globals__[key])
+            for key in sorted(used)
+            if _is_container_or_tensor(value.__globals__[key])
         )
     elif hasattr(value, "__dict__"):
         yield from ((f"{what}.{key}", part) for key, part in list(vars(value).items()))
 
 
-def _may_hold(value: Any) -> bool:
+def _is_container_or_tensor(value: Any) -> bool:
     return isinstance(value, Tensor | list | tuple | dict | functools.partial)
 
 

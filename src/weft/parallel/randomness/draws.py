@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from weft.parallel.randomness.position_noise import whole_numbers
+from weft.parallel.randomness.position_noise import integers_at
 from weft.private_torch import uncompiled
 
 #: Bits of a number in [0, 1) of each format, as torch.rand draws them.
@@ -24,7 +24,7 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 
 
 class Positions(Protocol):
-    """Where the tensors that are drawn now lie in the global batch."""
+    """Positions of random tensors in the global batch."""
 
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
         """Return the key of the next draw, and positions for each dim."""
@@ -36,7 +36,7 @@ _positions: Positions | None = None
 
 @contextmanager
 def drawing_by(positions: Positions) -> Iterator[None]:
-    """Let random tensors follow these positions inside."""
+    """Draw random tensors by these positions inside."""
     global _positions
     before, _positions = _positions, positions
     try:
@@ -51,10 +51,10 @@ def randn_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         input: (samples, ...).
-        dtype: of the result; None: that of `input`.
+        dtype: dtype of the result; None takes the input's.
 
     Raises:
-        ModelError: within a step, if dim 0 is not the samples, or the plan divides the tensor in an unknown way.
+        ModelError: within a step, if dim 0 is not the samples, or the plan divides a tensor of unknown layout.
     """
     dtype = dtype or input.dtype
     if _positions is None or not dtype.is_floating_point:
@@ -69,7 +69,7 @@ def rand_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         input: (samples, ...).
-        dtype: of the result; None: that of `input`.
+        dtype: dtype of the result; None takes the input's.
 
     Raises:
         ModelError: as for `randn_like`.
@@ -82,7 +82,7 @@ def rand_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 @uncompiled
 def randint_like(input: Tensor, low: int, high: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Draw whole numbers from low to high - 1 of the shape of `input`, equal under every plan within a step of Weft.
+    """Draw integers from low to high - 1 in the shape of `input`, equal under every plan within a step of Weft.
 
     With one bound, numbers are from 0 to low - 1, as for torch.randint_like.
 
@@ -90,7 +90,7 @@ def randint_like(input: Tensor, low: int, high: int | None = None, *, dtype: tor
         input: (samples, ...).
         low: smallest number.
         high: number after the largest.
-        dtype: of the result; None: that of `input`.
+        dtype: dtype of the result; None takes the input's.
 
     Raises:
         ModelError: as for `randn_like`.
@@ -119,10 +119,10 @@ def bernoulli(input: Tensor, p: float | None = None) -> Tensor:
 
 
 def _draw(like: Tensor, bits: int) -> Tensor:
-    """Draw a whole number below 2^bits for each element."""
+    """Draw an integer below 2^bits for each element."""
     assert _positions is not None
     key, places = _positions.next_draw(like, _calling_modules())
-    return whole_numbers(key, places, bits)
+    return integers_at(key, places, bits)
 
 
 def _calling_modules() -> Iterator[nn.Module]:

@@ -49,8 +49,8 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
     return _hash(lines ^ columns) >= round(rate * 2**32) - 2**31
 
 
-def whole_numbers(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
-    """Draw a whole number below 2^bits for each combination of positions, int64 of shape (len(places[0]), ...).
+def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
+    """Draw an integer below 2^bits for each combination of positions, int64 of shape (len(places[0]), ...).
 
     Args:
         key: int64, 0-d.
@@ -70,7 +70,7 @@ def _words(key: Tensor, places: Sequence[Tensor]) -> Tensor:
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Two rounds of multiply and shift, in place. x: int32."""
+    """Apply two rounds of multiply and shift to `x` (int32), and return it."""
     x.mul_(_FIRST_32)
     x.bitwise_xor_((x >> 15).bitwise_and_((1 << 17) - 1))
     x.mul_(_SECOND_32)

@@ -1,9 +1,9 @@
-"""What makes a step's numbers depend on how the plan divides a batch, found by some small forwards in the first step.
+"""Check in the first step for results that depend on how the plan divides a batch: interacting samples, noise, buffers.
 
 A few samples run together and in two halves, each time with other seeds and without gradients. Outputs and losses must
-come out the same. If they do not, the same samples run again to tell noise from samples that meet, and to find the
-first module that does it. Batch norms are left out: `norm_group` makes them right, and without it they have their own
-warning. A pipeline is not checked: no rank has the full model.
+agree. If they do not, the same samples run again to distinguish noise from interacting samples, and to find the first
+module with a difference. Batch norms are left out: `norm_group` makes them right, and without it they have a warning
+already. A pipeline is not checked: no rank has the full model.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _DROPPING = {
 
 @dataclass(slots=True)
 class Probed:
-    """A model and a microbatch that are looked at.
+    """Settings of a check.
 
     Args:
         model: in training.
-        forward: of the model and a batch.
+        forward: forward(model, batch) -> output.
         loss_fn: (output, batch) -> (sum, number); None: the loss is left out.
-        inside: gives what a forward of some samples runs inside of.
+        inside: returns the context for a forward of some samples.
         limit: relative difference that counts as rounding.
         parts: into how many parts the plan divides a batch.
         forwards: forwards in one step on one rank.
@@ -79,7 +79,7 @@ class Probed:
 
 @dataclass(slots=True)
 class Ran:
-    """One small forward: tensors of the output, the loss, and what modules took and gave, if it was recorded."""
+    """One small forward: tensors of the output, the loss, and inputs and outputs of modules, if recorded."""
 
     outputs: list[Tensor]
     loss: float | None = None
@@ -106,16 +106,16 @@ def check_first_batch(
     batch: Any,
     samples: SampleNumbers,
 ) -> None:
-    """Warn once, on the first rank, of what depends on how the plan divides a batch. All ranks call it.
+    """Warn once, on one rank, if results depend on how the plan divides a batch. A collective.
 
     Args:
         model: in training, not under a pipeline.
-        forward: of the model and a batch.
+        forward: forward(model, batch) -> output.
         loss_fn: as `TrainStep` takes it.
-        mesh: of the ranks.
-        experts: of the model.
-        batch: of the first microbatch.
-        samples: of the first microbatch.
+        mesh: the ranks.
+        experts: the balance of the model's experts.
+        batch: the first microbatch.
+        samples: its samples.
 
     Raises:
         ModelError: for an embedding whose gradients are divided by frequencies in the microbatch.
@@ -146,13 +146,13 @@ def limit_of(mesh: Mesh) -> float:
 
 
 def check_batch(probed: Probed, batch: Any, samples: SampleNumbers, mesh: Mesh) -> None:
-    """Warn once, on the first rank, of what depends on how the plan divides the batch. All ranks call it.
+    """Warn once, on one rank, if results depend on how the plan divides the batch. A collective.
 
     Args:
         probed: the model, its loss and its plan.
-        batch: of one microbatch.
-        samples: of the microbatch.
-        mesh: of the ranks.
+        batch: one microbatch.
+        samples: its samples.
+        mesh: the ranks.
 
     Raises:
         ModelError: for an embedding whose gradients are divided by frequencies in the microbatch.
@@ -197,7 +197,7 @@ def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
 
 
 def _first_rank(mesh: Mesh, holds: bool) -> int:
-    """Return the first rank on which it holds; the number of ranks if there is none."""
+    """Return the first rank on which it holds, or the number of ranks."""
     if mesh.world_size == 1:
         return 0 if holds else 1
     mine = torch.tensor(float(mesh.rank if holds else mesh.world_size), device=mesh.device)
@@ -306,8 +306,8 @@ def _rows_of(every: Tensor, alone: Tensor, rows: int, half: int) -> Tensor | Non
     """Return the rows of a tensor that belong to one half of the samples; None if its rows are not samples.
 
     Args:
-        every: of all samples.
-        alone: of the half.
+        every: rows for all samples.
+        alone: rows for the half.
         rows: samples of a half.
         half: 0 or 1.
     """
@@ -332,7 +332,7 @@ def _equal(one: float, other: float) -> bool:
 
 
 def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
-    """Whether two tensors differ by more than rounding, in the mean: a router may decide a tie in another way."""
+    """Whether two tensors differ by more than rounding, in the mean: a router may break a tie differently."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point():
@@ -344,13 +344,13 @@ def _differ(one: Tensor, other: Tensor, limit: float) -> bool:
 def find_causes(
     probed: Probed, small: list[Small], kept: dict[str, tuple[Tensor, Tensor]], runs: list[Ran]
 ) -> list[str]:
-    """Return a sentence for each cause, from more runs of the same samples. All ranks run the same forwards.
+    """Return a sentence for each cause, from more runs of the same samples. A collective.
 
     Args:
         probed: the model and its loss.
         small: the samples together, and both halves.
         kept: buffers and their values.
-        runs: of the small batches.
+        runs: results of the small batches.
     """
     first = [small[1]] * 2
     again, same = (_runs(probed, first, kept, (1, 2), records=True, still=still) for still in (False, True))
@@ -360,9 +360,9 @@ def find_causes(
     noisy = "" if again is None else _noise(probed, again)
     found = [noisy] if noisy else []
     if not noisy:
-        found += _meetings(probed, runs, alike or runs)
+        found += _interactions(probed, runs, alike or runs)
     elif still and same and not _noise(probed, same):  # noise of unknown functions hides if samples meet
-        found += _meetings(probed, still, still)
+        found += _interactions(probed, still, still)
     buffers = "" if moved is None else _moved_buffers(probed, moved, kept)
     return found + ([buffers] if buffers else [])
 
@@ -385,13 +385,13 @@ def _noise(probed: Probed, runs: list[Ran]) -> str:
     )
 
 
-def _meetings(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[str]:
+def _interactions(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[str]:
     """Return a sentence for outputs or a loss that depend on which samples are together.
 
     Args:
         probed: the model and its plan.
-        runs: of the samples together, and of both halves.
-        recorded: the same, with what modules took and gave.
+        runs: results of the samples together, and of both halves.
+        recorded: the same with inputs and outputs of modules.
     """
     rows = _SAMPLES // 2
     if probed.parts == 1:
@@ -423,7 +423,7 @@ def _meetings(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[str]
 
 
 def _moved_buffers(probed: Probed, runs: list[Ran], kept: dict[str, tuple[Tensor, Tensor]]) -> str:
-    """Return a sentence if forward moves buffers in a way that depends on the plan, else "". runs: of both halves."""
+    """Return a sentence if forward changes buffers and the result depends on the plan, else "". runs: both halves."""
     moved = [name for name in runs[0].buffers if probed.parts > 1]
     if not moved:
         return ""
@@ -447,7 +447,7 @@ def _moved_buffers(probed: Probed, runs: list[Ran], kept: dict[str, tuple[Tensor
 
 
 def _record(model: nn.Module, ran: Ran) -> list[Any]:
-    """Let every module note what it takes and gives, in the order in which calls end."""
+    """Record inputs and outputs of every module, in the order in which calls end."""
 
     def hook_of(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -463,7 +463,7 @@ def _record(model: nn.Module, ran: Ran) -> list[Any]:
 
 
 def _culprit(every: Ran, alone: Ran, rows: int, limit: float, half: int = 0) -> str:
-    """Return the innermost module that takes the same of its samples and gives something else; "" if none does.
+    """Return the innermost module with the same inputs for its samples and other outputs, or "".
 
     Args:
         every: with all samples, or with the same as `alone`.
@@ -517,7 +517,7 @@ class _Draws(TorchFunctionMode):
 
 
 def _constant(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what a random function gives, with one value in place of all that were drawn."""
+    """Return the result of a random function with a constant instead of random values."""
     if func in _DROPPING:
         return args[0] if args else kwargs["input"]
     drawn = func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Forwards that leave nothing behind: buffers, attributes of modules, generators and users' hooks are as before."""
+"""Forwards without side effects: buffers, attributes and generators are restored, users' hooks do not run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.models import BATCH_NORMS
 
 #: Containers whose contents are restored; others are restored as attributes alone.
 _CONTAINERS = (list, dict, set, deque)
-#: What engines exchange while a forward runs.
+#: Attributes that engines exchange while a forward runs.
 _KEPT = frozenset({"_parameters", "_modules", "_buffers", "_non_persistent_buffers_set"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 #: Whose hooks are parts of the forward.
