@@ -16,7 +16,7 @@ from tests.parallel.loops import weights
 from weft.errors import ModelError
 from weft.mesh import build_mesh
 from weft.parallel import parallelize
-from weft.parallel.placement import watched_references
+from weft.parallel.local_tensors.stale_references import watched_references
 from weft.spec.plan import Plan
 from weft.train import Microbatches, TrainStep
 
@@ -156,6 +156,14 @@ class BufferView(Net):
         return self.up(x) + F.linear(x, self.w.view(16, 8))
 
 
+class NumpyView(Net):
+    def hold(self):
+        self.array = self.up.weight.detach().numpy()
+
+    def use(self, x):
+        return self.up(x) + F.linear(x, torch.from_numpy(self.array))
+
+
 class FlatParameters(Net):
     """The parameters are views of one tensor, which forward reads."""
 
@@ -216,7 +224,7 @@ class Global(Net):
 
 FOREIGN = [
     View, Detached, DataView, PythonList, NestedDict, Closure, Partial, DefaultArgument, InDict, KerasLike, SlotObject,
-    BufferView, FlatParameters, Row, ComputedOnce, BoundMethod, Decay, Global,
+    BufferView, NumpyView, FlatParameters, Row, ComputedOnce, BoundMethod, Decay, Global,
 ]  # fmt: skip
 
 
@@ -415,6 +423,20 @@ def loss_with_old_parameters(zero: int) -> str:
     except ModelError as error:
         return str(error)
     return "not refused"
+
+
+def test_compiled_blocks_are_watched_too():
+    mesh = build_mesh(Plan.parse("compile=on precision=fp64"))
+    for kind, refused in ((View, True), (OnlyHeld, False)):
+        model = parallelize(nn.Sequential(kind(), nn.Sequential(nn.Linear(4, 4), nn.GELU()).double()), mesh)
+        step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_fn, mesh)
+        said = ""
+        try:
+            step(batch(0))
+            step(batch(1))
+        except ModelError as error:
+            said = str(error)
+        assert ("is used through 0.w_t" in said) == refused, said
 
 
 def test_ordinary_models_are_not_watched():

@@ -208,6 +208,12 @@ def test_single_and_half_precision_give_no_false_alarm():
             step(tuple(one.float() for one in batch(0)))
 
 
+def test_compiled_blocks():
+    run = start("accumulation=2 compile=on")
+    assert said_of(run, *ORDINARY["mlp"]) == []
+    assert any("depends on the other" in one for one in said_of(run, DEPENDENT["centred"].build))
+
+
 def test_the_check_costs_a_part_of_one_step():
     """A few samples of many: far less than the step itself."""
 

@@ -113,7 +113,7 @@ def refuse_own_statistics(norm: Any, forward: Callable[..., Any], args: Any, kwa
         moved = versions != [version_of(one) for one in running]
     finally:
         for name, (buffer, value) in buffers.items():
-            norm._buffers[name] = buffer
+            setattr(norm, name, buffer)
             buffer.copy_(value)
     if moved:
         raise _refused(norm, "it moves running_mean or running_var itself, by the statistics of one microbatch")

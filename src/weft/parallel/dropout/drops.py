@@ -135,7 +135,7 @@ class Drops:
         return _Replay(self, self._key, self._samples, dict(self._draws))
 
     def name_modules(self, model: nn.Module) -> None:
-        """Key draws in forward by the paths of the model's modules."""
+        """Use for keys of draws in forward the paths of the model's modules."""
         self._model = weakref.ref(model)
 
     def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
@@ -192,13 +192,16 @@ class Drops:
         return self.samples(count, device)
 
     def check_draw(self, like: Tensor, is_inside: bool, is_cut: bool, is_whole: bool) -> None:
-        """Raise ModelError if this rank's part of a drawn tensor does not follow from its shape.
+        """Refuse a random tensor if its shape does not show which part of it this rank has.
 
         Args:
             like: a tensor of the shape that is drawn.
             is_inside: the rank has a part of the features.
             is_cut: the rank of tp has a part of the tokens.
             is_whole: cp leaves the module all tokens.
+
+        Raises:
+            ModelError: with the field of the plan.
         """
         in_context = self._context is not None and self._context.in_use and not is_whole
         field = f"tp={self.part.axis.size}" if is_inside or is_cut else f"cp={self._num_contexts}" if in_context else ""

@@ -11,12 +11,6 @@ from weft.parallel.placement.gradients import DataParallel, attach, data_paralle
 from weft.parallel.placement.joined import join_cut
 from weft.parallel.placement.materialise import Materialise, move
 from weft.parallel.placement.placement import Placement, merge_placements
-from weft.parallel.placement.stale_references import (
-    OriginalParameters,
-    StaleReferences,
-    refusing_stale,
-    watched_references,
-)
 from weft.parallel.placement.state_guard import guard_model, guard_optimizer, pieces_allowed
 
 __all__ = [
@@ -24,9 +18,7 @@ __all__ = [
     "AxisMap",
     "DataParallel",
     "Materialise",
-    "OriginalParameters",
     "Placement",
-    "StaleReferences",
     "attach",
     "check_same_model",
     "data_parallel",
@@ -38,6 +30,4 @@ __all__ = [
     "move",
     "originals",
     "pieces_allowed",
-    "refusing_stale",
-    "watched_references",
 ]

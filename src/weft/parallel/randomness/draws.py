@@ -8,7 +8,7 @@ functions are torch's, with torch's generator.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -31,18 +31,17 @@ class Positions(Protocol):
         ...
 
 
-_positions: Positions | None = None
+_active: list[Positions] = []  # the innermost context is the last
 
 
 @contextmanager
 def drawing_by(positions: Positions) -> Iterator[None]:
     """Draw random tensors by these positions inside."""
-    global _positions
-    before, _positions = _positions, positions
+    _active.append(positions)
     try:
         yield
     finally:
-        _positions = before
+        _active.pop()
 
 
 @uncompiled
@@ -57,7 +56,7 @@ def randn_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         ModelError: within a step, if dim 0 is not the samples, or the plan divides a tensor of unknown layout.
     """
     dtype = dtype or input.dtype
-    if _positions is None or not dtype.is_floating_point:
+    if not _active or not dtype.is_floating_point:
         return torch.randn_like(input, dtype=dtype)
     numbers = _draw(input, 52).double()
     return torch.special.ndtri((numbers + 0.5) / 2**52).to(dtype)
@@ -75,7 +74,7 @@ def rand_like(input: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         ModelError: as for `randn_like`.
     """
     dtype = dtype or input.dtype
-    if _positions is None or dtype not in _BITS:
+    if not _active or dtype not in _BITS:
         return torch.rand_like(input, dtype=dtype)
     return (_draw(input, _BITS[dtype]).double() / 2 ** _BITS[dtype]).to(dtype)
 
@@ -96,7 +95,7 @@ def randint_like(input: Tensor, low: int, high: int | None = None, *, dtype: tor
         ModelError: as for `randn_like`.
     """
     first, end = (0, low) if high is None else (low, high)
-    if _positions is None or end <= first:
+    if not _active or end <= first:
         return torch.randint_like(input, first, end, dtype=dtype)
     return (_draw(input, 62) % (end - first) + first).to(dtype or input.dtype)
 
@@ -112,7 +111,7 @@ def bernoulli(input: Tensor, p: float | None = None) -> Tensor:
     Raises:
         ModelError: as for `randn_like`.
     """
-    if _positions is None:
+    if not _active:
         return torch.bernoulli(input) if p is None else torch.bernoulli(input, p)
     numbers = _draw(input, 53).double() / 2**53
     return (numbers < (input.detach().double() if p is None else p)).to(input.dtype)
@@ -120,14 +119,13 @@ def bernoulli(input: Tensor, p: float | None = None) -> Tensor:
 
 def _draw(like: Tensor, bits: int) -> Tensor:
     """Draw an integer below 2^bits for each element."""
-    assert _positions is not None
-    key, places = _positions.next_draw(like, _calling_modules())
+    key, places = _active[-1].next_draw(like, _calling_modules())
     return integers_at(key, places, bits)
 
 
 def _calling_modules() -> Iterator[nn.Module]:
     """Yield the modules whose methods called, innermost first."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and isinstance(module := frame.f_locals.get(code.co_varnames[0]), nn.Module):

@@ -32,7 +32,7 @@ from weft.testing.verify.first_difference import OutputRecorder, Watcher, watchi
 from weft.testing.verify.float64 import Float64Throughout
 from weft.testing.verify.subject import BuiltCase, Subject
 from weft.train import Microbatches
-from weft.train.step import Probed, causes_of
+from weft.train.batch_check import Probed, causes_of
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: How long (s) a rank may take for one plan.

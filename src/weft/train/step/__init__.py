@@ -13,12 +13,10 @@ from weft.lazy import loads
 __all__ = [
     "ForwardFn",
     "LossFn",
-    "Probed",
     "RankForwards",
     "StepMetrics",
     "TrainStep",
     "WholeBatchLoss",
-    "causes_of",
     "evaluate",
     "group_loss",
     "mean_loss",
@@ -26,7 +24,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.train.step.batch_check import Probed, causes_of
     from weft.train.step.evaluation import evaluate, mean_loss
     from weft.train.step.grouped_loss import group_loss
     from weft.train.step.loss_check import LossFn
@@ -41,12 +38,10 @@ __getattr__ = loads(
     {
         "ForwardFn": ".train_step",
         "LossFn": ".loss_check",
-        "Probed": ".batch_check",
         "RankForwards": ".rank_forwards",
         "StepMetrics": ".step_metrics",
         "TrainStep": ".train_step",
         "WholeBatchLoss": ".whole_batch",
-        "causes_of": ".batch_check",
         "evaluate": ".evaluation",
         "group_loss": ".grouped_loss",
         "mean_loss": ".evaluation",

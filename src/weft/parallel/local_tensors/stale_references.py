@@ -46,9 +46,9 @@ class OriginalParameters:
         trained = {name: param for name, param in model.named_parameters() if param.requires_grad and not param.is_meta}
         self._objects = {name: weakref.ref(param) for name, param in trained.items()}
         named = reversed(trained.items())  # the first of several in one storage stays
-        self._storages = {_memory(param): name for name, param in named if _has_memory(param)}
+        self._storages = {_memory(param): (name, _address(param)) for name, param in named if _has_memory(param)}
         self._buffers = [
-            (weakref.ref(module), key, self._storages[_memory(buffer)])
+            (weakref.ref(module), key, self._storages[_memory(buffer)][0])
             for module in model.modules()
             for key, buffer in module.named_buffers(recurse=False)
             if _has_memory(buffer) and _memory(buffer) in self._storages
@@ -69,17 +69,23 @@ class OriginalParameters:
         objects = {
             name: ref for name, ref in self._objects.items() if (old := ref()) is not None and id(old) not in here
         }
-        storages = {key: name for key, name in self._storages.items() if not key.expired() and key not in memory}
+        storages = {key: old for key, old in self._storages.items() if not key.expired() and key not in memory}
         for owner, key, name in self._buffers:
             module = owner()
-            buffer = None if module is None else module._buffers.get(key)
+            buffer = None if module is None else dict(module.named_buffers(recurse=False)).get(key)
             if buffer is not None and _has_memory(buffer):
-                storages[_memory(buffer)] = name
+                storages[_memory(buffer)] = name, _address(buffer)
         if objects or storages:
             stale = StaleReferences(model, objects, storages, compiles)
             setattr(model, _ATTRIBUTE, stale)
             model.register_forward_pre_hook(stale.before_forward)
             model.register_forward_hook(stale.after_forward, always_call=True)
+
+    @staticmethod
+    def refusing_old(model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context for a train step's first passes: the loss and a custom forward are watched too."""
+        stale = watched_references(model)
+        return nullcontext() if stale is None else stale.watching()
 
 
 class StaleReferences:
@@ -88,7 +94,7 @@ class StaleReferences:
     Args:
         model: after parallelize.
         objects: old parameters by name.
-        storages: old memory, with the name of the parameter that it belonged to.
+        storages: old memory, with the name of the parameter that it belonged to and its address.
         compiles: blocks are compiled.
     """
 
@@ -96,12 +102,13 @@ class StaleReferences:
         self,
         model: nn.Module,
         objects: Mapping[str, weakref.ref[nn.Parameter]],
-        storages: Mapping[StorageWeakRef, str],
+        storages: Mapping[StorageWeakRef, tuple[str, int]],
         compiles: bool,
     ):
         self._model = weakref.ref(model)
         self._objects = {id(ref()): (ref, name) for name, ref in objects.items()}
-        self._storages, self._compiles = dict(storages), compiles
+        self._storages, self._compiles = {key: name for key, (name, _) in storages.items()}, compiles
+        self._addresses = {address: (key, name) for key, (name, address) in storages.items() if address}
         self._watched: set[bool] = set()  # values of model.training that were watched
         self._depth = 0
         self._own_pass: ExitStack | None = None
@@ -114,7 +121,11 @@ class StaleReferences:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Raise ModelError if torch computes with an old parameter while inside."""
+        """Refuse operations on old parameters while inside.
+
+        Raises:
+            ModelError: with the parameter and how the model reaches it.
+        """
         self._depth += 1
         try:
             with ExitStack() as stack:
@@ -136,7 +147,13 @@ class StaleReferences:
 
     @uncompiled
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """End the watch, and follow the gradients of the output."""
+        """End the watch, and follow the gradients of the output.
+
+        Args:
+            model: as torch passes it to a hook.
+            args: as torch passes them.
+            output: of the forward; None if it raised.
+        """
         del args
         own, self._own_pass = self._own_pass, None
         if own is not None:
@@ -150,10 +167,19 @@ class StaleReferences:
         ref, name = self._objects.get(id(tensor), (None, None))
         if ref is not None and ref() is tensor:
             return name
-        return self._storages.get(_memory(tensor)) if _has_memory(tensor) else None
+        if not _has_memory(tensor):
+            return None
+        # By address too: numpy arrays and DLPack give tensors another storage on the same memory.
+        name = self._storages.get(_memory(tensor))
+        key, at_address = self._addresses.get(_address(tensor), (None, None))
+        return at_address if name is None and key is not None and not key.expired() else name
 
     def check_graph(self, output: Any) -> None:
-        """Raise ModelError if gradients of the output reach an old parameter."""
+        """Refuse an output whose gradients reach an old parameter.
+
+        Raises:
+            ModelError: with the parameter and how the model reaches it.
+        """
         nodes = [one.grad_fn for one in tree_leaves(output) if isinstance(one, Tensor) and one.grad_fn is not None]
         known = set(nodes)
         while nodes:
@@ -167,7 +193,11 @@ class StaleReferences:
                     nodes.append(following)
 
     def refuse(self, tensor: Tensor) -> None:
-        """Raise ModelError with the parameter and how the model reaches its old values."""
+        """Refuse a tensor with old values.
+
+        Raises:
+            ModelError: with the parameter and how the model reaches the tensor.
+        """
         name, model = self.name_of(tensor), self._model()
         how = None if model is None else next(iter(_holders(model, self, name)), None)
         reached = f"through {how}" if how else "from outside of its modules, such as a global variable"
@@ -200,12 +230,6 @@ def watched_references(model: nn.Module) -> StaleReferences | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def refusing_stale(model: nn.Module) -> AbstractContextManager[None]:
-    """Return the context for a train step's first passes: the loss and a custom forward are watched too."""
-    stale = watched_references(model)
-    return nullcontext() if stale is None else stale.watching()
-
-
 def _nothing() -> StaleReferences:
     return StaleReferences(nn.Module(), {}, {}, False)
 
@@ -225,6 +249,10 @@ def _local(param: Tensor) -> Tensor:
 
 def _has_memory(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef:

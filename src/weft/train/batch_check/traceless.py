@@ -32,7 +32,7 @@ def traceless(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """
     modules = list(model.modules())
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-    registered = [(module, dict(module._buffers)) for module in modules]
+    registered = [(module, dict(vars(module)["_buffers"])) for module in modules]
     attributes = [(module, _attributes(module)) for module in modules]
     hooks = [(module, _without_users_hooks(module)) for module in modules]
     norms = [module for module in modules if isinstance(module, BATCH_NORMS) and module.training]
@@ -57,8 +57,8 @@ def traceless(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
         for module, values in attributes:
             _restore(module, values)
         for module, known in registered:
-            module._buffers.clear()
-            module._buffers.update(known)
+            vars(module)["_buffers"].clear()
+            vars(module)["_buffers"].update(known)
         with torch.no_grad():
             for buffer, values in buffers.values():
                 buffer.copy_(values)

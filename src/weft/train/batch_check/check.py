@@ -28,10 +28,8 @@ from weft.parallel.batch_statistics import frequency_refusal
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.randomness import SampleNumbers
 from weft.private_torch import tree_leaves
+from weft.train.batch_check.traceless import seed_all, traceless
 from weft.train.microbatch import cut_rows, samples_in
-from weft.train.step.grouped_loss import GroupLoss
-from weft.train.step.traceless import seed_all, traceless
-from weft.train.step.whole_batch import WholeBatchLoss
 
 #: Samples that run together; half of them run alone.
 _SAMPLES = 4
@@ -58,7 +56,7 @@ _DROPPING = {
 class Probed:
     """Settings of a check.
 
-    Args:
+    Attributes:
         model: in training.
         forward: forward(model, batch) -> output.
         loss_fn: (output, batch) -> (sum, number); None: the loss is left out.
@@ -81,7 +79,8 @@ class Probed:
 class Ran:
     """One small forward: tensors of the output, the loss, and inputs and outputs of modules, if recorded."""
 
-    outputs: list[Tensor]
+    samples: int
+    outputs: list[Tensor] = field(default_factory=list)
     loss: float | None = None
     number: float | None = None
     drawn: list[str] = field(default_factory=list)
@@ -111,7 +110,7 @@ def check_first_batch(
     Args:
         model: in training, not under a pipeline.
         forward: forward(model, batch) -> output.
-        loss_fn: as `TrainStep` takes it.
+        loss_fn: (output, batch) -> (sum, number); None: the loss is not checked.
         mesh: the ranks.
         experts: the balance of the model's experts.
         batch: the first microbatch.
@@ -133,9 +132,8 @@ def check_first_batch(
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
 
-    compares = isinstance(loss_fn, GroupLoss | WholeBatchLoss)
     parts = mesh.data.size * forwards
-    probed = Probed(model, forward, None if compares else loss_fn, inside, limit_of(mesh), parts, forwards)
+    probed = Probed(model, forward, loss_fn, inside, limit_of(mesh), parts, forwards)
     check_batch(probed, cut_sequence(model, batch), samples, mesh)
 
 
@@ -197,10 +195,8 @@ def _agree(mesh: Mesh, holds: bool, op: str) -> bool:
 
 
 def _first_rank(mesh: Mesh, holds: bool) -> int:
-    """Return the first rank on which it holds, or the number of ranks."""
-    if mesh.world_size == 1:
-        return 0 if holds else 1
-    mine = torch.tensor(float(mesh.rank if holds else mesh.world_size), device=mesh.device)
+    """Return the first rank on which it holds, or a number that no rank has."""
+    mine = torch.tensor(mesh.rank if holds else 2**40, dtype=torch.float64, device=mesh.device)
     return int(all_reduce(mine, mesh.world, "min"))
 
 
@@ -214,10 +210,11 @@ def _small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
         return None
     numbers: Sequence[int] = samples.numbers[:_SAMPLES]
     try:
-        if count < _SAMPLES:
-            batch, numbers = _longer(batch, count), range(numbers[0], numbers[0] + _SAMPLES)
-        half = _SAMPLES // 2
-        runs = [range(_SAMPLES), range(half), range(half, _SAMPLES)]
+        # Of a microbatch of one sample two run: so many need less memory than its backward.
+        every = _SAMPLES if count > 1 else 2
+        if count < every:
+            batch, numbers = _longer(batch, count), range(numbers[0], numbers[0] + every)
+        runs = [range(every), range(every // 2), range(every // 2, every)]
         batches = cut_rows(batch, runs)
     except ModelError:
         return None
@@ -225,12 +222,12 @@ def _small_batches(batch: Any, samples: SampleNumbers) -> list[Small] | None:
 
 
 def _longer(batch: Any, count: int) -> Any:
-    """Return the samples with variants of them after them, at least `_SAMPLES` in all."""
+    """Return the samples, and variants of them after them."""
 
     def longer(one: Tensor) -> Tensor:
         if not one.ndim or len(one) != count:
             return one
-        return torch.cat([one, one.flip(-1), one.roll(1, -1), one.flip(-1).roll(1, -1)])
+        return torch.cat([one, one.flip(-1)])
 
     return map_tensors(longer, batch)
 
@@ -260,7 +257,7 @@ def _run(
     for buffer, values in kept.values():
         buffer.copy_(values)
     seed_all(seed)
-    ran, draws = Ran([]), _Draws(still)
+    ran, draws = Ran(len(small.samples.numbers)), _Draws(still)
     handles = _record(probed.model, ran) if records else []
     try:
         with probed.inside(small.samples), draws:
@@ -285,19 +282,20 @@ def _run(
 def _suspected(probed: Probed, runs: list[Ran]) -> list[str]:
     """Return which of outputs, loss, number and buffers show that something depends on the division."""
     every, *halves = runs
-    found = ["outputs"] * _outputs_differ(every, halves, _SAMPLES // 2, probed.limit)
+    found = ["outputs"] * _outputs_differ(every, halves, probed.limit)
     if _loss_differs(every, halves, probed.limit):
         found.append("loss")
-    if every.number is not None and abs(every.number - sum(one.number or 0.0 for one in halves)) > 1e-6:
+    is_sum = every.number is None or abs(every.number - sum(one.number or 0.0 for one in halves)) <= 1e-6
+    if not is_sum and (found or every.number == 1):  # else a constant: the size of the microbatches, written down
         found.append("number")
     return found + ["buffers"] * bool(every.buffers)
 
 
-def _outputs_differ(every: Ran, halves: Sequence[Ran], rows: int, limit: float) -> bool:
+def _outputs_differ(every: Ran, halves: Sequence[Ran], limit: float) -> bool:
     """Whether some rows came out otherwise than in their half, of outputs that have rows for samples."""
     for half, ran in enumerate(halves):
         for output, alone in zip(every.outputs, ran.outputs, strict=False):
-            if (among := _rows_of(output, alone, rows, half)) is not None and _differ(among, alone, limit):
+            if (among := _rows_of(output, alone, ran.samples, half)) is not None and _differ(among, alone, limit):
                 return True
     return False
 
@@ -370,9 +368,8 @@ def find_causes(
 def _noise(probed: Probed, runs: list[Ran]) -> str:
     """Return a sentence if the same samples give other numbers with another seed, else ""."""
     one, other = runs
-    rows = max((len(output) for output in one.outputs if output.ndim), default=1)
     if any(_differ(left, right, probed.limit) for left, right in zip(one.outputs, other.outputs, strict=False)):
-        where = _culprit(one, other, rows, probed.limit) or "the model"
+        where = _culprit(one, other, probed.limit) or "the model"
     elif one.loss is not None and other.loss is not None and not _equal(one.loss, other.loss):
         where = "loss_fn"
     else:
@@ -393,13 +390,12 @@ def _interactions(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[
         runs: results of the samples together, and of both halves.
         recorded: the same with inputs and outputs of modules.
     """
-    rows = _SAMPLES // 2
     if probed.parts == 1:
         return []
     found, suspected = list[str](), _suspected(probed, runs)
     if "outputs" in suspected:
         every, *halves = recorded
-        culprits = [_culprit(every, ran, rows, probed.limit, half) for half, ran in enumerate(halves)]
+        culprits = [_culprit(every, ran, probed.limit, half) for half, ran in enumerate(halves)]
         where = next(filter(None, culprits), "")
         found.append(
             f"batch: what {where or 'the model'} computes for a sample depends on the other samples of its microbatch, "
@@ -409,9 +405,9 @@ def _interactions(probed: Probed, runs: list[Ran], recorded: list[Ran]) -> list[
         )
     elif "number" in suspected:
         found.append(
-            f"loss_fn: the number of losses that it returns is {runs[0].number:g} for {2 * rows} samples and "
-            f"{runs[1].number:g} for {rows}, so it is not a number of samples or tokens (a mean and 1?), and results "
-            "depend on the plan. Return the sum of the losses and their number."
+            f"loss_fn: the number of losses that it returns is {runs[0].number:g} for {runs[0].samples} samples and "
+            f"{runs[1].number:g} for {runs[1].samples}, so it counts no samples or tokens (a mean and 1?), and "
+            "results depend on the plan. Return the sum of the losses and their number."
         )
     elif "loss" in suspected:
         found.append(
@@ -462,20 +458,19 @@ def _record(model: nn.Module, ran: Ran) -> list[Any]:
     ]
 
 
-def _culprit(every: Ran, alone: Ran, rows: int, limit: float, half: int = 0) -> str:
+def _culprit(every: Ran, alone: Ran, limit: float, half: int = 0) -> str:
     """Return the innermost module with the same inputs for its samples and other outputs, or "".
 
     Args:
         every: with all samples, or with the same as `alone`.
         alone: with one half of the samples.
-        rows: samples of a half.
         limit: relative difference that counts as rounding.
         half: 0 or 1.
     """
 
     def differ(left: list[Tensor], right: list[Tensor]) -> bool:
         for one, other in zip(left, right, strict=False):
-            same = one if one.shape == other.shape else _rows_of(one, other, rows, half)
+            same = one if one.shape == other.shape else _rows_of(one, other, alone.samples, half)
             if same is not None and _differ(same, other, limit):
                 return True
         return False
