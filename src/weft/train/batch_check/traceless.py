@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ def traceless(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     modules = list(model.modules())
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     registered = [(module, dict(vars(module)["_buffers"])) for module in modules]
-    attributes = [(module, _attributes(module)) for module in modules]
+    attributes = [(module, _attributes(module), set(vars(module))) for module in modules]
     hooks = [(module, _without_users_hooks(module)) for module in modules]
     norms = [module for module in modules if isinstance(module, BATCH_NORMS) and module.training]
     numpy: Any = sys.modules.get("numpy")
@@ -54,8 +55,8 @@ def traceless(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
             for name, kept in removed.items():
                 vars(module)[name].clear()
                 vars(module)[name].update(kept)
-        for module, values in attributes:
-            _restore(module, values)
+        for module, values, before in attributes:
+            _restore(module, values, before)
         for module, known in registered:
             vars(module)["_buffers"].clear()
             vars(module)["_buffers"].update(known)
@@ -78,15 +79,16 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     for name, value in vars(module).items():
         if name in _KEPT or name.startswith(("_weft", "_fsdp")) or "hooks" in name:
             continue
+        if isinstance(value, list) and any(isinstance(one, nn.Parameter | weakref.ref) for one in value):
+            continue  # of recurrent layers: they follow _parameters
         found[name] = value, value.copy() if type(value) in _CONTAINERS else None
     return found
 
 
-def _restore(module: nn.Module, values: dict[str, tuple[Any, Any]]) -> None:
+def _restore(module: nn.Module, values: dict[str, tuple[Any, Any]], before: set[str]) -> None:
     own = vars(module)
-    new = [name for name in own if name not in values and name not in _KEPT]
-    for name in new:
-        if not name.startswith(("_weft", "_fsdp")) and "hooks" not in name:
+    for name in set(own) - values.keys() - before:
+        if name not in _KEPT and not name.startswith(("_weft", "_fsdp")) and "hooks" not in name:
             del own[name]
     for name, (value, contents) in values.items():
         own[name] = value
