@@ -22,10 +22,14 @@ __all__ = [
     "TrainStep",
     "WeftError",
     "WeftWarning",
+    "bernoulli",
     "build_mesh",
     "describe",
     "group_loss",
     "init",
+    "rand_like",
+    "randint_like",
+    "randn_like",
     "search",
     "trace",
 ]
@@ -33,6 +37,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.errors import WeftError, WeftWarning
     from weft.mesh import build_mesh
+    from weft.parallel.randomness import bernoulli, rand_like, randint_like, randn_like
     from weft.planner.tell import search
     from weft.spec import ClusterSpec, Layout, ModelSpec, RunConfig
     from weft.spec.plan import Plan
@@ -54,6 +59,10 @@ __getattr__ = loads(
         "WeftWarning": ".errors",
         "describe": ".structure.cost",
         "group_loss": ".train.step",
+        "bernoulli": ".parallel.randomness",
+        "rand_like": ".parallel.randomness",
+        "randint_like": ".parallel.randomness",
+        "randn_like": ".parallel.randomness",
         "search": ".planner.tell",
         "trace": ".train.task",
         "build_mesh": ".mesh",

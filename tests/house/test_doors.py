@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "weft"
-MOST_NAMES, MOST_ENTRIES, MOST_ENTRIES_AT_THE_TOP = 16, 14, 24
+MOST_NAMES, MOST_NAMES_AT_THE_TOP, MOST_ENTRIES, MOST_ENTRIES_AT_THE_TOP = 16, 20, 14, 24
 
 #: File stems that stand for one thing in each place: a floor's private names of torch, and what `python -m` runs.
 STEMS = frozenset({"__main__", "private_torch"})
@@ -101,7 +101,7 @@ def _is_file_of(room: str, source: str, name: str) -> bool:
 def test_a_door_is_there_and_thin(room):
     names = exported(room)
     assert names is not None, f"{room} has no `__all__`"
-    assert len(names) <= MOST_NAMES, f"{room}: {len(names)} names"
+    assert len(names) <= (MOST_NAMES_AT_THE_TOP if room == "weft" else MOST_NAMES), f"{room}: {len(names)} names"
     assert len(set(names)) == len(names)
 
 

@@ -82,6 +82,15 @@ def mixes() -> tuple[nn.Module, object]:
     return Mixes(), batch
 
 
+class Noisy(Net):
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
+def noisy() -> tuple[nn.Module, object]:
+    return Noisy(), batch
+
+
 def rounds() -> tuple[nn.Module, object]:
     return Rounds(), batch
 

@@ -87,6 +87,13 @@ def test_a_plan_that_differs_is_named_with_the_module_where_it_parts(shared_rank
     assert verdict.max_rel_diff > 1e-3
     assert verdict.parts.startswith("output of blocks.1.0 in step 1")
     assert "DIFFERS" in describe(verdict)[-1]
+    assert ["depends on the other samples" in cause for cause in verdict.causes] == [True]
+
+
+def test_noise_and_samples_that_meet_are_named_as_causes(shared_ranks):
+    [cause] = verdict_of(f"{HERE}:noisy", "dp_shard=2 zero=1").causes
+    assert cause.startswith("random numbers: ")
+    assert "torch.randn_like" in cause
 
 
 def test_gradients_that_part_are_told_from_outputs(shared_ranks):

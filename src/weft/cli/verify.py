@@ -209,6 +209,7 @@ def describe(verdict: Verdict) -> list[str]:
     lines += [f"{apart:<8.1e} {name}" for name, apart in most]
     if verdict.parts:
         lines.append(f"parts    first in {verdict.parts}")
+    lines += [f"cause    {cause}" for cause in verdict.causes]
     word = "equal" if verdict.passed else "DIFFERS"
     return [*lines, f"{word}: the largest relative difference is {verdict.max_rel_diff:.1e} ({verdict.seconds:.1f} s)"]
 
@@ -216,4 +217,6 @@ def describe(verdict: Verdict) -> list[str]:
 def _line(one: Verdict) -> str:
     word = "equal" if one.passed else "refused" if one.refused else "FAILED" if one.error else "DIFFERS"
     rest = one.refused or (one.error.strip().splitlines()[-1] if one.error else one.parts)
+    if one.causes:
+        rest = f"{rest}; {one.causes[0]}"
     return f"{word:<8} {one.max_rel_diff:<8.1e} {one.seconds:>5.1f} s  {one.plan or 'one rank'}  {rest}".rstrip()

@@ -123,6 +123,7 @@ class TorchEngine:
             max_grad_norm=config.optimizer.max_grad_norm,
             nominal_tokens=task.nominal_count(),
             meter=self.meter,
+            check_batch=config.train.check_batch,
             weights_follow=mesh.device.type == "cuda",  # a CPU copies what arrives itself, and gains nothing
         )
         data_parallel(self._model).coders.exact_steps = config.train.compress_after

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,16 +67,25 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     keeping, replaying = choice.contexts() if selective else _no_contexts()
     if policy.buffers:
         # Batch statistics and their like count a batch once: the replay writes into copies.
-        replaying = _both(spare_buffers(block, policy.buffers), replaying)
-    if (state := getattr(block, "_weft_travels", None)) is not None:
-        # What forward reads besides its arguments, and another microbatch may have changed when the replay comes.
-        replaying = _both(state.travelling(), replaying)
+        replaying = _Both(spare_buffers(block, policy.buffers), replaying)
+    # Forward reads more than its arguments, and another microbatch may have changed it before the replay.
+    replaying = _Both(state_of(block), replaying)
     pair = keeping, replaying
     settings = {**(OWN_HOOKS if selective else {}), **_kept_randomness()}
     outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **settings, **kwargs)
     if selective:
         choice.keep_as_autograd_does(keeping.storage)
     return outputs
+
+
+def state_of(block: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context in which the forward that begins now can be run again with the same result.
+
+    Args:
+        block: a repeated block.
+    """
+    state = getattr(block, "_weft_travels", None)
+    return nullcontext() if state is None else state.travelling()
 
 
 def _run_traced(policy: Policy, block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -143,10 +152,21 @@ def _no_contexts() -> tuple[Any, Any]:
     return contextlib.nullcontext(), contextlib.nullcontext()
 
 
-@contextlib.contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
+class _Both:
+    """Two contexts, entered one in the other."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]):
+        self._contexts = outer, inner
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 class _RecomputedAttention(TorchFunctionMode):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from weft.memory.policy import Forward, Policy, is_attention, spare_buffers, without_cache, without_graph
+from weft.memory.policy import Forward, Policy, is_attention, spare_buffers, state_of, without_cache, without_graph
 from weft.memory.selective import is_heavy
 from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves, tree_map
 
@@ -100,7 +100,7 @@ def num_bytes(storages: Storages) -> int:
 def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs: dict[str, Any]) -> BlockTrace:
     """Run a block on what it is about to be called with, and look at what autograd keeps.
 
-    Leaves no mark: random generators and buffers are as before. Takes the memory that the block takes in training.
+    Random generators, counts of draws and buffers are as before. Needs the memory that the block needs in training.
     """
     args, kwargs = tree_map(_leaf, ([without_cache(value) for value in args], kwargs))
     kwargs = {name: without_cache(value) for name, value in kwargs.items()}
@@ -110,10 +110,11 @@ def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs:
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         before = dict(block.named_buffers())
-        with spare_buffers(block, buffers), torch.no_grad():
+        with spare_buffers(block, buffers), state_of(block), torch.no_grad():
             forward(block, *args, **kwargs)  # the first run of a kernel is slow: choosing it, page faults
         with spare_buffers(block, buffers), _Recording(_clock(device)) as record, torch.enable_grad():
-            outputs = storages_of(forward(block, *args, **kwargs))
+            with state_of(block):
+                outputs = storages_of(forward(block, *args, **kwargs))
             changed = [name for name, tensor in block.named_buffers() if not torch.equal(tensor, before[name])]
     return record.trace(ignored, outputs, tuple(changed))
 

@@ -18,7 +18,8 @@ from weft.models.transformer import INIT_STD
 _BLOCK = 2**22
 
 #: Norms whose statistics are of the samples at hand.
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+#: The base of all batch norms of torch, lazy and synchronized ones included.
+BATCH_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d.__bases__[0],)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS)
 
 

@@ -12,13 +12,14 @@ from weft.parallel.batch_statistics import (
 )
 from weft.parallel.dropout import drops_of
 from weft.parallel.expert import ExpertBalance
-from weft.parallel.local_tensors import Precision
+from weft.parallel.local_tensors import OriginalParameters, Precision
 from weft.parallel.parallelize import parallelize
 from weft.parallel.placement import DataParallel, data_parallel
 
 __all__ = [
     "DataParallel",
     "ExpertBalance",
+    "OriginalParameters",
     "Precision",
     "TrainMode",
     "data_parallel",

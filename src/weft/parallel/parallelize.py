@@ -18,7 +18,7 @@ from weft.parallel.expert import divide_sequences, expect_experts, spread_expert
 from weft.parallel.layers import attend_by_borders, choose_float8, use_float8, watch_indices
 from weft.parallel.layers.documents import attend_in_documents, follow_position_ids
 from weft.parallel.layers.spread import SpreadChoice, attach_spread, choose_spread
-from weft.parallel.local_tensors import Precision, grown, originals_of
+from weft.parallel.local_tensors import OriginalParameters, Precision, grown, originals_of
 from weft.parallel.pipeline import build_pipeline, pipeline_of
 from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
 from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
@@ -61,7 +61,7 @@ def parallelize(
     """
     if is_attached(model):
         raise ModelError("model: it is parallelized already. Build a new one, or copy.deepcopy this one.")
-    before, whole, mesh = originals_of(model), mesh, mesh.replica
+    before, params, whole, mesh = originals_of(model), OriginalParameters(model), mesh, mesh.replica
     if mesh.rank == 0 and (said := grown(before, Precision.of(mesh.plan))):
         warnings.warn(said, WeftWarning, stacklevel=3)
     _prepare(model, mesh, bf16_layers, fp8_recipe)
@@ -78,8 +78,7 @@ def parallelize(
         hold_as_operators(model, mesh.plan)
         warn_of_uncompiled(model, mesh, stacklevel=3)
         compile_blocks(model)
-    host = open_host(mesh.plan, mesh.device, pinned_limit)
-    if host is not None:
+    if (host := open_host(mesh.plan, mesh.device, pinned_limit)) is not None:
         _offload(model, mesh, host)
     engine = build_engine(model, mesh, placed, host=host, seed=seed, filled_later=filled_later)
     attach_spread(model, mesh, spread)
@@ -87,6 +86,7 @@ def parallelize(
     meet_rarely(model, engine, whole)
     guard_model(model, engine.axes)
     watch_local_means(model, mesh, groups_norms=groups is not None)
+    params.watch(model, mesh.plan.compile)
     return model
 
 

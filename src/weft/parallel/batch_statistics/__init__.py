@@ -6,6 +6,7 @@ from weft.parallel.batch_statistics.grouped_norm import group_norms
 from weft.parallel.batch_statistics.local_means import (
     TrainMode,
     count_of_hugging_face,
+    frequency_refusal,
     global_mean,
     is_hugging_face_output,
     sum_of_hugging_face,
@@ -19,6 +20,7 @@ __all__ = [
     "SampleGroups",
     "TrainMode",
     "count_of_hugging_face",
+    "frequency_refusal",
     "global_mean",
     "group_norms",
     "is_hugging_face_output",

@@ -6,16 +6,23 @@ Letters: N rows, C channels, G groups, K ranks that share groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from weft.comm import all_gather, all_reduce
 from weft.errors import ModelError
 from weft.mesh import Axis, Mesh
 from weft.models import BATCH_NORMS
+from weft.parallel.batch_statistics.norm_calls import (
+    affine,
+    batch_norm_call,
+    is_plain_forward,
+    refuse_own_statistics,
+)
 from weft.parallel.batch_statistics.norm_groups import ATTRIBUTE, GroupCut, NormGroups, TwoStates
 from weft.private_torch import Function, uncompiled
 from weft.structure import become, repeated_blocks
@@ -28,18 +35,45 @@ class GroupedBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Same shape. x: (N, C, ...)."""
-        groups = self._weft_groups
+        groups, norm = self._weft_groups, cast("nn.BatchNorm2d", self)
         # Frozen statistics are those of evaluation; what was unpickled away from its ranks is a plain norm.
         if not self.training or groups is None:
             return super().forward(x)
-        return _normalise(self, groups, x)
+        return _normalise(self, groups, x, norm.weight, norm.bias, norm.eps, norm.track_running_stats)
+
+
+class GroupedCalls(nn.Module):
+    """A batch norm whose class overrides forward: its calls of batch_norm use groups of samples."""
+
+    _weft_groups: NormGroups
+    _weft_is_checked: bool
+
+    @uncompiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of the module's own forward."""
+        groups: NormGroups | None = self._weft_groups
+        if not self.training or groups is None:
+            return super().forward(*args, **kwargs)
+        if not self._weft_is_checked:
+            refuse_own_statistics(self, super().forward, args, kwargs)
+            self._weft_is_checked = True
+        with _OwnCounts(self), _GroupedFunctions(self, groups):
+            return super().forward(*args, **kwargs)
 
 
 @uncompiled
-def _normalise(norm: Any, groups: NormGroups, x: Tensor) -> Tensor:
+def _normalise(
+    norm: Any,
+    groups: NormGroups,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    moves: bool,
+) -> Tensor:
     cut = groups.cut
     if cut.axis is None and cut.samples.is_empty:  # a stand-in: its rows count for nothing, whatever they are
-        return F.batch_norm(x, x.new_zeros(x.shape[1]), x.new_ones(x.shape[1]), norm.weight, norm.bias)
+        return affine(x, weight, bias)
     rows = _rows_of_groups(cut, groups.size, x.shape[0])
     if cut.ends_alone and 1 in rows and x[0].numel() == x.shape[1]:
         raise ModelError(
@@ -47,22 +81,22 @@ def _normalise(norm: Any, groups: NormGroups, x: Tensor) -> Tensor:
             "has no variance. Use a global batch that is a multiple of norm_group, and drop_last=True in the loader."
         )
     if cut.axis is None:
-        outputs = [_plain(norm, part) for part in x.split(rows)]
+        outputs = [_plain(part, weight, bias, eps) for part in x.split(rows)]
         out = torch.cat([one for one, _, _ in outputs]) if len(outputs) > 1 else outputs[0][0]
         mean, var = (torch.stack([one[place] for one in outputs]) for place in (1, 2))
     else:
         is_counted = not cut.samples.is_empty
-        out, mean, var = _Shared.apply(x, norm.weight, norm.bias, rows, cut.axis, norm.eps, is_counted)
-    if norm.track_running_stats:
+        out, mean, var = _Shared.apply(x, weight, bias, rows, cut.axis, eps, is_counted)
+    if moves:
         groups.see(norm, mean.detach(), var.detach())
     return out
 
 
-def _plain(norm: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One whole group by torch's own kernel; with its mean and variance, as running statistics take them."""
+def _plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise one group on this rank with torch's kernel. Returns its mean and variance too."""
     own = {"dtype": torch.float64 if x.dtype is torch.float64 else torch.float32, "device": x.device}
-    mean, var = torch.zeros(norm.num_features, **own), torch.ones(norm.num_features, **own)
-    return F.batch_norm(x, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps), mean, var
+    mean, var = torch.zeros(x.shape[1], **own), torch.ones(x.shape[1], **own)
+    return F.batch_norm(x, mean, var, weight, bias, True, 1.0, eps), mean, var
 
 
 def _rows_of_groups(cut: GroupCut, size: int, count: int) -> tuple[int, ...]:
@@ -173,8 +207,45 @@ def _moments(x: Tensor, is_counted: bool) -> Tensor:
     return torch.cat([x.new_full((1,), num), mean, var * num])
 
 
+class _GroupedFunctions(TorchFunctionMode):
+    """While active, torch's batch_norm functions take the statistics of groups of samples for one module."""
+
+    def __init__(self, norm: Any, groups: NormGroups):
+        super().__init__()
+        self._norm, self._groups = norm, groups
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = batch_norm_call(func, args, kwargs or {})
+        if call is None or not call.training:
+            return func(*args, **kwargs or {})
+        call.check(self._norm)
+        moves = call.running_mean is not None
+        return _normalise(self._norm, self._groups, call.input, call.weight, call.bias, call.eps, moves)
+
+
+class _OwnCounts:
+    """Keeps num_batches_tracked, which moves once a step, as it was before the module's own forward counted."""
+
+    def __init__(self, norm: Any):
+        self._norm = norm
+
+    def __enter__(self) -> None:
+        self._counter: Tensor | None = self._norm.num_batches_tracked
+        self._count = None if self._counter is None else self._counter.clone()
+
+    def __exit__(self, *error: object) -> None:
+        if self._counter is not None and self._count is not None:
+            counted = self._norm.num_batches_tracked
+            self._norm._weft_counts = not torch.equal(counted, self._count)
+            self._norm.num_batches_tracked = self._counter
+            self._counter.copy_(self._count)
+
+
 def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
-    """Let the model's batch norms take the statistics of groups of `size` samples, in place. None: it has none.
+    """Make the model's batch norms use statistics of groups of `size` samples. Changes the model.
+
+    A subclass that overrides forward keeps it: groups replace the statistics of the batch_norm calls within.
+    Returns None for a model without batch norms.
 
     Call it when the model has been cut, after dropout was made to follow positions and before recompute.
 
@@ -192,11 +263,14 @@ def group_norms(model: nn.Module, mesh: Mesh, size: int) -> NormGroups | None:
     if not found:
         return None
     groups = NormGroups(mesh, size)
-    for module in found.values():
-        become(module, GroupedBatchNorm, groups=groups)
+    for path, module in found.items():
+        if is_plain_forward(module):
+            become(module, GroupedBatchNorm, groups=groups)
+        else:
+            become(module, GroupedCalls, groups=groups, is_checked=False, counts=True, path=path)
         groups.norms.append(module)
     for block in (repeated_blocks(model) or {"": model}).values():
-        if any(isinstance(module, GroupedBatchNorm) for module in block.modules()):
+        if any(isinstance(module, (GroupedBatchNorm, GroupedCalls)) for module in block.modules()):
             state = getattr(block, "_weft_travels", None)
             travels = groups if state is None else TwoStates(state, groups)
             setattr(block, "_weft_travels", travels)  # noqa: B010 - a name of `become`, which no module declares

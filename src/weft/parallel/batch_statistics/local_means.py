@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from weft.comm import all_reduce
-from weft.errors import WeftWarning
+from weft.errors import ModelError, WeftWarning
 from weft.mesh import Mesh
 from weft.models import BATCH_NORMS
 from weft.parallel.placement import is_attached
@@ -30,7 +30,11 @@ def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> No
         model: before or after it was laid out.
         mesh: of the ranks.
         groups_norms: batch norms take the statistics of groups, so they are the same under every plan.
+
+    Raises:
+        ModelError: for an embedding that looks at all indices of a microbatch.
     """
+    _refuse_frequencies(model, mesh)
     if not groups_norms:
         _warn_of_batch_norm(model, mesh)
     foreign = any(hugging_face.is_hugging_face(module) for module in model.modules())
@@ -88,6 +92,27 @@ class TrainMode:
 
 def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
+
+
+def frequency_refusal(what: str) -> str:
+    """Write why gradients by frequency are refused. what: has them."""
+    return (
+        f"scale_grad_by_freq=True: {what} divides gradients by how often an index is in one microbatch on one rank, "
+        "which depends on the plan. Use scale_grad_by_freq=False, or one rank with accumulation=1."
+    )
+
+
+def _refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
+    if mesh.world_size * mesh.plan.microbatches_per_step == 1:
+        return
+    for path, module in model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False) is True:
+            raise ModelError(frequency_refusal(path or "the model"))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and mesh.world_size > 1:
+            raise ModelError(
+                f"max_norm={module.max_norm}: {path or 'the model'} scales rows of its weight in forward, on each rank "
+                "those of its own samples, so the ranks' weights part. Scale the weight after each step instead."
+            )
 
 
 def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:

@@ -131,7 +131,7 @@ def _move(norm: Any, found: Tensor, moved: bool | Tensor) -> None:
     """As torch moves them: by `momentum`, or to the mean over all steps where it is None."""
     num = found[-1]
     is_moved = (num > 0) & moved  # a norm that no group went through stays as it is
-    norm.num_batches_tracked += is_moved
+    norm.num_batches_tracked += is_moved & getattr(norm, "_weft_counts", True)  # some subclasses leave it
     factor = norm.momentum if norm.momentum is not None else 1.0 / norm.num_batches_tracked.clamp(min=1).double()
     means = (found[:-1] / num.clamp(min=1)).view(2, -1)
     for running, mean in zip((norm.running_mean, norm.running_var), means, strict=True):

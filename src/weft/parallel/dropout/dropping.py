@@ -135,7 +135,7 @@ def hold_dropped_attention(model: nn.Module, recomputes: bool) -> None:
 
 
 def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
-    """Let what the model drops in training follow positions, in place.
+    """Make what the model drops, and draws with weft.randn_like, follow positions in training. In place.
 
     Call it when the model has been cut, before recompute. Other random numbers that a forward draws come from torch's
     generators, which are seeded for each microbatch.
@@ -146,6 +146,7 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
         seed: of steps and forwards without a key.
     """
     drops = Drops(mesh, seed, cut_part_of(model), context_of(model))
+    drops.name_modules(model)
     known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
     kinds: dict[str, type[nn.Module]] = {}
     for path, module in model.named_modules():
@@ -167,10 +168,11 @@ def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
             for module in layer.modules():
                 if isinstance(module, nn.Dropout) and module in by_module:
                     by_module[module].is_sequence_first = not layer.self_attn.batch_first
-    for block in (repeated_blocks(model) or {"": model}).values() if by_module else ():
+    for block in (repeated_blocks(model) or {"": model}).values():
         sites = [by_module[module] for module in block.modules() if module in by_module]
         if sites:
-            become(block, DroppingBlock, sites=sites, travels=drops)
+            become(block, DroppingBlock, sites=sites)
+        block.__dict__["_weft_travels"] = drops
     model.register_forward_pre_hook(_Begin(drops), with_kwargs=True)
     model.register_forward_hook(_End(drops), always_call=True)
     setattr(model, _ATTRIBUTE, drops)

@@ -8,7 +8,8 @@ features drop what one process would drop there, and no cut of a batch into rank
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +22,7 @@ from weft.memory import Handle
 from weft.memory.replay import send_numbers
 from weft.mesh import Mesh
 from weft.parallel.context import AttentionDrop, Context
-from weft.parallel.randomness import CutPart, SampleNumbers, kept_at, key_of, rows_of_samples
+from weft.parallel.randomness import CutPart, SampleNumbers, drawing_by, kept_at, key_of, rows_of_samples
 from weft.private_torch import graph_task, uncompiled
 
 #: The attribute of a batch's tensors that names their samples.
@@ -69,6 +70,12 @@ class Drops:
         #: Whether noise of samples may follow their numbers. Code that is recorded or compiled draws it by itself.
         self.may_place_noise = mesh["cp"].size == 1 and not mesh.plan.compile and not mesh.plan.graphs
         self.places_noise = False  #: Whether it does now: not in a step that was given seeds for it.
+        self._has_graphs = mesh.plan.graphs
+        self._model: weakref.ref[nn.Module] | None = None
+        self._paths: dict[int, str] = {}  # of the model's modules by id, once something is drawn
+        self._draws: dict[str, int] = {}  # how many tensors each module drew in this forward
+        self._draw_sites: dict[str, DropSite] = {}
+        self._is_replay = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
         return self  # a copy of the model runs on the same ranks
@@ -87,21 +94,30 @@ class Drops:
         return key_of(self._seed, self.num_keys)
 
     @contextlib.contextmanager
-    def microbatch(self, key: int, samples: SampleNumbers | None) -> Iterator[None]:
+    def microbatch(
+        self, key: int, samples: SampleNumbers | None, replayed: Mapping[str, int] | None = None
+    ) -> Iterator[None]:
         """Let the model be given these samples of the global batch inside.
 
         Args:
             key: of the step.
             samples: None: a rank's follow those of the rank before.
+            replayed: how many tensors each module had drawn when the forward began that is replayed inside; None for a
+                forward.
         """
-        before = self._is_driven, self._key, self._samples
+        before = self._is_driven, self._key, self._samples, self._draws, self._is_replay
         self._is_driven, self._key, self._samples = True, key, samples
+        self._draws, self._is_replay = dict(replayed or {}), replayed is not None
         self._tell_compiled()
-        self.restart()
+        if replayed is None:
+            self.restart()
+        else:
+            self.part.is_open = False  # a block begins in front of its cut layers
         try:
-            yield
+            with drawing_by(self):
+                yield
         finally:
-            self._is_driven, self._key, self._samples = before
+            self._is_driven, self._key, self._samples, self._draws, self._is_replay = before
 
     @property
     def reads_tensors(self) -> bool:
@@ -129,7 +145,84 @@ class Drops:
 
     def travelling(self) -> AbstractContextManager[None]:
         """Return what a later replay of what is computed now must run inside of."""
-        return self.microbatch(self._key, self._samples)
+        return _Replay(self, self._key, self._samples, dict(self._draws))
+
+    def name_modules(self, model: nn.Module) -> None:
+        """Use for keys of draws in forward the paths of the model's modules."""
+        self._model = weakref.ref(model)
+
+    def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
+        """Return the key of the next tensor that is drawn in forward, and the position of its elements in each dim.
+
+        Args:
+            like: a tensor of the shape that is drawn.
+            modules: whose forward draws, innermost first.
+
+        Raises:
+            ModelError: if positions do not follow from the shape, or draws cannot be counted.
+        """
+        if self._has_graphs:
+            raise ModelError("graphs=on: the model draws with weft.randn_like or a similar function. Use graphs=off.")
+        if graph_task() != -1 and not self._is_replay:
+            raise ModelError(
+                "weft.randn_like: it is called in a forward that backward replays, where draws cannot be counted. Use "
+                "recompute=full in the plan instead of torch.utils.checkpoint, and compile=off."
+            )
+        path = self._path_of(modules)
+        count = self._draws[path] = self._draws.get(path, 0) + 1
+        site = self._draw_sites.get(path)
+        if site is None:
+            site = self._draw_sites[path] = DropSite(self, path)
+        key = torch.full((), key_of(self._key, path, "draw", count), dtype=torch.int64, device=like.device)
+        return key, site.draw_positions(like)
+
+    def _path_of(self, modules: Iterable[nn.Module]) -> str:
+        """Return the path of the innermost module that is the model's own; "" outside of all."""
+        model = None if self._model is None else self._model()
+        for module in modules:
+            if id(module) not in self._paths and model is not None:
+                self._paths = {id(one): path for path, one in model.named_modules()}
+            if id(module) in self._paths:
+                return self._paths[id(module)]
+        return ""
+
+    def draw_rows(self, count: int, device: torch.device) -> Tensor:
+        """Return a number for each row of a tensor that is drawn.
+
+        Args:
+            count: of the rows.
+            device: of the numbers.
+
+        Raises:
+            ModelError: if rows do not belong to samples.
+        """
+        samples = self._samples
+        if samples is not None and not samples.is_empty and samples.rows_of_each(count) is None:
+            raise ModelError(
+                f"weft.randn_like: a tensor of {count} rows in a microbatch of {len(samples.numbers)} samples, so its "
+                "numbers cannot follow samples. Give it a tensor whose dim 0 is the samples."
+            )
+        return self.samples(count, device)
+
+    def check_draw(self, like: Tensor, is_inside: bool, is_cut: bool, is_whole: bool) -> None:
+        """Refuse a random tensor if its shape does not show which part of it this rank has.
+
+        Args:
+            like: a tensor of the shape that is drawn.
+            is_inside: the rank has a part of the features.
+            is_cut: the rank of tp has a part of the tokens.
+            is_whole: cp leaves the module all tokens.
+
+        Raises:
+            ModelError: with the field of the plan.
+        """
+        in_context = self._context is not None and self._context.in_use and not is_whole
+        field = f"tp={self.part.axis.size}" if is_inside or is_cut else f"cp={self._num_contexts}" if in_context else ""
+        if field and like.ndim != 3:
+            raise ModelError(
+                f"{field}: weft.randn_like draws a tensor of shape {tuple(like.shape)} where each rank has a part, and "
+                f"only (samples, tokens, features) shows which. Draw it in that shape, or use {field[:2]}=1."
+            )
 
     def restart(self) -> None:
         """Begin a forward: no call of it has been made, and no rank is inside a cut part."""
@@ -173,7 +266,7 @@ class Drops:
         return key_of(key, type(model).__qualname__, first, self._cp_rank) % 2**63
 
     def _tell_compiled(self) -> None:
-        """Where blocks are compiled, give them keys and samples as tensors: numbers would be parts of their graphs."""
+        """Give compiled blocks keys and samples as tensors: numbers would be parts of their graphs."""
         if not self._is_compiled or self._fixed is not None or not self.sites:
             return
         samples = self._samples
@@ -258,6 +351,29 @@ class Drops:
         else:
             places = torch.arange(whole, device=device)
         return places.narrow(0, tp.rank * count, count) if is_cut else places
+
+
+class _Replay:
+    """Context of a replayed forward; may be entered again, for a second backward.
+
+    Args:
+        drops: the model's random numbers.
+        key: the step's key.
+        samples: the microbatch's samples.
+        draws: how many tensors each module had drawn when the forward began.
+    """
+
+    def __init__(self, drops: Drops, key: int, samples: SampleNumbers | None, draws: Mapping[str, int]):
+        self._drops, self._state = drops, (key, samples, draws)
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._drops.microbatch(*self._state)
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
 
 
 class DropSite:
@@ -388,6 +504,21 @@ class DropSite:
     def rows(self, count: int, device: torch.device) -> Tensor:
         """Return the numbers of the microbatch's samples, int64 (count,)."""
         return self._drops.samples(count, device)
+
+    def draw_positions(self, x: Tensor) -> list[Tensor]:
+        """Return the positions of a random tensor's elements, for each dim. x: (samples, ...)."""
+        drops = self._drops
+        is_inside = drops.part.is_open and not self._sees_all
+        is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
+        drops.check_draw(x, is_inside, is_cut, self._sees_whole)
+        places = [torch.arange(size, device=x.device) for size in x.shape]
+        if places:
+            places[0] = drops.draw_rows(x.shape[0], x.device)
+        if x.ndim == 3:
+            places[1] = drops.tokens(x.shape[1], is_cut, self._sees_whole, x.device)
+        if is_inside:
+            places[-1] = places[-1] + drops.part.axis.rank * x.shape[-1]
+        return places
 
     def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:
         """What a call of attention drops of its weights. num_heads: of this rank."""

@@ -8,6 +8,7 @@ from weft.lazy import loads
 
 __all__ = [
     "Original",
+    "OriginalParameters",
     "PlacedPart",
     "Precision",
     "SavedTensor",
@@ -28,6 +29,7 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.parallel.local_tensors.original import Original, grown, originals_of, refuse_float64
     from weft.parallel.local_tensors.precision import Precision, cast_inputs, formats
+    from weft.parallel.local_tensors.stale_references import OriginalParameters
     from weft.parallel.local_tensors.stretches import (
         PlacedPart,
         SavedTensor,
@@ -44,6 +46,7 @@ __getattr__ = loads(
     __name__,
     {
         "Original": ".original",
+        "OriginalParameters": ".stale_references",
         "PlacedPart": ".stretches",
         "Precision": ".precision",
         "SavedTensor": ".stretches",

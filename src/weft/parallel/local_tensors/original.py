@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from weft.errors import ModelError
 from weft.parallel.local_tensors.precision import Precision
@@ -46,11 +47,20 @@ class Original:
 
 
 def originals_of(model: nn.Module) -> dict[str, Original]:
-    """Return the entries of a plain model's state_dict by name, in its order."""
+    """Return the entries of a plain model's state_dict by name, in its order.
+
+    Raises:
+        ModelError: for a parameter or buffer of a lazy module, which has no shape yet.
+    """
     first: dict[int, str] = {}
     found: dict[str, Original] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
+            if is_lazy(tensor):
+                raise ModelError(
+                    f"model: {name} belongs to a lazy module, which has no shape before its first forward. Run one "
+                    "batch through the model before parallelize, or build the module with its sizes."
+                )
             first.setdefault(id(tensor), name)
             is_parameter = isinstance(tensor, nn.Parameter)
             found[name] = Original(

@@ -29,7 +29,8 @@ def key_of(*parts: int | str) -> int:
 def lines_of(key: int | Tensor, places: Sequence[Tensor]) -> Tensor:
     """Return a number for each combination of places, int32 of shape (len(places[0]), len(places[1]), ...).
 
-    key: a number, or the same as an int64 tensor without dims. places: int64 vectors on one device, at least one.
+    key: a number, or the same as an int64 tensor without dims. places: int64 vectors on one device, at least one where
+    the key is a number.
     """
     mixed = key if isinstance(key, Tensor) else torch.full((), key, dtype=torch.int64, device=places[0].device)
     for dim in places:
@@ -45,11 +46,35 @@ def keeps(lines: Tensor, columns: Tensor, rate: float) -> Tensor:
         columns: of `lines_of` for the last one.
         rate: 0 to 1.
     """
-    x = lines ^ columns
+    return _hash(lines ^ columns) >= round(rate * 2**32) - 2**31
+
+
+def integers_at(key: Tensor, places: Sequence[Tensor], bits: int) -> Tensor:
+    """Draw an integer below 2^bits for each combination of positions, int64 of shape (len(places[0]), ...).
+
+    Args:
+        key: int64, 0-d.
+        places: int64, 1-D, one for each dim.
+        bits: 1 to 62.
+    """
+    high, low = (_words(mixed, places) for mixed in (key, key ^ _STEP))
+    return ((high << 30) ^ (low >> 2)) >> (62 - bits)
+
+
+def _words(key: Tensor, places: Sequence[Tensor]) -> Tensor:
+    """Draw 32 bits for each combination of positions, int64 of at least 0."""
+    if not places:
+        return _hash(lines_of(key, ())).long() + 2**31
+    lines, columns = lines_of(key, places[:-1])[..., None], lines_of(~key, places[-1:])
+    return _hash(lines ^ columns).long() + 2**31
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Apply two rounds of multiply and shift to `x` (int32), and return it."""
     x.mul_(_FIRST_32)
     x.bitwise_xor_((x >> 15).bitwise_and_((1 << 17) - 1))
     x.mul_(_SECOND_32)
-    return x >= round(rate * 2**32) - 2**31
+    return x
 
 
 def kept_at(key: Tensor, places: Sequence[Tensor], rate: float) -> Tensor:

@@ -241,6 +241,9 @@ class TrainSection(Section):
     norm_group: Count = 0
     """Batch norms take the statistics of groups of this many samples of the global batch, the same under every plan;
     0: of the samples of one microbatch on one rank, which depend on the plan."""
+    check_batch: bool = True
+    """Whether the first step runs a few samples some more times and warns of what depends on how the plan divides a
+    batch: samples that meet, noise in forward, buffers that forward changes. Not checked under a pipeline."""
     bf16_layers: tuple[str, ...] = Field(default=(), strict=False, examples=[["first:1", "last:1", "*.down_proj"]])
     """Of plan.precision=fp8: linear layers that stay in bf16. Patterns of their paths, and first:N or last:N for the
     layers of N blocks at an end of the model."""

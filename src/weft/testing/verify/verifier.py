@@ -32,6 +32,7 @@ from weft.testing.verify.first_difference import OutputRecorder, Watcher, watchi
 from weft.testing.verify.float64 import Float64Throughout
 from weft.testing.verify.subject import BuiltCase, Subject
 from weft.train import Microbatches
+from weft.train.batch_check import Probed, causes_of
 
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: How long (s) a rank may take for one plan.
@@ -42,7 +43,8 @@ LONGEST_S = 1800.0
 class Verdict:
     """What became of one plan. parameters: of each, the larger relative difference of gradient and weight.
 
-    parts: the first thing in which the plan parts from one process, in words. refused: why the model cannot be laid
+    parts: the first thing in which the plan parts from one process, in words. causes: what in the model, its loss or
+    its data makes numbers depend on how a batch is divided, found on one process. refused: why the model cannot be laid
     out so. error: how a rank failed.
     """
 
@@ -56,6 +58,7 @@ class Verdict:
     reference_grad_norm: list[float] = field(default_factory=list)
     parameters: dict[str, float] = field(default_factory=dict)
     parts: str = ""
+    causes: list[str] = field(default_factory=list)
     refused: str = ""
     error: str = ""
     seconds: float = 0.0
@@ -124,6 +127,7 @@ class Verifier:
             self._judge(verdict, answers)
             if not verdict.passed and explain:
                 verdict.parts = self._explain(text)
+                verdict.causes = self._causes(plan)
         verdict.seconds = time.perf_counter() - start
         return verdict
 
@@ -167,6 +171,19 @@ class Verifier:
                 if name in wrong:
                     return f"gradient of {name} in step 1 ({wrong[name]:.1e}); all {answer.num_compared} outputs agree"
         return "the update: outputs and gradients of step 1 agree"
+
+    def _causes(self, plan: Plan) -> list[str]:
+        """Return sentences about noise, samples that meet and buffers that move, from runs of one process alone."""
+        case, forwards = self.subject.build(), plan.microbatches_per_step
+        limit = {"float64": 1e-9, "float32": 1e-4}.get(self.subject.settings.dtype, 5e-2)
+        probed = Probed(
+            case.model().train(), case.forward, case.loss, limit=limit, parts=plan.dp_size * forwards, forwards=forwards
+        )
+        try:
+            with _throughout(self.subject):
+                return causes_of(probed, case.batch(0))
+        except ModelError as error:
+            return [str(error)]
 
 
 @dataclass(slots=True)

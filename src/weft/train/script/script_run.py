@@ -170,6 +170,7 @@ class Run(ScriptState):
         forward: ForwardFn | None = None,
         max_grad_norm: float | None = 0.0,
         weights_follow: bool = False,
+        check_batch: bool = True,
         **optimizer_options: Any,
     ) -> TrainStep:
         """Return the step of this run: `metrics = step(batch)`.
@@ -184,6 +185,8 @@ class Run(ScriptState):
                 by name.
             max_grad_norm: the norm that the full gradient is clipped to; 0 or None is no clipping.
             weights_follow: under zero=1 and 2, let new weights travel on when a step returns; `TrainStep` says more.
+            check_batch: the first step runs a few samples some more times and warns of what depends on how the plan
+                divides a batch: samples that meet, noise, buffers that forward changes.
             **optimizer_options: for the class, such as lr=3e-4.
 
         Raises:
@@ -201,7 +204,7 @@ class Run(ScriptState):
             raise PlanError(f"max_grad_norm={max_grad_norm}: a norm is 0 or more. Use 1.0, or None for no clipping.")
         self._leaves_out = True
         options: dict[str, Any] = {"max_grad_norm": max_grad_norm or 0.0, "weights_follow": weights_follow}
-        return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, **options)
+        return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, check_batch=check_batch, **options)
 
     def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip gradients under any plan, in a loop of your own between backward() and optimizer.step().
@@ -338,7 +341,7 @@ def _check_options(optimizer: Callable[..., torch.optim.Optimizer], options: dic
     named, listed = getattr(optimizer, "__name__", str(optimizer)), ", ".join(known)
     # A misspelt argument of train_step arrives here too.
     hints = {
-        name: did_you_mean(name, [*known, "forward", "max_grad_norm"]) or f" Use some of {listed}."
+        name: did_you_mean(name, [*known, "forward", "max_grad_norm", "check_batch"]) or f" Use some of {listed}."
         for name in options
         if name not in known
     }

@@ -23,12 +23,22 @@ from weft.memory.replay import Recorder
 from weft.mesh import Mesh
 from weft.monitor.times import Meter
 from weft.optim import LossScale, StepDecision, clip_factor
-from weft.parallel import ExpertBalance, Precision, TrainMode, data_parallel, drops_of, norm_groups_of, trust_loss
+from weft.parallel import (
+    ExpertBalance,
+    OriginalParameters,
+    Precision,
+    TrainMode,
+    data_parallel,
+    drops_of,
+    norm_groups_of,
+    trust_loss,
+)
 from weft.parallel.context import cut_sequence, sequence_in_use
 from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
 from weft.parallel.randomness import SampleNumbers
 from weft.parallel.tensor import expect_labels
 from weft.parallel.zero import rare_sync
+from weft.train.batch_check import check_first_batch
 from weft.train.microbatch import Microbatches, call_model, microbatches_of, samples_of, values_in
 from weft.train.microbatch.passes import MicrobatchInputs, compute_of, graphed_passes, insides_of
 from weft.train.step.grouped_loss import GroupLoss
@@ -64,6 +74,7 @@ class TrainStep:
         reads_late: from the second step on the device decides whether a step is taken, and the host does not wait for
             its numbers; None: on a GPU.
         recorder: of graphs under graphs=on; None: CUDA's.
+        check_batch: the first step warns of what depends on how the plan divides a batch, by some small forwards.
     """
 
     def __init__(
@@ -80,6 +91,7 @@ class TrainStep:
         weights_follow: bool = False,
         reads_late: bool | None = None,
         recorder: Recorder | None = None,
+        check_batch: bool = False,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -107,23 +119,22 @@ class TrainStep:
         if weights_follow:
             self._data_parallel.let_weights_follow()
         self._pipeline = pipeline_of(model)
-        self._experts = ExpertBalance(model, mesh)
-        self._norms = norm_groups_of(model)
+        self._checks_batch = check_batch and self._pipeline is None and (several or mesh.world_size > 1)
+        self._experts, self._norms = ExpertBalance(model, mesh), norm_groups_of(model)
         self._nominal = power_of_two(nominal_tokens) if nominal_tokens else None
         self._meter = meter or Meter(mesh.device)
         self._train_mode = TrainMode(model)
         self._looks_for_copies = mesh.data.size > 1
         self._replicas = ReplicaWatch(self._data_parallel, mesh)
         self._update_ratio = UpdateRatio(self._data_parallel, mesh.device)
-        reads_late = mesh.device.type == "cuda" if reads_late is None else reads_late
-        self._may_read_late = reads_late and self._rarely is None
-        self._is_first = True
+        may_read_late = mesh.device.type == "cuda" if reads_late is None else reads_late
+        self._may_read_late, self._is_first = may_read_late and self._rarely is None, True
         self._unread: LateMetrics | None = None
         self._next_scale: torch.Tensor | None = None  # where the host does not know it yet
         self._unchecked = False  # a gradient that was not finite, and nobody has asked the ranks why
         #: Passes that are launched as one; None: all are launched kernel by kernel.
-        compares = self._whole is not None or isinstance(self._loss.loss_fn, GroupLoss)
-        self.graphs = graphed_passes(model, mesh, recorder, compares=compares) if mesh.plan.graphs else None
+        self._compares = self._whole is not None or isinstance(self._loss.loss_fn, GroupLoss)
+        self.graphs = graphed_passes(model, mesh, recorder, compares=self._compares) if mesh.plan.graphs else None
         #: Of the last step's microbatches by their place, as far as this rank computes them: loss sum and number.
         self.microbatch_losses: dict[int, tuple[torch.Tensor, torch.Tensor | int]] = {}
 
@@ -139,7 +150,8 @@ class TrainStep:
         run's seed, the steps of the model and the microbatch's first sample, and the generators are restored after the
         step. dropout_key: what this step's dropout is drawn from, equal on all ranks; None: the model counts its steps.
         """
-        with kept_generators(self.mesh.device) if seeds is None else nullcontext():
+        refusing_old = OriginalParameters.refusing_old(self.model) if self._is_first else nullcontext()
+        with refusing_old, kept_generators(self.mesh.device) if seeds is None else nullcontext():
             numbers, has_watched = self._sums(batch, seeds, dropout_key)
         with self._meter.phase("reduce"):
             # Else the only wait for the device in a step: all that the decision needs, in one copy.
@@ -178,6 +190,11 @@ class TrainStep:
             microbatches = microbatches_of(move_batch(batch, self.mesh.device), self.mesh.plan)
             samples = samples_of(batch, len(microbatches), self._data)
         self._train_mode.enter()
+        if self._checks_batch and self._is_first and not again:
+            loss_fn = None if self._compares else self._loss.loss_fn
+            first = microbatches[0], samples[0]
+            check_first_batch(self.model, self._with_labels, loss_fn, self.mesh, self._experts, *first)
+            self._checks_batch = False
         self.mesh.pulse.in_step = True
         if self._nominal is None:
             self._nominal = power_of_two(self._values_in(microbatches))

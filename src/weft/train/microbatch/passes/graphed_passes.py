@@ -55,7 +55,7 @@ class _PassMemory:
 
     def __init__(self, like: MicrobatchInputs, drops: Drops | None, device: torch.device):
         self.batch = FixedBatch(like.batch)
-        self.draws = None if drops is None else FixedDraws(drops, like.samples)
+        self.draws = None if drops is None or not drops.sites else FixedDraws(drops, like.samples)
         self.scale = torch.zeros((), device=device)  # a power of two, which fp32 holds
         self._sent: float | None = None
 

@@ -1,0 +1,338 @@
+"""References to parameters that parallelize left behind, refused when a forward uses them.
+
+`parallelize` moves parameters to other memory, and under zero=3 and tp replaces the parameter objects in their modules.
+A view from before (`self.w_t = self.linear.weight.t()`) or another holder of a replaced object (a Python list, a
+closure, a Keras variable) keeps the old values, and a model that computes with them trains with stale weights.
+
+Before anything moves, weak references to each parameter and its memory are taken. If one is alive afterwards, and is
+not the parameter itself, something outside of the modules refers to it. Only then is the first forward watched: keeping
+such a reference is legal, such as in a list for an optimizer's groups, and computing with it is not.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from weft.errors import ModelError
+from weft.private_torch import tree_leaves, uncompiled
+
+_ATTRIBUTE = "_weft_stale_references"
+#: Methods and properties that read no values.
+_NO_VALUES = frozenset({
+    "size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "element_size", "get_device",
+    "data_ptr",
+    "is_floating_point", "is_complex", "is_contiguous", "untyped_storage", "requires_grad_", "__hash__", "__repr__",
+    "__len__", "__str__", "__format__", "register_hook",
+})  # fmt: skip
+#: Properties that give a view.
+_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+_DEPTH = 6  # of containers and objects that are searched for the holder of a reference
+
+
+class OriginalParameters:
+    """Weak references to a model's trained parameters and their memory, taken before they are moved or replaced."""
+
+    def __init__(self, model: nn.Module):
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad and not param.is_meta}
+        self._objects = {name: weakref.ref(param) for name, param in trained.items()}
+        named = reversed(trained.items())  # the first of several in one storage stays
+        self._storages = {_memory(param): (name, _address(param)) for name, param in named if _has_memory(param)}
+        self._buffers = [
+            (weakref.ref(module), key, self._storages[_memory(buffer)][0])
+            for module in model.modules()
+            for key, buffer in module.named_buffers(recurse=False)
+            if _has_memory(buffer) and _memory(buffer) in self._storages
+        ]
+
+    def watch(self, model: nn.Module, compiles: bool) -> None:
+        """Make the first forward refuse references that still have the old values, if any.
+
+        Args:
+            model: after parallelize.
+            compiles: blocks are compiled; the watched forward runs without compiled code.
+        """
+        current = list(model.parameters())
+        here, memory = (
+            {id(param) for param in current},
+            {_memory(one) for one in map(_local, current) if _has_memory(one)},
+        )
+        objects = {
+            name: ref for name, ref in self._objects.items() if (old := ref()) is not None and id(old) not in here
+        }
+        storages = {key: old for key, old in self._storages.items() if not key.expired() and key not in memory}
+        for owner, key, name in self._buffers:
+            module = owner()
+            buffer = None if module is None else dict(module.named_buffers(recurse=False)).get(key)
+            if buffer is not None and _has_memory(buffer):
+                storages[_memory(buffer)] = name, _address(buffer)
+        if objects or storages:
+            stale = StaleReferences(model, objects, storages, compiles)
+            setattr(model, _ATTRIBUTE, stale)
+            model.register_forward_pre_hook(stale.before_forward)
+            model.register_forward_hook(stale.after_forward, always_call=True)
+
+    @staticmethod
+    def refusing_old(model: nn.Module) -> AbstractContextManager[None]:
+        """Return the context for a train step's first passes: the loss and a custom forward are watched too."""
+        stale = watched_references(model)
+        return nullcontext() if stale is None else stale.watching()
+
+
+class StaleReferences:
+    """Watches one model's first training forward and first evaluation for old parameters.
+
+    Args:
+        model: after parallelize.
+        objects: old parameters by name.
+        storages: old memory, with the name of the parameter that it belonged to and its address.
+        compiles: blocks are compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objects: Mapping[str, weakref.ref[nn.Parameter]],
+        storages: Mapping[StorageWeakRef, tuple[str, int]],
+        compiles: bool,
+    ):
+        self._model = weakref.ref(model)
+        self._objects = {id(ref()): (ref, name) for name, ref in objects.items()}
+        self._storages, self._compiles = {key: name for key, (name, _) in storages.items()}, compiles
+        self._addresses = {address: (key, name) for key, (name, address) in storages.items() if address}
+        self._watched: set[bool] = set()  # values of model.training that were watched
+        self._depth = 0
+        self._own_pass: ExitStack | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaleReferences:
+        return StaleReferences(nn.Module(), {}, {}, False)  # a copy has parameters of its own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Refuse operations on old parameters while inside.
+
+        Raises:
+            ModelError: with the parameter and how the model reaches it.
+        """
+        self._depth += 1
+        try:
+            with ExitStack() as stack:
+                if self._compiles:
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(_Watch(self))
+                yield
+        finally:
+            self._depth -= 1
+        self._watched.add(True)
+
+    @uncompiled
+    def before_forward(self, model: nn.Module, args: Any) -> None:
+        """Watch a forward that no train step runs."""
+        del args
+        if not self._depth and model.training not in self._watched and (self._objects or self._storages):
+            self._own_pass = ExitStack()
+            self._own_pass.enter_context(self.watching())
+
+    @uncompiled
+    def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """End the watch, and follow the gradients of the output.
+
+        Args:
+            model: as torch passes it to a hook.
+            args: as torch passes them.
+            output: of the forward; None if it raised.
+        """
+        del args
+        own, self._own_pass = self._own_pass, None
+        if own is not None:
+            failed, watched = output is None, set(self._watched)
+            own.close()
+            self._watched = watched if failed else watched | {model.training}
+            self.check_graph(output)
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return the parameter that a tensor is an old reference to; None for any other tensor."""
+        ref, name = self._objects.get(id(tensor), (None, None))
+        if ref is not None and ref() is tensor:
+            return name
+        if not _has_memory(tensor):
+            return None
+        # By address too: numpy arrays and DLPack give tensors another storage on the same memory.
+        name = self._storages.get(_memory(tensor))
+        key, at_address = self._addresses.get(_address(tensor), (None, None))
+        return at_address if name is None and key is not None and not key.expired() else name
+
+    def check_graph(self, output: Any) -> None:
+        """Refuse an output whose gradients reach an old parameter.
+
+        Raises:
+            ModelError: with the parameter and how the model reaches it.
+        """
+        nodes = [one.grad_fn for one in tree_leaves(output) if isinstance(one, Tensor) and one.grad_fn is not None]
+        known = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor) and self.name_of(variable) is not None:
+                self.refuse(variable)
+            for following, _ in node.next_functions:
+                if following is not None and following not in known:
+                    known.add(following)
+                    nodes.append(following)
+
+    def refuse(self, tensor: Tensor) -> None:
+        """Refuse a tensor with old values.
+
+        Raises:
+            ModelError: with the parameter and how the model reaches the tensor.
+        """
+        name, model = self.name_of(tensor), self._model()
+        how = None if model is None else next(iter(_holders(model, self, name)), None)
+        reached = f"through {how}" if how else "from outside of its modules, such as a global variable"
+        raise ModelError(
+            f"model: parameter {name} is used {reached}, which still has the values of before parallelize, so training "
+            "would not reach it. Read the parameter from its module in each forward, such as self.linear.weight.t()."
+        )
+
+
+class _Watch(TorchFunctionMode):
+    """Looks at the tensors that torch's functions are called with."""
+
+    def __init__(self, stale: StaleReferences):
+        super().__init__()
+        self._stale = stale
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward or func is torch.autograd.backward:
+            self._stale.check_graph(args[0])
+        elif _reads_values(func):
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, Tensor) and self._stale.name_of(one) is not None:
+                    self._stale.refuse(one)
+        return func(*args, **kwargs)
+
+
+def watched_references(model: nn.Module) -> StaleReferences | None:
+    """Return what watches the model for old parameters; None if none are left."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def _nothing() -> StaleReferences:
+    return StaleReferences(nn.Module(), {}, {}, False)
+
+
+def _reads_values(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") in _VIEWS
+    return name not in _NO_VALUES and name not in ("__set__", "__delete__")
+
+
+def _local(param: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor."""
+    local = getattr(param, "_local_tensor", None)
+    return param if local is None else cast("Tensor", local)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _holders(model: nn.Module, stale: StaleReferences, name: str | None) -> Iterator[str]:
+    """Yield how the model's modules reach old values of a parameter."""
+    done: set[int] = {id(stale)}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_modules") or key.startswith("_weft"):
+                continue
+            if key != "_buffers":
+                yield from _references(value, f"{path}.{key}" if path else key, stale, name, done, 0)
+        for key, buffer in module.named_buffers(path, recurse=False):
+            yield from _references(buffer, f"buffer {key}", stale, name, done, 0)
+        methods = [value for kind in type(module).__mro__ for value in vars(kind).values() if kind is not nn.Module]
+        for method in methods:
+            if isinstance(method, FunctionType):
+                yield from _references(method, f"{path or 'the model'}.{method.__name__}", stale, name, done, 0)
+
+
+def _references(
+    value: Any, what: str, stale: StaleReferences, name: str | None, done: set[int], depth: int
+) -> Iterator[str]:
+    if isinstance(value, Tensor):
+        node = value.grad_fn
+        if stale.name_of(value) == name or (node is not None and _leads_to(node, stale, name)):
+            yield what
+        return
+    if depth > _DEPTH or id(value) in done or isinstance(value, nn.Module | type | str | bytes | int | float):
+        return
+    done.add(id(value))
+    for inner, part in _parts(value, what):
+        yield from _references(part, inner, stale, name, done, depth + 1)
+
+
+def _parts(value: Any, what: str) -> Iterator[tuple[str, Any]]:
+    """Yield the contents of an object, each with its expression in Python."""
+    if isinstance(value, Mapping):
+        yield from ((f"{what}[{key!r}]", part) for key, part in list(value.items()))
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"{what}[{index}]", part) for index, part in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((f"an argument of {what}", part) for part in (*value.args, *value.keywords.values()))
+        yield what, value.func
+    elif isinstance(value, MethodType):
+        yield what, value.__func__
+        yield what, value.__self__
+    elif isinstance(value, FunctionType):
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with_value = getattr(cell, "cell_contents", None)
+            yield f"variable {variable} of {what}", with_value
+        yield from ((f"a default of {what}", part) for part in value.__defaults__ or ())
+        yield from ((f"default {key} of {what}", part) for key, part in (value.__kwdefaults__ or {}).items())
+        used = set(value.__code__.co_names) & value.__globals__.keys()
+        yield from (
+            (f"global {key}", value.__globals__[key])
+            for key in sorted(used)
+            if _is_container_or_tensor(value.__globals__[key])
+        )
+    elif hasattr(value, "__dict__"):
+        yield from ((f"{what}.{key}", part) for key, part in list(vars(value).items()))
+
+
+def _is_container_or_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor | list | tuple | dict | functools.partial)
+
+
+def _leads_to(node: Any, stale: StaleReferences, name: str | None) -> bool:
+    """Return whether a tensor made before parallelize was computed from the parameter."""
+    nodes, known = [node], {node}
+    while nodes and len(known) < 1000:
+        one = nodes.pop()
+        variable = getattr(one, "variable", None)
+        if isinstance(variable, Tensor) and stale.name_of(variable) == name:
+            return True
+        for following, _ in one.next_functions:
+            if following is not None and following not in known:
+                known.add(following)
+                nodes.append(following)
+    return False

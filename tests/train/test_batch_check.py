@@ -1,0 +1,235 @@
+"""What depends on how a batch is divided: warned of or refused in the first step, and ordinary models are not."""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.train.batch_kinds import DEPENDENT, MOVES, NOISE, ORDINARY, Counter, D, Fixed, Net, Renormed, squares
+from weft.comm import Ledger
+from weft.errors import ModelError, WeftWarning
+from weft.mesh import build_mesh
+from weft.spec.plan import Plan
+from weft.train.script import Run
+
+SAMPLES = 8
+
+
+def batch(step: int, count: int = SAMPLES) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return tuple(torch.randn(count, D, generator=generator).double() for _ in range(2))
+
+
+def start(plan: str) -> Run:
+    parsed = Plan.parse(f"{plan} precision=fp64")
+    return Run(parsed, build_mesh(parsed), Ledger(), 0)
+
+
+def said_of(run: Run, build, loss=squares, steps: int = 2, **options) -> list[str]:
+    """Warnings of two steps, or the error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            model = run.parallelize(build().double())
+            step = run.train_step(model, torch.optim.SGD, loss, lr=0.01, **options)
+            size, rank = SAMPLES // run.mesh.data.size, run.mesh.data.rank
+            for number in range(steps):
+                step(tuple(one[rank * size : (rank + 1) * size] for one in batch(number)))
+        except ModelError as error:
+            return [str(error)]
+    return [str(one.message) for one in caught if one.category is WeftWarning]
+
+
+def said_of_all(plan: str, names: list[str]) -> dict[str, list[str]]:
+    run = start(plan)
+    return {
+        name: said_of(run, DEPENDENT[name].build, DEPENDENT[name].loss) if name in DEPENDENT else
+        said_of(run, *ORDINARY[name.removeprefix("ordinary ")])
+        for name in names
+    }  # fmt: skip
+
+
+EVERY = [*DEPENDENT, *(f"ordinary {name}" for name in ORDINARY)]
+
+
+def check(plan: str, found: dict[str, list[str]]) -> None:
+    for name, said in found.items():
+        if name not in DEPENDENT:
+            assert said == [], (plan, name, said)
+            continue
+        kind = DEPENDENT[name]
+        assert any(kind.said in one and kind.where in one for one in said), (plan, name, said)
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3", "dp_shard=2 zero=2 accumulation=2"])
+def test_two_ranks(plan, ranks2):
+    first, second = ranks2.run(said_of_all, plan, EVERY)
+    check(plan, first)
+    # Only the first rank warns; all ranks refuse.
+    assert {name for name, said in second.items() if said} == {"frequencies", "frequencies of a function"}
+
+
+def test_accumulation_on_one_process():
+    check("accumulation=4", said_of_all("accumulation=4", EVERY))
+
+
+def test_nothing_is_divided_on_one_process():
+    found = said_of_all("", EVERY)
+    assert not any(found.values()), found
+
+
+def test_tensor_parallelism_alone_divides_no_batch(ranks2):
+    names = ["centred", "contrastive", "mean and 1", "ordinary mlp", "ordinary dropout"]
+    for answer in ranks2.run(said_of_tp, names):
+        assert not any(answer.values()), answer
+
+
+def said_of_tp(names: list[str]) -> dict[str, list[str]]:
+    run, found = start("tp=2"), {}
+    for name in names:
+        build, loss = (DEPENDENT[name].build, DEPENDENT[name].loss) if name in DEPENDENT else ORDINARY[name[9:]]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = run.parallelize(build().double())
+            run.train_step(model, torch.optim.SGD, loss, lr=0.01)(batch(0))
+        found[name] = [str(one.message) for one in caught]
+    return found
+
+
+def test_what_moves_with_each_forward_matters_under_accumulation_alone(ranks2):
+    counted = said_of(start("accumulation=2"), lambda: Net(Counter()))
+    assert any("each forward changes between.steps" in said for said in counted), counted
+    assert not any(ranks2.run(said_of_counter, "dp_replicate=2"))
+    [said], _ = ranks2.run(said_of_renormed, "dp_replicate=2")
+    assert "max_norm=0.5: between.table scales rows" in said
+
+
+def said_of_counter(plan: str) -> list[str]:
+    return said_of(start(plan), lambda: Net(Counter()))
+
+
+def said_of_renormed(plan: str) -> list[str]:
+    return said_of(start(plan), lambda: Net(Renormed()))
+
+
+@pytest.mark.parametrize("plan", ["dp_replicate=2", "dp_shard=2 zero=3"])
+def test_a_model_for_one_size_of_batch_trains(plan, ranks2):
+    for said in ranks2.run(said_of_fixed, plan):
+        assert said == []
+
+
+def said_of_fixed(plan: str) -> list[str]:
+    return said_of(start(plan), lambda: Net(Fixed(SAMPLES // 2)), steps=3)
+
+
+class Watched(nn.Module):
+    """Everything that the check must leave alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(D, D), nn.BatchNorm1d(D)
+        self.register_buffer("seen", torch.zeros(D))
+        self.calls, self.sizes, self.by_name = 0, [], {}
+
+    def forward(self, x):
+        self.calls += 1
+        self.sizes.append(len(x))
+        self.by_name[self.calls] = x
+        self.new = self.calls
+        self.seen = self.seen + x.sum(0)
+        return self.norm(self.layer(x)) + torch.randn_like(x)
+
+
+def watched(check_batch: bool):
+    torch.manual_seed(3)
+    run, hooked = start("accumulation=2"), []
+    model = run.parallelize(Watched().double(), norm_group=4)
+    model.layer.register_forward_hook(lambda *given: hooked.append(1))
+    model.norm.register_forward_pre_hook(lambda *given: hooked.append(2))
+    step = run.train_step(model, torch.optim.SGD, squares, lr=0.01, check_batch=check_batch)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        metrics = [step(batch(number)) for number in range(2)]
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    numbers = [(one.loss, one.grad_norm) for one in metrics], torch.get_rng_state().tolist()
+    return state, numbers, (model.calls, model.sizes, list(model.by_name), model.new, hooked), len(caught)
+
+
+def test_the_check_leaves_nothing_behind():
+    checked, plain = watched(True), watched(False)
+    assert checked[3] == 2
+    assert plain[3] == 0
+    assert checked[1:3] == plain[1:3]
+    for name, value in plain[0].items():
+        assert torch.equal(checked[0][name], value), name
+
+
+def test_later_steps_run_no_more_forwards():
+    run, calls = start("accumulation=2"), []
+
+    class Counted(Net):
+        def forward(self, x):
+            calls.append(len(x))
+            return super().forward(x)
+
+    step = run.train_step(run.parallelize(Counted(nn.GELU()).double()), torch.optim.SGD, squares, lr=0.01)
+    step(batch(0))
+    assert calls == [4, 2, 2, 4, 4], calls  # together, two halves, and the step's own
+    calls.clear()
+    step(batch(1))
+    assert calls == [4, 4]
+
+
+def test_microbatches_of_one_sample():
+    run = start("accumulation=8")
+    assert any(NOISE in one for one in said_of(run, DEPENDENT["randn_like"].build))
+    assert any("depends on the other" in one for one in said_of(run, DEPENDENT["centred"].build))
+    assert any(MOVES in one for one in said_of(run, DEPENDENT["running mean"].build))
+    for name in ("mlp", "attention", "routed", "dropout"):
+        assert said_of(run, *ORDINARY[name]) == []
+
+
+def test_single_and_half_precision_give_no_false_alarm():
+    for precision in ("fp32", "bf16"):
+        plan = Plan.parse(f"accumulation=2 precision={precision}")
+        run = Run(plan, build_mesh(plan), Ledger(), 0)
+        for name in ("mlp", "attention", "routed", "layer norm", "recurrent", "images"):
+            build, loss = ORDINARY[name]
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                step = run.train_step(run.parallelize(build()), torch.optim.SGD, loss, lr=0.01)
+                step(tuple(one.float() for one in batch(0)))
+        step = run.train_step(run.parallelize(DEPENDENT["centred"].build()), torch.optim.SGD, squares, lr=0.01)
+        with pytest.warns(WeftWarning, match="depends on the other samples"):
+            step(tuple(one.float() for one in batch(0)))
+
+
+def test_compiled_blocks():
+    run = start("accumulation=2 compile=on")
+    assert said_of(run, *ORDINARY["mlp"]) == []
+    assert any("depends on the other" in one for one in said_of(run, DEPENDENT["centred"].build))
+
+
+def test_the_check_costs_a_part_of_one_step():
+    """A few samples of many: far less than the step itself."""
+
+    def first_step(check_batch: bool) -> float:
+        run = start("accumulation=2")
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)], nn.Linear(256, D))
+        step = run.train_step(
+            run.parallelize(model.double()), torch.optim.SGD, squares, lr=0.01, check_batch=check_batch
+        )
+        generator = torch.Generator().manual_seed(0)
+        given = torch.randn(1024, 256, generator=generator).double(), torch.randn(1024, D, generator=generator).double()
+        start_s = time.perf_counter()
+        step(given)
+        return time.perf_counter() - start_s
+
+    first_step(False)
+    plain, checked = (min(first_step(how) for _ in range(3)) for how in (False, True))
+    assert checked < 2 * plain, (plain, checked)
