@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from weft.errors import LayoutError
 from weft.spec.layout import Layout
 from weft.structure.dry_run import example_of
-from weft.structure.token_flow import check_tokens
+from weft.structure.blocks import repeated_blocks
+from weft.structure.token_flow import Division, find_regions
 
 LAYOUT = Layout.parse("blocks.*.up=colwise blocks.*.down=rowwise")
 DIM = 8
@@ -43,7 +44,7 @@ class Net(nn.Module):
 
 def check(net):
     styles = {path: style for path, _ in net.named_modules() if (style := LAYOUT.style(path)) is not None}
-    check_tokens(net, styles, (), DIM)
+    return find_regions(net, [list(repeated_blocks(net))], Division(styles, (), DIM))
 
 
 MIXES = {
@@ -115,5 +116,5 @@ def test_an_uncut_attention_beside_cut_layers_is_found():
     layout = Layout.parse("blocks.*.linear1=colwise blocks.*.linear2=rowwise")
     styles = {path: style for path, _ in net.named_modules() if (style := layout.style(path)) is not None}
     with pytest.raises(LayoutError, match=r"blocks\.0\.self_attn \(MultiheadAttention\) mixes tokens"):
-        check_tokens(net, styles, (), DIM)
+        find_regions(net, [list(repeated_blocks(net))], Division(styles, (), DIM))
     assert example_of(net, batch=1)[0].shape == (1, 8)

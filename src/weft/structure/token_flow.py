@@ -1,48 +1,33 @@
-"""Where tokens of a sequence meet: as the class of a module says, and as one forward without numbers shows.
+"""Where tokens of a sequence meet: as the class of a module says, and as one forward on small inputs shows.
 
-Sequence parallelism leaves each rank its own tokens, so blocks must not mix them outside of cut parts.
-
-The hidden states that enter the blocks are marked with the dim of their tokens, and marks follow operations as those
-of features do (`feature_flow.py`). Inside of cut parts tokens are whole, and may meet. An operation elsewhere that lets
-them meet, such as a sum over tokens or a shift, is an error: each rank would do it with its own tokens, and nothing
-would tell. An operation that is not known here ends the mark, without a word.
+Sequence parallelism leaves each rank its own tokens, so blocks must treat each token by itself outside of modules that
+get all of them. `find_regions` runs the model once and follows the tokens from where they are divided to where they are
+gathered. It accepts what `token_rules.py` lists and refuses every other operation by name.
 """
 
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from weft.errors import LayoutError, ModelError
-from weft.private_torch import named_modules, tree_leaves
+from weft.private_torch import TorchDispatchMode, named_modules, tree_flatten, tree_leaves, tree_unflatten
 from weft.spec import Style
 from weft.structure import hugging_face
 from weft.structure.blocks import has_params, repeated_blocks
-from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, without_numbers
-from weft.structure.feature_flow import FeatureFlow, FlowStep, Mark, plain_name
-from weft.structure.layers import KnownModel
+from weft.structure.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_result, fits_parts
+from weft.structure.dry_run import call_traced, example_of
+from weft.structure.layers import KnownModel, parent_of
+from weft.structure.token_rules import Tokens, TokensMeet, TokenStep
 
-_TOKENS = frozenset(("tokens",))
-#: Operations along one dim: the place of `dim` among their arguments, and its default.
-_ALONG: dict[str, tuple[int, int | None]] = {
-    "cumsum": (1, None), "cumprod": (1, None), "logcumsumexp": (1, None), "cummax": (1, None), "cummin": (1, None),
-    "argmax": (1, None), "argmin": (1, None),
-    "max": (1, None), "min": (1, None), "median": (1, None), "std": (1, None), "prod": (1, None),
-    "logsumexp": (1, None), "log_softmax": (1, -1), "normalize": (2, 1), "diff": (2, -1), "flip": (1, None),
-    "roll": (2, None), "unfold": (1, None),
-}  # fmt: skip
-#: Of these, and of those along a dim, it is known that tokens meet where no mark comes out of them.
-_MIXING = frozenset((
-    *_ALONG, "mean", "sum", "var", "amax", "amin", "norm", "softmax", "layer_norm", "rms_norm", "linear", "matmul",
-    "bmm", "pad", "conv1d", "split", "chunk", "getitem", "cat", "concat", "scaled_dot_product_attention",
-    "multi_head_attention_forward",
-))  # fmt: skip
 #: What the names of classes say of tokens: attention lets them meet, and beside it states that go from token to token,
 #: convolutions, and what reads several tokens at once.
 _ATTENTION = ("attention", "attn")
@@ -52,9 +37,56 @@ _OTHERS = (
 )  # fmt: skip
 #: Families carry such a word in the names of all their modules.
 _NEVER = ("norm", "mlp", "embedding", "embeddings")
+#: Position of the tokens in what the blocks are given: (batch, tokens, features).
+TOKENS = 1
+#: What may be asked of tokens in Python: nothing about their numbers.
+_ASKED = frozenset((
+    "dim", "ndim", "ndimension", "dtype", "device", "requires_grad", "is_floating_point", "is_complex", "is_contiguous",
+    "is_cuda", "is_meta", "is_cpu", "layout", "is_leaf", "grad_fn", "element_size", "itemsize", "get_device", "type",
+    "__repr__", "__format__", "__hash__", "grad", "is_sparse", "is_nested", "is_quantized", "names", "is_tensor",
+    "_version", "is_mkldnn", "retains_grad", "__set__", "requires_grad_", "data_ptr", "is_inference", "stride",
+))  # fmt: skip
+_SIZES = frozenset(("shape", "size", "numel", "nelement"))
+#: Code of its own, which reads shapes and draws numbers, and treats each token by itself.
+_DROPOUT = frozenset(("dropout", "alpha_dropout", "dropout1d"))
 
-#: Blocks that are followed from the last new kind on: what passes from one to the next is seen, too.
-_MORE = 3
+
+@dataclass(frozen=True, slots=True)
+class TokenRegions:
+    """Where tokens are divided. runs: the first and the last module of each stretch of the forward.
+
+    units: the modules whose parameters see a part of the tokens. summed: positions of tensors from outside among the
+    arguments of a unit (positional and by keyword, flattened), whose gradients are sums over the ranks. why_apart: why
+    tokens are gathered after each unit, or "" if they stay divided from one to the next.
+    """
+
+    runs: tuple[tuple[str, str], ...]
+    units: tuple[str, ...]
+    summed: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    why_apart: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a technique divides tokens.
+
+    styles: of cut layers. gathering: modules that get all tokens. width: features of the hidden states. where: the
+    setting, for messages. remedy: what helps. has_own_loss: whether each rank's loss is that of its own tokens, so
+    that all gradients are summed anyway. reading: modules that are given an encoder's states, divided too.
+    """
+
+    styles: Mapping[str, Style]
+    gathering: Collection[str]
+    width: int
+    where: str = "sp=on"
+    remedy: str = "Use sp=off."
+    has_own_loss: bool = False
+    reading: Collection[str] = ()
+
+    def is_full(self, path: str) -> bool:
+        """Return whether a module works on all tokens."""
+        style = self.styles.get(path)
+        return path in self.gathering or (style is not None and style.name in ("colwise", "rowwise"))
 
 
 def mixing(module: nn.Module) -> str:
@@ -72,205 +104,499 @@ def mixing(module: nn.Module) -> str:
     return "convolution" if isinstance(module, nn.Conv2d) else ""
 
 
-def check_tokens(
-    model: nn.Module, styles: Mapping[str, Style], gathering: Collection[str], width: int, where: str = "sp=on",
-    remedy: str = "Use sp=off.", blocks: Mapping[str, nn.Module] | None = None,
-) -> None:  # fmt: skip
-    """Look for blocks of a foreign model that mix tokens outside of cut parts; warn where the model cannot be traced.
+def find_regions(
+    model: nn.Module, blocks: Sequence[Sequence[str]], division: Division, example: Any = None
+) -> TokenRegions:
+    """Return where the tokens of a model can be divided so that they do not meet.
+
+    They stay divided from the first block to the last if the model allows it. Otherwise they are gathered after each
+    block, so that code between the blocks gets all of them.
 
     Args:
-        model: the whole one.
-        styles: of its cut layers.
-        gathering: modules whose inputs are brought together, and whose outputs are cut again, as the parts around cut
-            layers are.
-        width: features of the hidden states.
-        where: the setting that cuts tokens, for messages.
-        remedy: what helps.
-        blocks: whose tokens are cut, by path; None: all of the model's.
+        model: the full model.
+        blocks: paths of the blocks of each chain, in the order of the modules.
+        division: how tokens are divided.
+        example: arguments of a forward, or None for invented ones.
 
     Raises:
-        LayoutError: where a block mixes them.
+        LayoutError: if an operation inside a block mixes tokens or is not known, or the model cannot be traced.
     """
+    runs = tuple((chain[0], chain[-1]) for chain in blocks)
+    every = tuple(path for chain in blocks for path in chain)
     if isinstance(model, KnownModel):
-        return
+        return TokenRegions(runs, every)
+    example = example_of(model, batch=2) if example is None else example
+    flow = _traced(model, TokenRegions(runs, every), division, example)
+    if flow.problem is None:
+        return TokenRegions(runs, every, flow.summed)
+    first, units = flow.problem, _called_units(model, every, flow.called, division)
+    if units and not division.has_own_loss:
+        apart = TokenRegions(tuple((path, path) for path in units), units)
+        flow = _traced(model, apart, division, example)
+        if flow.problem is None:
+            return TokenRegions(apart.runs, units, flow.summed, first)
+    problem = flow.problem or first
+    raise LayoutError(f"{division.where}: {problem} {division.remedy}")
+
+
+def _traced(model: nn.Module, regions: TokenRegions, division: Division, example: Any) -> _TokenFlow:
+    """Follow the tokens in evaluation, and in training if the model trains."""
+    flow = _TokenFlow(model, regions, division)
     try:
-        example = example_of(model, batch=1)
-        flow = in_some_format(lambda dtype: _TokenFlow(model, styles, gathering, width, blocks).follow(example, dtype))
+        flow.follow(example, training=False)
+        if flow.problem is None and model.training:
+            flow.follow(example, training=True)
     except (LayoutError, ModelError) as error:
-        warnings.warn(
-            f"{where}: {str(error).removeprefix('layout: ').partition('. Give')[0].rstrip('.')}, so Weft cannot tell "
-            "whether its blocks mix tokens between cut layers. Run `weft verify` on it.",
-            stacklevel=2,
-        )
-        return
-    for path, operation in flow.mixed.items():
-        raise LayoutError(
-            f"{where}: {path} ({type(model.get_submodule(path)).__name__}) mixes tokens by `{operation}` outside of "
-            f"cut layers, so it would see only a part of them. {remedy}"
-        )
+        reason = str(error).removeprefix("layout: ").partition(". Give")[0].rstrip(".")
+        flow.problem = flow.problem or f"{reason}, so Weft cannot check that its blocks keep tokens apart."
+    return flow
 
 
-class _Enough(BaseException):
-    """All kinds of blocks have been seen. Not an Exception: models may catch those."""
+def _called_units(
+    model: nn.Module, blocks: Sequence[str], called: Collection[str], division: Division
+) -> tuple[str, ...]:
+    """Return the outermost modules of the blocks that the model calls and that hold cut layers."""
+    modules = dict(named_modules(model))
+    cut = [path for path, style in division.styles.items() if style.name in ("colwise", "rowwise")]
+    found: list[str] = []
+
+    def look_into(path: str) -> None:
+        if not any(one.startswith(f"{path}.") for one in cut):
+            return
+        if path in called:
+            found.append(path)
+            return
+        for name, _ in modules[path].named_children():
+            look_into(f"{path}.{name}")
+
+    for path in blocks:
+        look_into(path)
+    return tuple(found)
 
 
-def _first_of_each_kind(blocks: Mapping[str, nn.Module]) -> tuple[str, ...]:
-    """The blocks up to the last whose modules are not those of one before it, and the next two."""
-    kinds = [tuple((name, type(module)) for name, module in named_modules(block)) for block in blocks.values()]
-    last = max(index for index, kind in enumerate(kinds) if kind not in kinds[:index])
-    return tuple(blocks)[: last + _MORE]
+class _TokenFlow:
+    """Tokens in forwards of a model. problem: the first thing that is not known to be right."""
 
+    def __init__(self, model: nn.Module, regions: TokenRegions, division: Division):
+        self.problem: str | None = None
+        self.called: set[str] = set()
+        self.summed: dict[str, frozenset[int]] = {}
+        self._model, self._division = model, division
+        self._first = {first: last for first, last in regions.runs}
+        self._units = frozenset(regions.units)
+        self._operations = _Operations(self)
+        self._reset()
 
-class _TokenFlow(FeatureFlow):
-    """Marks of tokens in one forward. mixed: where tokens met, by module, and in which operation."""
-
-    def __init__(
-        self, model: nn.Module, styles: Mapping[str, Style], gathering: Collection[str], width: int,
-        blocks: Mapping[str, nn.Module] | None,
-    ):  # fmt: skip
-        super().__init__()
-        self.mixed: dict[str, str] = {}
-        self._model, self._styles, self._gathering, self._width = model, styles, gathering, width
-        self._blocks = _first_of_each_kind(repeated_blocks(model) if blocks is None else blocks)
+    def _reset(self) -> None:
         self._stack: list[str] = []
-        self._depth = 0  # of cut parts, in which tokens are whole
-        self._is_between = False  # the first block and the last
+        self._depth = 0  # modules under way that get all tokens
+        self._open: str | None = None  # the module at whose end tokens are gathered
+        self._ends: list[str] = []
+        self._unit: list[str] = []
+        self._own: list[set[int]] = []
+        self._kept: list[torch.Tensor] = []  # so that ids stay theirs
+        self._marks: dict[int, Tokens] = {}
+        self._uniform: set[int] = set()
+        self._inner: set[int] = set()
+        self._bases: dict[int, torch.Tensor] = {}
 
-    def follow(self, example: Any, dtype: torch.dtype | None) -> _TokenFlow:
-        """Call the model under watch, as far as the blocks are new."""
+    def follow(self, example: Any, training: bool) -> None:
+        """Call the model under watch."""
         handles: list[RemovableHandle] = []
         for path, module in named_modules(self._model):
             handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave(path)))
         try:
-            call_without_numbers(self._model, without_numbers(example, self._model, dtype), self, dtype)
-        except _Enough:
-            pass
+            output = call_traced(self._model, example, self._watched, training=training)
+            self._outside(tree_leaves(dict(output) if isinstance(output, dict) else output), "its output")
+            if missing := [path for path in self._first if path not in self.called]:
+                self._fail(f"{missing[0]} ({self._kind(missing[0])}) is never called as a module.")
         finally:
             for handle in handles:
                 handle.remove()
-        return self
+            self._operations.is_over = True
+            self._operations = _Operations(self)
 
-    def _is_whole(self, path: str) -> bool:
-        style = self._styles.get(path)
-        return path in self._gathering or (style is not None and style.name in ("colwise", "rowwise"))
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        self._reset()
+        with ExitStack() as stack:
+            stack.enter_context(_Watch(self._operations))
+            stack.enter_context(self._operations)
+            yield
+
+    def _kind(self, path: str) -> str:
+        return type(self._model.get_submodule(path)).__name__
+
+    def _fail(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a module that gets all tokens is under way."""
+        return self._depth > 0
+
+    @property
+    def here(self) -> str:
+        """The module under way, for messages."""
+        path = self._stack[-1] if self._stack else ""
+        return f"{path} ({self._kind(path)})" if path else type(self._model).__name__
+
+    def meet(self, operation: str) -> None:
+        """An operation mixes tokens outside of modules that get all of them."""
+        self._fail(
+            f"{self.here} mixes tokens by `{operation}` outside of cut layers, or is not known to keep them apart, so "
+            "it would see only a part of them."
+        )
+
+    def misuse(self, operation: str) -> None:
+        """Code depends on the number of tokens."""
+        if not self._depth:
+            self._fail(
+                f"{self.here} {operation}: the number of tokens, outside of cut layers, where a rank has only a part of "
+                "them."
+            )
+
+    def of(self, value: Any) -> Tokens | None:
+        """The tokens of a tensor."""
+        return self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
+
+    def mark(self, tensor: torch.Tensor, tokens: Tokens) -> None:
+        """From here on the tensor has these tokens."""
+        self._kept.append(tensor)
+        self._marks[id(tensor)] = tokens
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._operations.is_paused = True
+        try:
+            return tensor.view_as(tensor)
+        finally:
+            self._operations.is_paused = False
 
     def _enter(self, path: str) -> Any:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            del module
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._stack.append(path)
-            if path == self._blocks[0]:
-                self._is_between = True
-            if path in self._blocks:
-                self._mark_hidden((args, kwargs))
-            self._depth += self._is_whole(path)
+            self.called.add(path)
+            replaced = self._enter_unit(path, module, args, kwargs) if path in self._units and not self._depth else None
+            if self._division.is_full(path):
+                if not self._unit and any(path.startswith(f"{unit}.") for unit in self._units):
+                    self._fail(f"{path} ({self._kind(path)}) is called outside of its block.")
+                if self._depth == 0 and self._unit:
+                    self._check_arguments(args, kwargs)
+                self._depth += 1
+            return replaced
 
         return before
 
+    def _enter_unit(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, tree = tree_flatten((args, kwargs))
+        place = hidden_place(leaves, self._division.width)
+        self._unit.append(path)
+        self._own.append({id(param) for param in module.parameters()})
+        if path in self._first and self._open is None:
+            self._open = self._first[path]
+            if place is None:
+                width = self._division.width
+                self._fail(f"{self.here} is given no hidden states of (batch, tokens, {width} features).")
+                return None
+            leaves[place] = self._alias(leaves[place])
+            self.mark(leaves[place], Tokens(TOKENS, leaves[place].shape[TOKENS]))
+        elif self._open is None or path in self._first:
+            self._fail(f"{self.here} is called where tokens are {'all there' if self._open is None else 'divided'}: "
+                       "blocks run in another order than they are registered in, or several times.")
+        found: set[int] = set()
+        for at, leaf in enumerate(leaves):
+            if self._is_outside(leaf) and self.of(leaf) is None:
+                if at != place and self._is_read(path, leaf, kwargs, args):
+                    leaves[at] = self._alias(leaf)
+                    self.mark(leaves[at], Tokens(TOKENS, leaf.shape[TOKENS]))
+                    continue
+                leaves[at] = self._alias(leaf)
+                self._kept.append(leaves[at])
+                self._inner.add(id(leaves[at]))
+                found.add(at)
+        if self.summed.setdefault(path, frozenset(found)) != found:
+            self._fail(f"{self.here} is given other tensors from outside in another call.")
+        return tree_unflatten(leaves, tree)
+
+    def _is_read(self, path: str, leaf: torch.Tensor, kwargs: Any, args: Any) -> bool:
+        """Whether it is an encoder's states, of which a block gets its part too."""
+        if path not in self._division.reading:
+            return False
+        names = list(inspect.signature(self._model.get_submodule(path).forward).parameters)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return given.get("encoder_hidden_states") is leaf
+
+    def _is_outside(self, leaf: Any) -> bool:
+        """Whether a tensor with a gradient was made outside of the blocks."""
+        if self._division.has_own_loss or not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+            return False
+        return id(leaf) not in self._inner
+
+    def _check_arguments(self, args: Any, kwargs: Any) -> None:
+        for leaf in tree_leaves((args, kwargs)):
+            if self._is_outside(leaf) and self.of(leaf) is None and not self._is_own(leaf):
+                self._fail(f"{self.here} is given a tensor from outside of its block that is no argument of the block.")
+
+    def _is_own(self, leaf: torch.Tensor) -> bool:
+        return bool(self._own) and id(leaf) in self._own[-1]
+
     def _leave(self, path: str) -> Any:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
             del module, args
             self._stack.pop()
-            if self._is_whole(path):
+            if self._division.is_full(path):
                 self._depth -= 1
-                if self._depth == 0 and (path in self._gathering or self._styles[path].name == "rowwise"):
+                style = self._division.styles.get(path)
+                if self._depth == 0 and self._unit and (path in self._division.gathering or (style and style.name == "rowwise")):
                     self._mark_hidden(output)
-            if path == self._blocks[-1]:
-                raise _Enough
+            if self._unit and self._unit[-1] == path and not self._depth:
+                self._unit.pop()
+                self._own.pop()
+                if path == self._open:
+                    self._open = None
+                    return self._gathered(path, output)
+            return None
 
         return after
 
-    def _mark_hidden(self, values: Any) -> None:
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (self._width,):
-                if leaf.dim() >= 2:
-                    self.mark(leaf, Mark(_TOKENS, leaf.dim() - 2, leaf.shape[-2]))
+    def _mark_hidden(self, output: Any) -> None:
+        """Row-cut layers and modules that get all tokens give each rank its own."""
+        width = self._division.width
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (width,):
+                if leaf.dim() >= 3:
+                    self.mark(leaf, Tokens(TOKENS, leaf.shape[TOKENS]))
+                elif leaf.dim() == 2:
+                    count = next((mark.count for mark in self._marks.values()), leaf.shape[0])
+                    self.mark(leaf, Tokens(0, count))
                 return
 
-    def _pass_on(self, func: Any, args: Any, kwargs: Any, marked: list[Any], outputs: list[torch.Tensor]) -> None:
-        if self._depth or not self._is_between:
+    def _gathered(self, path: str, output: Any) -> Any:
+        """The output with all tokens, as the end of a run returns it."""
+        leaves, tree = tree_flatten(output)
+        place = hidden_place(leaves, self._division.width)
+        if place is None or (mark := self.of(leaves[place])) is None or mark.dim != TOKENS:
+            self._fail(f"{path} ({self._kind(path)}) returns no hidden states of (batch, tokens, features).")
+            return None
+        leaves[place] = self._alias(leaves[place])
+        return tree_unflatten(leaves, tree)
+
+    def step(self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
+        """Follow one operation."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._open is None:
+            self._outside(given, f"`{name}`")
+        if self._unit and self._open is not None:
+            self._check_foreign(name, given)
+        if self._depth:
+            self._note(outputs, self._unit)
             return
-        marks = [mark for leaf in marked if (mark := self.of(leaf)) is not None]
-        step = _TokenStep(self, plain_name(func), args, kwargs, marks, outputs)
-        made = list(step.marks(marked))
-        if not made and not step.is_unknown and step.name in _MIXING:
-            self.mixed.setdefault(self._stack[-1], step.name)
-        for tensor, mark in made:
-            self.mark(tensor, mark)
-
-
-class _TokenStep(FlowStep):
-    """One operation on tensors whose tokens are marked. is_unknown: whether nobody knows what it does to them."""
-
-    is_unknown = False
-
-    def marks(self, marked: list[Any]) -> Iterator[tuple[torch.Tensor, Mark]]:
-        """What each output carries; nothing where tokens meet, or nobody knows."""
-        if self.name in _ALONG and not isinstance(self._argument(1, "other"), torch.Tensor):
-            place, default = _ALONG[self.name]
-            yield from self._along(self._argument(place, "dims" if self.name in ("flip", "roll") else "dim", default))
-        elif self.name in ("min", "max"):  # of two tensors
-            yield from self._pointwise(marked)
-        else:
-            yield from super().marks(marked)
-
-    def _along(self, dims: Any) -> Iterator[tuple[torch.Tensor, Mark]]:
-        rank = self.args[0].dim()
-        if dims is None or isinstance(dims, torch.Tensor):
+        is_uniform = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in self._uniform
+        marked = [leaf for leaf in given if self.of(leaf) is not None]
+        self._follow_bases(func, args, outputs)
+        if not marked:
+            if outputs and args and outputs[0] is args[0]:
+                self._written(outputs[0], name)
+            elif all(id(leaf) in self._uniform for leaf in given) and self._keeps_uniform(func, given):
+                self._uniform |= {id(output) for output in outputs}
+            self._note(outputs, self._unit)
             return
-        dims = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
-        if self.first.dim not in dims:
-            lost = rank - self.outputs[0].dim()
-            yield from self._keep(self.first.dim - (lost and sum(dim < self.first.dim for dim in dims)))
+        self._check_foreign(name, given)
+        try:
+            made = TokenStep(func, args, kwargs, outputs, self.of, self._is_alike).marks()
+        except (TokensMeet, IndexError, TypeError):
+            return self.meet(name)
+        if not outputs:
+            return self.meet(name)
+        for tensor, tokens in made:
+            self._mark_result(name, tensor, tokens, bool(args) and tensor is args[0], is_uniform)
+        self._note(outputs, self._unit)
 
-    def _pointwise(self, marked: list[Any]) -> Iterator[tuple[torch.Tensor, Mark]]:
-        yield from self._keep(self.first.dim + self.outputs[0].dim() - marked[0].dim())
+    def _check_foreign(self, name: str, given: list[torch.Tensor]) -> None:
+        """Refuse tensors with a gradient that reach a part of the tokens unseen."""
+        for leaf in given:
+            if self.of(leaf) is None and self._is_outside(leaf) and not self._is_own(leaf):
+                what = "reads a tensor made outside of the block that is no argument of it" if self._unit else (
+                    "reads a parameter or a tensor with a gradient between its blocks"
+                )
+                self._fail(f"{self.here} {what}, in `{name}`: its gradient would be that of a part of the tokens.")
 
-    def _linear(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        if self.first.dim != self.args[0].dim() - 1:
-            yield from self._keep(self.first.dim)
-
-    def _pad(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        place = 2 * (self.args[0].dim() - 1 - self.first.dim)
-        if not any(self._argument(1, "pad")[place : place + 2]):
-            yield from self._keep(self.first.dim)
-
-    def _conv1d(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        if self.first.dim != self.args[0].dim() - 1 or self._argument(1, "weight").shape[-1] == 1:
-            yield from self._keep(self.first.dim)
-
-    def _getitem(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        index = self.args[1] if isinstance(self.args[1], tuple) else (self.args[1],)
-        self.is_unknown = any(isinstance(part, torch.Tensor | list) for part in index)
-        yield from super()._getitem()
-
-    def _split(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        if self._argument(2, "dim", 0) % self.args[0].dim() != self.first.dim:
-            yield from self._keep(self.first.dim)
-
-    _chunk = _split_with_sizes = _tensor_split = _split
-
-    def _cat(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        if self._argument(1, "dim", 0) % self.outputs[0].dim() != self.first.dim:
-            yield from self._keep(self.first.dim)
-
-    _concat = _cat
-
-    def _matmul(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        left, right = (self.flow.of(one) for one in self.args[:2])
-        rank, (first, second) = self.outputs[0].dim(), (one.dim() for one in self.args[:2])
-        if (left is not None and left.dim == first - 1) or (right is not None and right.dim == second - 2):
+    def _written(self, tensor: torch.Tensor, name: str) -> None:
+        """What is written into may no longer be the same everywhere, nor what shares its memory."""
+        base = self._bases.get(id(tensor))
+        if base is None and name in ("fill_", "zero_"):
             return
-        if left is not None:
-            yield from self._keep(left.dim + rank - first)
-        elif right is not None:
-            yield from self._keep(right.dim + rank - second)
+        base = tensor if base is None else base
+        self._uniform -= {id(base), *(key for key, owner in self._bases.items() if owner is base)}
 
-    _bmm = _matmul
+    def _mark_result(self, name: str, tensor: torch.Tensor, tokens: Tokens, is_written: bool, is_uniform: bool) -> None:
+        before = self.of(tensor)
+        if before not in (None, tokens):
+            return self.meet(name)
+        base = self._bases.get(id(tensor))
+        if is_written and before is None:
+            if base is not None and self.of(base) is None:
+                same = base.dim() == tensor.dim() and base.shape[tokens.dim] == tensor.shape[tokens.dim]
+                if not same or tokens.inner != 1 or not is_uniform:
+                    return self.meet(name)
+                self.mark(base, tokens)
+            elif not is_uniform:
+                return self.meet(name)
+        self.mark(tensor, tokens)
 
-    def _scaled_dot_product_attention(self) -> Iterator[tuple[torch.Tensor, Mark]]:
-        if all((mark := self.flow.of(one)) is None or mark.dim != one.dim() - 2 for one in self.args[:3]):
-            yield from self._keep(self.first.dim)
+    def _note(self, outputs: list[torch.Tensor], inside: Any) -> None:
+        self._kept += outputs
+        if inside:
+            self._inner |= {id(output) for output in outputs}
+
+    def _follow_bases(self, func: Any, args: Any, outputs: list[torch.Tensor]) -> None:
+        """Remember of which tensor others are views."""
+        if not func.is_view or not args or not isinstance(args[0], torch.Tensor):
+            return
+        base = self._bases.get(id(args[0]), args[0])
+        for output in outputs:
+            self._bases[id(output)] = base
+            self._kept += [output, base]
+
+    def _keeps_uniform(self, func: Any, given: list[torch.Tensor]) -> bool:
+        name = str(func.overloadpacket).rpartition(".")[2]
+        if not given:
+            return name in (*CONSTANTS, "scalar_tensor", "empty_strided")
+        return func.is_view or name in ("clone", "_to_copy", "zeros_like", "ones_like", "full_like", "empty_like", "fill_",
+                                        "zero_", *CONSTANTS)  # fmt: skip
+
+    def _is_alike(self, tensor: torch.Tensor, from_end: int) -> bool:
+        if from_end > tensor.dim() or id(tensor) in self._uniform:
+            return True
+        return tensor.shape[-from_end] == 1 or tensor.stride()[-from_end] == 0
+
+    def _outside(self, leaves: Sequence[Any], operation: str) -> None:
+        """Values that blocks made are read where all tokens are there."""
+        if self._division.has_own_loss and operation == "its output":
+            return
+        for leaf in leaves:
+            if self.of(leaf) is not None:
+                self._fail(f"{self.here} reads a value for each token that a block keeps, in {operation}.")
+            elif isinstance(leaf, torch.Tensor) and id(leaf) in self._inner and leaf.requires_grad:
+                if not self._division.has_own_loss and id(leaf) not in self._marks:
+                    self._fail(f"{self.here} reads a value with a gradient that a block computed, in {operation}.")
+
+
+def hidden_place(leaves: Sequence[Any], width: int) -> int | None:
+    """Return the position of the hidden states, (batch, tokens, ..., width), among the values of a call."""
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim() >= 3:
+            if leaf.shape[-1] == width:
+                return place
+    return None
+
+
+class _Operations(TorchFunctionMode):
+    """The functions of torch that a model calls: their names, and what they ask for sizes."""
+
+    def __init__(self, flow: _TokenFlow):
+        super().__init__()
+        self.flow, self.name, self.is_paused, self.is_over, self.depth = flow, "", False, False, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", name)
+        if name in ("__contains__", "__bool__") and args[0].is_meta:
+            if self.flow.of(args[0]) is not None:
+                self.flow.meet(name.strip("_"))
+            return False  # "is there padding in these ids?" has no answer without numbers
+        self.name = name.strip("_") if name.startswith("_") else name
+        if name in _DROPOUT and args and self.flow.of(args[0]) is not None:
+            return self._dropped(func, args, kwargs)
+        result = func(*args, **kwargs)
+        return result if self.is_over else self._look(name, args, kwargs, result)
+
+    def _dropped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.is_paused = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.is_paused = False
+        mark = self.flow.of(args[0])
+        assert mark is not None
+        self.flow.mark(result, mark)
+        self.flow._note([result], self.flow._unit)
+        return result
+
+    def _misuse(self, what: str) -> None:
+        if not self.is_over:
+            self.flow.misuse(what)
+
+    def _look(self, name: str, args: Any, kwargs: Any, result: Any) -> Any:
+        """Check what a function asks for sizes, and what it does with them. Returns its result."""
+        flow = self.flow
+        first = args[0] if args else None
+        mark = flow.of(first)
+        if mark is not None and not flow.is_full:
+            assert isinstance(first, torch.Tensor)
+            size = first.shape[mark.dim]
+            if name in _SIZES and size > mark.inner:
+                return counted_result(name, first, result, mark.dim, size // mark.ranks, self._misuse)
+            if name == "__len__" and mark.dim == 0:
+                self._misuse("reads its length")
+            elif name in RESHAPES and isinstance(result, torch.Tensor):
+                self._check_reshape(name, args, kwargs, mark, result)
+            elif name not in _ASKED and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+                flow.meet(self.name)
+        if counted := list(_counted((args, kwargs))):
+            self._check_sizes(name, counted, result, is_marked=mark is not None)
+        return result
+
+    def _check_reshape(self, name: str, args: Any, kwargs: Any, mark: Tokens, result: torch.Tensor) -> None:
+        if (new := self.flow.of(result)) is None:
+            return
+        shape, made = [*args[0].shape], [*result.shape]
+        shape[mark.dim] //= mark.ranks
+        made[new.dim] //= mark.ranks
+        if not fits_parts(name, args, kwargs, shape, made):
+            self._misuse(f"writes down a number that depends on its size in `{name}`")
+
+    def _check_sizes(self, name: str, counted: list[Counted], result: Any, is_marked: bool) -> None:
+        """Sizes of tokens are arguments."""
+        if is_marked and name in RESHAPES or name in ("expand", "broadcast_to"):
+            return
+        dims: list[int] = []
+        if name in (*CONSTANTS, "repeat") and isinstance(result, torch.Tensor):
+            dims = [dim for dim, size in enumerate(result.shape) if any(size == int.__add__(one, 0) for one in counted)]
+        if len(dims) == len(counted) == 1 and not is_marked:
+            self.flow.mark(result, Tokens(dims[0], result.shape[dims[0]]))
+        elif not (is_marked and name in CONSTANTS and len(counted) == 1):
+            self._misuse(f"uses its size in `{self.name}`")
+
+
+def _counted(values: Any) -> Iterator[Counted]:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Counted):
+            yield leaf
+        elif isinstance(leaf, slice):
+            yield from (one for one in (leaf.start, leaf.stop, leaf.step) if isinstance(one, Counted))
+
+
+class _Watch(TorchDispatchMode):
+    """The operations that torch's functions are made of."""
+
+    def __init__(self, operations: _Operations):
+        super().__init__()
+        self._operations = operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._operations.is_paused:
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            name = self._operations.name or str(func.overloadpacket).rpartition(".")[2]
+            self._operations.flow.step(name, func, args, kwargs, outputs)
+        return result
 
 
 def why_fixed_attention(model: Any) -> str:

@@ -58,6 +58,7 @@ def cut_tensors(
     taken: Collection[str] = (),
     runs: Sequence[Sequence[str]] | None = None,
     is_whole: Callable[[str], bool] = nowhere,
+    regions: token_flow.TokenRegions | None = None,
 ) -> dict[str, Placement]:
     """Keep this rank's part of what the layout cuts; with sp, of the tokens between cut layers. In place.
 
@@ -70,12 +71,16 @@ def cut_tensors(
         taken: parameters that another technique has placed.
         runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
         is_whole: tells modules that another technique keeps whole, by their path.
+        regions: where tokens are divided under sp, as `check_whole_model` found it; found here where it is None.
 
     Raises:
         LayoutError: where the layout does not fit the model.
         PlanError: where the model cannot be divided by tp.
     """
-    return _Cutter(model, mesh, find_layout(model) if layout is None else layout, taken, runs, is_whole).cut()
+    layout = find_layout(model) if layout is None else layout
+    if mesh.plan.sp and regions is None and runs is None:
+        regions = find_token_regions(model, layout, is_whole, mesh.plan.tp)
+    return _Cutter(model, mesh, layout, taken, runs, is_whole, regions).cut()
 
 
 def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
@@ -90,29 +95,56 @@ def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
 
 
 def check_whole_model(
-    model: nn.Module, mesh: Mesh, layout: Layout | None, is_whole: Callable[[str], bool] = nowhere
-) -> Layout:
-    """Check what can be asked of a whole model only, before a pipeline takes its parts away, and return the layout.
+    model: nn.Module, mesh: Mesh, layout: Layout | None, is_whole: Callable[[str], bool] = nowhere, example: Any = None
+) -> tuple[Layout, token_flow.TokenRegions | None]:
+    """Check what needs the full model, before a pipeline takes parts of it away.
+
+    Returns the layout, and where tokens are divided if the plan divides them.
 
     Args:
-        model: the whole.
+        model: the full model.
         mesh: of the plan.
         layout: found from the model where it is None.
         is_whole: tells modules that another technique keeps whole, by their path.
+        example: arguments of a forward, or None for invented ones.
 
     Raises:
-        LayoutError: where the layout names what is not there, or sp would cut tokens that meet.
+        LayoutError: where the layout names what is not there, or sp would divide tokens that meet.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
-    layout = find_layout(model).fitted((*modules, *layers.own_parameters(modules))) if layout is None else layout
-    styles = read_styles(layout, modules, mesh.plan.tp)
-    if mesh.plan.sp:
-        sequence = plan_sequence(model, layout, styles, is_whole=is_whole)
-        parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
-        gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
-        blocks = blocks_outside(model, is_whole)
-        token_flow.check_tokens(model, styles, gathering.union(sequence.whole), sequence.width, blocks=blocks)
-    return layout
+    if layout is None:
+        layout = find_layout(model, example).fitted((*modules, *layers.own_parameters(modules)))
+    read_styles(layout, modules, mesh.plan.tp)
+    return layout, find_token_regions(model, layout, is_whole, mesh.plan.tp, example) if mesh.plan.sp else None
+
+
+def find_token_regions(
+    model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], tp: int, example: Any = None
+) -> token_flow.TokenRegions:
+    """Return where sp divides tokens.
+
+    Args:
+        model: the full model.
+        layout: of it.
+        is_whole: tells modules that another technique keeps whole, by their path.
+        tp: number of ranks.
+        example: arguments of a forward, or None for invented ones.
+
+    Raises:
+        LayoutError: where tokens would be divided that meet.
+    """
+    modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
+    styles = read_styles(layout, modules, tp)
+    sequence = plan_sequence(model, layout, styles, is_whole=is_whole)
+    parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
+    gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
+    chains: dict[str, list[str]] = {}
+    for path in blocks_outside(model, is_whole):
+        chains.setdefault(layers.parent_of(path), []).append(path)
+    division = token_flow.Division(
+        styles, gathering.union(sequence.whole), sequence.width, reading=sequence.reading
+    )
+    return token_flow.find_regions(model, list(chains.values()), division, example)
 
 
 class _Cutter:
@@ -126,6 +158,7 @@ class _Cutter:
         taken: Collection[str],
         runs: Sequence[Sequence[str]] | None,
         is_whole: Callable[[str], bool],
+        regions: token_flow.TokenRegions | None,
     ):
         self.model, self.axis, self.layout = model, mesh["tp"], layout
         self.taken, self.device = taken, mesh.device
@@ -136,8 +169,9 @@ class _Cutter:
         self.own = read_own(layout, self.modules)
         self.sequence: TokenCut | None = None
         if mesh.plan.sp:
-            self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole)
+            self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole, regions)
         self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp, pieces=mesh.plan.tp_chunks)
+        self.line_outside = SharedLayer(self.axis)
         ends_cut = self.sequence is not None and self.sequence.with_ends
         self.ends = SharedLayer(self.axis, cuts_tokens=ends_cut)
         self.placed: dict[int, Placement] = {}
@@ -192,6 +226,12 @@ class _Cutter:
             refuse_partial(path, self.modules[path])
         return found
 
+    def _line(self, path: str) -> SharedLayer:
+        """The ranks of a cut layer: outside of the blocks each has all tokens."""
+        if self.sequence is None or any(path.startswith(f"{block}.") for block in self.sequence.blocks):
+            return self.line
+        return self.line_outside
+
     def _is_linear(self, path: str) -> bool:
         return layers.is_linear(self.modules[path])
 
@@ -221,12 +261,12 @@ class _Cutter:
             ahead = not alone and bool(rows) and makes_ahead(parent, self.modules, self.styles)
             # What comes in has as many features as go out; the first layer that is cut may read fewer.
             width = layers.weight_of(self.modules[rows[0]]).shape[0] if ahead else layers.weight_of(module).shape[1]
-            entry = Entry(self.line, width, self.part, is_compiled=self.is_compiled, is_ahead=ahead)
+            entry = Entry(self._line(path), width, self.part, is_compiled=self.is_compiled, is_ahead=ahead)
             self.entries[place] = entry
             if not alone:
                 ends = any(name.startswith(f"{parent}.") for name in self.rows)
                 hooks = Enter(entry, ends, second_states(around) if self.sequence and self.sequence.reading else ())
-                if self.line.cuts_tokens or ahead:
+                if entry.line.cuts_tokens or ahead:
                     around.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 around.register_forward_hook(hooks.after)
         return self.entries[place]
@@ -241,11 +281,11 @@ class _Cutter:
         self._replace(module, "weight", placement, dim=1 if layers.is_transposed(module) else 0)
         for name in ("bias", "lora_B", "lora_magnitude"):
             self._replace(module, name, placement, dim=0)
-        if self.line.cuts_tokens or entry.is_ahead:
+        if entry.line.cuts_tokens or entry.is_ahead:
             self._partial(module, "lora_A")
         _set_sizes(module)
         self._float8(module, outer=self.axis)
-        enters = self.line.cuts_tokens and self.entries.get(path) is entry
+        enters = entry.line.cuts_tokens and self.entries.get(path) is entry
         become(module, ColumnLinear, entry=entry, enters=enters, place=len(entry.members))
         entry.members.append(module)
 
@@ -278,7 +318,7 @@ class _Cutter:
         self._partial(module, "lora_B", "lora_magnitude")
         _set_sizes(module)
         self._float8(module, inner=self.axis)
-        become(module, RowLinear, line=self.line, part=self.part, is_compiled=self.is_compiled)
+        become(module, RowLinear, line=self._line(path), part=self.part, is_compiled=self.is_compiled)
 
     def _check_pieces(self, path: str, module: nn.Module) -> None:
         """PlanError where a layer is more than a product with a matrix, and shall multiply in pieces."""

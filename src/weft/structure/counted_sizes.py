@@ -1,0 +1,162 @@
+"""Sizes of divided dims as integers that record how code uses them.
+
+A rank sees only its part of a divided dim, so a number computed from its size differs from that of one process. A
+reshape may use such a size, provided that the part's size gives the part of the reshaped tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsInt
+
+import torch
+
+#: Methods that reshape by sizes, and the position of the first size among their arguments.
+RESHAPES = {"view": 1, "reshape": 1, "unflatten": 2, "expand": 1, "broadcast_to": 1}
+#: Functions that make tensors of one value.
+CONSTANTS = ("zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full")
+Misuse = Callable[[str], None]
+
+
+class Counted(int):
+    """The size of a divided dim, or a number computed from it. part: its value on one of the ranks."""
+
+    part: int
+    misuse: Misuse
+
+    @staticmethod
+    def of(full: int, part: int, misuse: Misuse) -> Counted:
+        """Return such a number. misuse: called with a description of any use other than reshaping."""
+        found = Counted(full)
+        found.part, found.misuse = part, misuse
+        return found
+
+    def __hash__(self) -> int:  # code that caches by size, such as einops, computes without its cache then
+        raise TypeError("unhashable: the size of a divided dim")
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int.__add__(self, 0),)
+
+    def __float__(self) -> float:
+        self.misuse("computes with its size")
+        return int.__float__(self)
+
+    def __int__(self) -> int:
+        self.misuse("converts its size to a number")
+        return int.__add__(self, 0)
+
+    def __neg__(self) -> Counted:
+        return Counted.of(-int.__add__(self, 0), -self.part, self.misuse)
+
+
+def _arithmetic(name: str, compute: Callable[[int, int], int]) -> None:
+    def method(self: Counted, other: Any) -> Any:
+        if not isinstance(other, int):
+            if not isinstance(other, torch.Tensor):
+                self.misuse("computes with its size")
+            return NotImplemented
+        full, part = int.__add__(self, 0), other.part if isinstance(other, Counted) else other
+        if "div" in name or "mod" in name:
+            divisor = self.part if name.startswith("__r") else part
+            if not divisor:
+                self.misuse("divides by its size")
+                return compute(full, int.__add__(other, 0))
+        return Counted.of(compute(full, int.__add__(other, 0)), compute(self.part, part), self.misuse)
+
+    setattr(Counted, name, method)
+
+
+def _comparison(name: str, compute: Callable[[int, int], bool]) -> None:
+    def method(self: Counted, other: Any) -> Any:
+        if not isinstance(other, int):
+            return getattr(int, name)(self, other)
+        result = compute(int.__add__(self, 0), int.__add__(other, 0))
+        if not isinstance(other, Counted) or compute(self.part, other.part) != result:
+            self.misuse("compares its size with a number")
+        return result
+
+    setattr(Counted, name, method)
+
+
+def _number(name: str) -> None:
+    def method(self: Counted, *others: Any) -> Any:
+        self.misuse("computes with its size")
+        plain = (int.__add__(one, 0) if isinstance(one, Counted) else one for one in others)
+        return getattr(int, name)(int.__add__(self, 0), *plain)
+
+    setattr(Counted, name, method)
+
+
+for _name, _compute in (("mul", operator.mul), ("add", operator.add), ("sub", operator.sub)):
+    _arithmetic(f"__{_name}__", _compute)
+_arithmetic("__floordiv__", operator.floordiv)
+_arithmetic("__mod__", operator.mod)
+_arithmetic("__radd__", operator.add)
+_arithmetic("__rmul__", operator.mul)
+_arithmetic("__rsub__", lambda one, other: other - one)
+_arithmetic("__rfloordiv__", lambda one, other: other // one)
+_arithmetic("__rmod__", lambda one, other: other % one)
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _comparison(f"__{_name}__", getattr(operator, _name))
+for _name in ("truediv", "rtruediv", "pow", "rpow", "divmod", "rdivmod", "lshift", "rshift", "and", "or", "xor"):
+    _number(f"__{_name}__")
+
+
+def counted_result(name: str, tensor: torch.Tensor, result: Any, dim: int, part: int, misuse: Misuse) -> Any:
+    """Return what a question for sizes returns, with the size of a divided dim as a `Counted`.
+
+    Args:
+        name: of the method or attribute.
+        tensor: whose size is read.
+        result: what torch returned.
+        dim: which is divided.
+        part: its size on one rank.
+        misuse: as for `Counted`.
+    """
+    size = tensor.shape[dim]
+    if isinstance(result, torch.Size):
+        sizes: list[int] = [*result]
+        sizes[dim] = Counted.of(size, part, misuse)
+        return torch.Size(sizes)
+    if name in ("numel", "nelement"):
+        return Counted.of(result, result // size * part, misuse)
+    return Counted.of(size, part, misuse) if isinstance(result, int) else result
+
+
+def sizes_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[SupportsInt] | None:
+    """Return the sizes that a reshape was called with, or None for a call that names none."""
+    rest = [*args[RESHAPES[name] :], *(kwargs[key] for key in ("size", "shape", "sizes") if key in kwargs)]
+    found: list[Any] = [each for one in rest for each in (one if isinstance(one, list | tuple) else (one,))]
+    return found if found and all(isinstance(each, int) for each in found) else None
+
+
+def fits_parts(name: str, args: Sequence[Any], kwargs: dict[str, Any], shape: Sequence[int], made: list[int]) -> bool:
+    """Return whether a reshape of a rank's part gives the part of the reshaped tensor.
+
+    Args:
+        name: of the method.
+        args: that it was called with, of the full tensor.
+        kwargs: the same.
+        shape: of the part.
+        made: shape of the part that must come out.
+    """
+    sizes = sizes_of(name, args, kwargs)
+    if sizes is None:
+        return True
+    parts = [each.part if isinstance(each, Counted) else int(each) for each in sizes]
+    if name in ("expand", "broadcast_to"):
+        missing = len(parts) - len(shape)
+        parts = [shape[at - missing] if size == -1 else size for at, size in enumerate(parts)]
+        return parts == made
+    total, before, after = math.prod(shape), [], []
+    if name == "unflatten":
+        dim = int(args[1] if len(args) > 1 else kwargs["dim"]) % len(shape)
+        total, before, after = shape[dim], [*shape[:dim]], [*shape[dim + 1 :]]
+    if -1 in parts:
+        known = -math.prod(parts)
+        if known <= 0 or total % known:
+            return False
+        parts[parts.index(-1)] = total // known
+    return [*before, *parts, *after] == made
