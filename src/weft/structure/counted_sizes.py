@@ -40,11 +40,11 @@ class Counted(int):
         return int, (int.__add__(self, 0),)
 
     def __float__(self) -> float:
-        self.misuse("computes with its size")
+        self.misuse("computes with {}")
         return int.__float__(self)
 
     def __int__(self) -> int:
-        self.misuse("converts its size to a number")
+        self.misuse("converts {} to a number")
         return int.__add__(self, 0)
 
     def __neg__(self) -> Counted:
@@ -55,13 +55,13 @@ def _arithmetic(name: str, compute: Callable[[int, int], int]) -> None:
     def method(self: Counted, other: Any) -> Any:
         if not isinstance(other, int):
             if not isinstance(other, torch.Tensor):
-                self.misuse("computes with its size")
+                self.misuse("computes with {}")
             return NotImplemented
         full, part = int.__add__(self, 0), other.part if isinstance(other, Counted) else other
         if "div" in name or "mod" in name:
             divisor = self.part if name.startswith("__r") else part
             if not divisor:
-                self.misuse("divides by its size")
+                self.misuse("divides by {}")
                 return compute(full, int.__add__(other, 0))
         return Counted.of(compute(full, int.__add__(other, 0)), compute(self.part, part), self.misuse)
 
@@ -74,7 +74,7 @@ def _comparison(name: str, compute: Callable[[int, int], bool]) -> None:
             return getattr(int, name)(self, other)
         result = compute(int.__add__(self, 0), int.__add__(other, 0))
         if not isinstance(other, Counted) or compute(self.part, other.part) != result:
-            self.misuse("compares its size with a number")
+            self.misuse("compares {} with a number")
         return result
 
     setattr(Counted, name, method)
@@ -82,7 +82,7 @@ def _comparison(name: str, compute: Callable[[int, int], bool]) -> None:
 
 def _number(name: str) -> None:
     def method(self: Counted, *others: Any) -> Any:
-        self.misuse("computes with its size")
+        self.misuse("computes with {}")
         plain = (int.__add__(one, 0) if isinstance(one, Counted) else one for one in others)
         return getattr(int, name)(int.__add__(self, 0), *plain)
 

@@ -45,6 +45,7 @@ _ASKED = frozenset((
     "is_cuda", "is_meta", "is_cpu", "layout", "is_leaf", "grad_fn", "element_size", "itemsize", "get_device", "type",
     "__repr__", "__format__", "__hash__", "grad", "is_sparse", "is_nested", "is_quantized", "names", "is_tensor",
     "_version", "is_mkldnn", "retains_grad", "__set__", "requires_grad_", "data_ptr", "is_inference", "stride",
+    "__setitem__",
 ))  # fmt: skip
 _SIZES = frozenset(("shape", "size", "numel", "nelement"))
 #: Code of its own, which reads shapes and draws numbers, and treats each token by itself.
@@ -93,7 +94,7 @@ def mixing(module: nn.Module) -> str:
     """By what a module with weights mixes the tokens of a sequence, as its class says: "attention", "convolution" over
     two dims or of a causal kernel, "other", or "" where it is none of those."""
     if isinstance(module, nn.Conv1d | nn.RNNBase):
-        return "other"
+        return "" if isinstance(module, nn.Conv1d) and set(module.kernel_size) == {1} else "other"
     if not has_params(module):
         return ""
     kind = type(module).__name__.lower()
@@ -245,16 +246,15 @@ class _TokenFlow:
     def meet(self, operation: str) -> None:
         """An operation mixes tokens outside of modules that get all of them."""
         self._fail(
-            f"{self.here} mixes tokens by `{operation}` outside of cut layers, or is not known to keep them apart, so "
-            "it would see only a part of them."
+            f"{self.here} calls `{operation}` outside of cut layers, which mixes tokens or is not known to keep them "
+            "apart, and a rank has only a part of them there."
         )
 
     def misuse(self, operation: str) -> None:
         """Code depends on the number of tokens."""
         if not self._depth:
             self._fail(
-                f"{self.here} {operation}: the number of tokens, outside of cut layers, where a rank has only a part of "
-                "them."
+                f"{self.here} {operation.format('the number of tokens')}, and outside of cut layers that is the number of a rank's tokens, not of all."
             )
 
     def of(self, value: Any) -> Tokens | None:
@@ -543,7 +543,7 @@ class _Operations(TorchFunctionMode):
             if name in _SIZES and size > mark.inner:
                 return counted_result(name, first, result, mark.dim, size // mark.ranks, self._misuse)
             if name == "__len__" and mark.dim == 0:
-                self._misuse("reads its length")
+                self._misuse("reads {} by len()")
             elif name in RESHAPES and isinstance(result, torch.Tensor):
                 self._check_reshape(name, args, kwargs, mark, result)
             elif name not in _ASKED and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
@@ -559,7 +559,7 @@ class _Operations(TorchFunctionMode):
         shape[mark.dim] //= mark.ranks
         made[new.dim] //= mark.ranks
         if not fits_parts(name, args, kwargs, shape, made):
-            self._misuse(f"writes down a number that depends on its size in `{name}`")
+            self._misuse(f"writes {{}} down in `{name}`")
 
     def _check_sizes(self, name: str, counted: list[Counted], result: Any, is_marked: bool) -> None:
         """Sizes of tokens are arguments."""
@@ -568,10 +568,10 @@ class _Operations(TorchFunctionMode):
         dims: list[int] = []
         if name in (*CONSTANTS, "repeat") and isinstance(result, torch.Tensor):
             dims = [dim for dim, size in enumerate(result.shape) if any(size == int.__add__(one, 0) for one in counted)]
-        if len(dims) == len(counted) == 1 and not is_marked:
+        if len(dims) == len(counted) == 1 and (name in CONSTANTS or not is_marked):
             self.flow.mark(result, Tokens(dims[0], result.shape[dims[0]]))
-        elif not (is_marked and name in CONSTANTS and len(counted) == 1):
-            self._misuse(f"uses its size in `{self.name}`")
+        else:
+            self._misuse(f"uses {{}} in `{self.name}`")
 
 
 def _counted(values: Any) -> Iterator[Counted]:

@@ -55,7 +55,7 @@ _REDUCTIONS = {
 _ALONG = {
     "_softmax": 1, "_safe_softmax": 1, "_log_softmax": 1, "cumsum": 1, "cumsum_": 1, "cumprod": 1, "logcumsumexp": 1,
     "cummax": 1, "cummin": 1, "flip": 1, "roll": 2, "sort": 1, "topk": 2, "glu": 1, "_fft_r2c": 1, "_fft_c2r": 1,
-    "_fft_c2c": 1, "split": 2, "split_with_sizes": 2, "slice": 1, "renorm": 2, "unsafe_split": 2, "unfold": 1,
+    "_fft_c2c": 1, "split": 2, "split_with_sizes": 2, "slice": 1, "unsafe_split": 2, "unfold": 1,
     "unsafe_split_with_sizes": 2,
 }  # fmt: skip
 #: Where the dim is not given by position, its name and default.
