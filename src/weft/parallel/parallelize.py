@@ -110,7 +110,9 @@ def cut(
     regions = None
     if plan.tp > 1:
         # Of the model as it came: a stage alone, or experts that are spread over ranks, cannot be traced.
-        tensor_layout, regions = check_whole_model(model, mesh, layout, spread.holds, example)
+        tensor_layout, regions = check_whole_model(
+            model, mesh, layout, *([spread.holds] if spread.shared else []), example=example
+        )
     why_whole = check_sequences(model, mesh)
     stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     pipeline = pipeline_of(model)

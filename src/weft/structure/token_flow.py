@@ -137,6 +137,13 @@ def find_regions(
         if flow.problem is None:
             return TokenRegions(apart.runs, units, flow.summed, first)
     problem = flow.problem or first
+    if not units:
+        problem = (
+            f"{every[0]} ({type(model.get_submodule(every[0])).__name__}) is not called as one module, so there is no "
+            "block from whose entry to whose end tokens could be divided. Give the layers of a block to a module with "
+            "a forward of its own, or"
+        )
+        raise LayoutError(f"{division.where}: {problem} {division.remedy[:1].lower()}{division.remedy[1:]}")
     raise LayoutError(f"{division.where}: {problem} {division.remedy}")
 
 
@@ -165,7 +172,8 @@ def _called_units(
         if not any(one.startswith(f"{path}.") for one in cut):
             return
         if path in called:
-            found.append(path)
+            if not division.is_full(path):  # such a module gets all tokens, and divides none
+                found.append(path)
             return
         for name, _ in modules[path].named_children():
             look_into(f"{path}.{name}")
@@ -199,6 +207,7 @@ class _TokenFlow:
         self._marks: dict[int, Tokens] = {}
         self._uniform: set[int] = set()
         self._inner: set[int] = set()
+        self._unit_params: set[int] = set()
         self._bases: dict[int, torch.Tensor] = {}
 
     def follow(self, example: Any, training: bool) -> None:
@@ -277,6 +286,9 @@ class _TokenFlow:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             self._stack.append(path)
             self.called.add(path)
+            if not path:
+                named = dict(named_modules(module))
+                self._unit_params = {id(param) for unit in self._units for param in named[unit].parameters()}
             replaced = self._enter_unit(path, module, args, kwargs) if path in self._units and not self._depth else None
             if self._division.is_full(path):
                 if not self._unit and any(path.startswith(f"{unit}.") for unit in self._units):
@@ -389,6 +401,11 @@ class _TokenFlow:
             self._outside(given, f"`{name}`")
         if self._unit and self._open is not None:
             self._check_foreign(name, given)
+        elif not self._division.has_own_loss and any(id(leaf) in self._unit_params and leaf.requires_grad for leaf in given):
+            self._fail(
+                f"{self.here} reads a parameter of a block outside of it, in `{name}`, where its gradient is no sum over "
+                "the ranks."
+            )
         if self._depth:
             self._note(outputs, self._unit)
             return
@@ -548,8 +565,8 @@ class _Operations(TorchFunctionMode):
                 self._check_reshape(name, args, kwargs, mark, result)
             elif name not in _ASKED and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
                 flow.meet(self.name)
-        if counted := list(_counted((args, kwargs))):
-            self._check_sizes(name, counted, result, is_marked=mark is not None)
+        if next(_counted((args, kwargs)), None) is not None:
+            self._check_sizes(name, args, kwargs, result, is_marked=mark is not None)
         return result
 
     def _check_reshape(self, name: str, args: Any, kwargs: Any, mark: Tokens, result: torch.Tensor) -> None:
@@ -561,14 +578,15 @@ class _Operations(TorchFunctionMode):
         if not fits_parts(name, args, kwargs, shape, made):
             self._misuse(f"writes {{}} down in `{name}`")
 
-    def _check_sizes(self, name: str, counted: list[Counted], result: Any, is_marked: bool) -> None:
+    def _check_sizes(self, name: str, args: Any, kwargs: Any, result: Any, is_marked: bool) -> None:
         """Sizes of tokens are arguments."""
         if is_marked and name in RESHAPES or name in ("expand", "broadcast_to"):
             return
         dims: list[int] = []
         if name in (*CONSTANTS, "repeat") and isinstance(result, torch.Tensor):
-            dims = [dim for dim, size in enumerate(result.shape) if any(size == int.__add__(one, 0) for one in counted)]
-        if len(dims) == len(counted) == 1 and (name in CONSTANTS or not is_marked):
+            flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int)]
+            dims = [dim for dim, size in enumerate(flat) if isinstance(size, Counted) and dim < result.dim()]
+        if len(dims) == len(list(_counted((args, kwargs)))) == 1 and (name in CONSTANTS or not is_marked):
             self.flow.mark(result, Tokens(dims[0], result.shape[dims[0]]))
         else:
             self._misuse(f"uses {{}} in `{self.name}`")

@@ -7,6 +7,7 @@ by rows of the vocabulary, padded where tp does not divide it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 
 from weft.comm import broadcast
 from weft.comm.autograd import prepare_operators
-from weft.errors import LayoutError, PlanError, Problem
+from weft.errors import LayoutError, PlanError, Problem, WeftWarning
 from weft.mesh import Axis, Mesh
 from weft.models.adapters import AdaptedLinear
 from weft.parallel.layers import refuse_partial
@@ -46,6 +47,7 @@ from weft.parallel.tensor.read_layout import (
     read_styles,
 )
 from weft.parallel.tensor.sequence import TokenCut, blocks_outside, cut_tokens, plan_sequence, second_states
+from weft.parallel.tensor.trial import TrialError, divided_modules, is_tried, try_numbers, without_layers
 from weft.spec import Layout, Style
 from weft.structure import Heads, become, hugging_face, layers, token_flow
 from weft.structure.layouts import find_layout, rms_form
@@ -99,7 +101,8 @@ def check_whole_model(
 ) -> tuple[Layout, token_flow.TokenRegions | None]:
     """Check what needs the full model, before a pipeline takes parts of it away.
 
-    Returns the layout, and where tokens are divided if the plan divides them.
+    Returns the layout, and where tokens are divided if the plan divides them. A small model of the user's is tried. If
+    the trial fails with a layout that was found, a module is left undivided, and a warning names it.
 
     Args:
         model: the full model.
@@ -109,13 +112,46 @@ def check_whole_model(
         example: arguments of a forward, or None for invented ones.
 
     Raises:
-        LayoutError: where the layout names what is not there, or sp would divide tokens that meet.
+        LayoutError: where the layout names what is not there, sp would divide tokens that meet, or a trial fails.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
-    if layout is None:
-        layout = find_layout(model, example).fitted((*modules, *layers.own_parameters(modules)))
-    read_styles(layout, modules, mesh.plan.tp)
-    return layout, find_token_regions(model, layout, is_whole, mesh.plan.tp, example) if mesh.plan.sp else None
+    if layout is not None:
+        return layout, _checked(model, mesh, layout, is_whole, example)
+    layout = find_layout(model, example).fitted((*modules, *layers.own_parameters(modules)))
+    try:
+        return layout, _checked(model, mesh, layout, is_whole, example)
+    except TrialError as error:
+        first = error
+    for path in dict.fromkeys((first.path, *divided_modules(layout, model))):
+        less = without_layers(layout, model, path)
+        if less is None:
+            continue
+        try:
+            found = _checked(model, mesh, less, is_whole, example)
+        except (LayoutError, PlanError):
+            continue
+        if mesh.rank == 0:
+            said = str(first).rstrip(".")
+            warnings.warn(f"{path} stays undivided on every rank of tp, since {said}.", WeftWarning, stacklevel=3)
+        return less, found
+    raise first
+
+
+def _checked(
+    model: nn.Module, mesh: Mesh, layout: Layout, is_whole: Callable[[str], bool], example: Any
+) -> token_flow.TokenRegions | None:
+    plan = mesh.plan
+    modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
+    read_styles(layout, modules, plan.tp)
+    regions = find_token_regions(model, layout, is_whole, plan.tp, example) if plan.sp else None
+    if plan.ep == 1 and is_whole is nowhere and is_tried(model):
+        where = f"tp={plan.tp} sp=on" if plan.sp else f"tp={plan.tp}"
+
+        def divide(divided: nn.Module) -> dict[str, Placement]:
+            return cut_tensors(divided, mesh, layout, regions=regions)
+
+        try_numbers(model, mesh["tp"], mesh.device, divide, example, where)
+    return regions
 
 
 def find_token_regions(

@@ -18,6 +18,7 @@ from torch import nn
 from weft.errors import LayoutError, ModelError
 from weft.private_torch import named_modules, tree_leaves
 from weft.spec import Layout
+from weft.structure.blocks import repeated_blocks
 from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, is_named, without_numbers
 from weft.structure.feature_flow import FeatureFlow, Mark
 from weft.structure.layers import input_embeddings, is_linear, own_parameters, parent_of, weight_of
@@ -213,11 +214,14 @@ class _Trace:
         reasons: dict[str, str] = {}
         self._vocabulary(styles, reasons)
         families = self._families()
+        blocks = tuple(f"{block}." for block in repeated_blocks(self.model))
         for path in self.order:
             sources = self.ends.get(path, frozenset())
             if path in styles or not sources or any(styles.get(source, "colwise") in ENDS for source in sources):
                 continue  # a head, or the first layer is the second of another pair
             family = frozenset[str]().union(*(families[source] for source in sources))
+            if path.startswith(blocks) and not all(source.startswith(blocks) for source in family):
+                continue  # a pair of a layer outside of the blocks, such as a condition's, and one inside
             if any(source in self.flow.broken or styles.get(source) in ENDS for source in family):
                 continue
             names = ", ".join(sorted({source.rpartition(".")[2] for source in family.difference(self.own)}))
