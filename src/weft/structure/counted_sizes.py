@@ -104,25 +104,30 @@ for _name in ("truediv", "rtruediv", "pow", "rpow", "divmod", "rdivmod", "lshift
     _number(f"__{_name}__")
 
 
-def counted_result(name: str, tensor: torch.Tensor, result: Any, dim: int, part: int, misuse: Misuse) -> Any:
+def counted_result(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, dim: int, part: int, misuse: Misuse
+) -> Any:
     """Return what a question for sizes returns, with the size of a divided dim as a `Counted`.
 
     Args:
         name: of the method or attribute.
-        tensor: whose size is read.
+        args: that it was called with, the tensor first.
+        kwargs: the same.
         result: what torch returned.
         dim: which is divided.
         part: its size on one rank.
         misuse: as for `Counted`.
     """
-    size = tensor.shape[dim]
+    tensor: torch.Tensor = args[0]
+    size = int(tensor.shape[dim])
     if isinstance(result, torch.Size):
         sizes: list[int] = [*result]
         sizes[dim] = Counted.of(size, part, misuse)
         return torch.Size(sizes)
     if name in ("numel", "nelement"):
         return Counted.of(result, result // size * part, misuse)
-    return Counted.of(size, part, misuse) if isinstance(result, int) else result
+    asked = args[1] if len(args) > 1 else kwargs.get("dim", dim)
+    return Counted.of(size, part, misuse) if isinstance(result, int) and asked % tensor.dim() == dim else result
 
 
 def sizes_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[SupportsInt] | None:

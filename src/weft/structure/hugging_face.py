@@ -334,6 +334,12 @@ def has_gated_experts(experts: nn.Module) -> bool:
     )
 
 
+def keeps_tokens_apart(module: nn.Module) -> bool:
+    """Return whether a module is a list of experts of transformers, each of which computes some tokens by themselves."""
+    kind = type(module)
+    return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Experts")
+
+
 def is_router(module: Any) -> bool:
     """Whether this chooses experts in the manner of transformers 5."""
     return isinstance(module, nn.Module) and hasattr(module, "top_k") and isinstance(module.weight, nn.Parameter)

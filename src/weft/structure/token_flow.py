@@ -202,6 +202,7 @@ class _TokenFlow:
         self._open: str | None = None  # the module at whose end tokens are gathered
         self._ends: list[str] = []
         self._unit: list[str] = []
+        self._trusted: list[str] = []
         self._own: list[set[int]] = []
         self._kept: list[torch.Tensor] = []  # so that ids stay theirs
         self._marks: dict[int, Tokens] = {}
@@ -214,8 +215,8 @@ class _TokenFlow:
         """Call the model under watch."""
         handles: list[RemovableHandle] = []
         for path, module in named_modules(self._model):
-            handles.append(module.register_forward_pre_hook(self._enter(path), with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave(path)))
+            handles.append(module.register_forward_pre_hook(self._unseen(self._enter(path)), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._unseen(self._leave(path))))
         try:
             output = call_traced(self._model, example, self._watched, training=training)
             self._outside(tree_leaves(dict(output) if isinstance(output, dict) else output), "its output")
@@ -276,11 +277,16 @@ class _TokenFlow:
         self._marks[id(tensor)] = tokens
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._operations.is_paused = True
-        try:
-            return tensor.view_as(tensor)
-        finally:
-            self._operations.is_paused = False
+        return tensor.view_as(tensor)
+
+    def _unseen(self, hook: Any) -> Any:
+        """A hook whose own operations are not followed."""
+
+        def called(*args: Any) -> Any:
+            with self._operations.paused():
+                return hook(*args)
+
+        return called
 
     def _enter(self, path: str) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -290,6 +296,9 @@ class _TokenFlow:
                 named = dict(named_modules(module))
                 self._unit_params = {id(param) for unit in self._units for param in named[unit].parameters()}
             replaced = self._enter_unit(path, module, args, kwargs) if path in self._units and not self._depth else None
+            if hugging_face.keeps_tokens_apart(module) and self._unit and not self._depth:
+                self._operations.pauses += 1
+                self._trusted.append(path)
             if self._division.is_full(path):
                 if not self._unit and any(path.startswith(f"{unit}.") for unit in self._units):
                     self._fail(f"{path} ({self._kind(path)}) is called outside of its block.")
@@ -312,7 +321,7 @@ class _TokenFlow:
                 self._fail(f"{self.here} is given no hidden states of (batch, tokens, {width} features).")
                 return None
             leaves[place] = self._alias(leaves[place])
-            self.mark(leaves[place], Tokens(TOKENS, leaves[place].shape[TOKENS]))
+            self.mark(leaves[place], _stream(leaves[place]))
         elif self._open is None or path in self._first:
             self._fail(f"{self.here} is called where tokens are {'all there' if self._open is None else 'divided'}: "
                        "blocks run in another order than they are registered in, or several times.")
@@ -321,7 +330,7 @@ class _TokenFlow:
             if self._is_outside(leaf) and self.of(leaf) is None:
                 if at != place and self._is_read(path, leaf, kwargs, args):
                     leaves[at] = self._alias(leaf)
-                    self.mark(leaves[at], Tokens(TOKENS, leaf.shape[TOKENS]))
+                    self.mark(leaves[at], _stream(leaf))
                     continue
                 leaves[at] = self._alias(leaf)
                 self._kept.append(leaves[at])
@@ -355,8 +364,16 @@ class _TokenFlow:
 
     def _leave(self, path: str) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            del module, args
+            del module
             self._stack.pop()
+            if self._trusted and self._trusted[-1] == path:
+                self._trusted.pop()
+                self._operations.pauses -= 1
+                mark = next((mark for leaf in args if (mark := self.of(leaf)) is not None), None)
+                for leaf in tree_leaves(output):
+                    if mark is not None and isinstance(leaf, torch.Tensor) and leaf.shape[mark.dim] == args[0].shape[mark.dim]:
+                        self.mark(leaf, mark)
+                    self._note([leaf], self._unit)
             if self._division.is_full(path):
                 self._depth -= 1
                 style = self._division.styles.get(path)
@@ -378,7 +395,7 @@ class _TokenFlow:
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (width,):
                 if leaf.dim() >= 3:
-                    self.mark(leaf, Tokens(TOKENS, leaf.shape[TOKENS]))
+                    self.mark(leaf, _stream(leaf))
                 elif leaf.dim() == 2:
                     count = next((mark.count for mark in self._marks.values()), leaf.shape[0])
                     self.mark(leaf, Tokens(0, count))
@@ -388,7 +405,7 @@ class _TokenFlow:
         """The output with all tokens, as the end of a run returns it."""
         leaves, tree = tree_flatten(output)
         place = hidden_place(leaves, self._division.width)
-        if place is None or (mark := self.of(leaves[place])) is None or mark.dim != TOKENS:
+        if place is None or self.of(leaves[place]) != _stream(leaves[place]):
             self._fail(f"{path} ({self._kind(path)}) returns no hidden states of (batch, tokens, features).")
             return None
         leaves[place] = self._alias(leaves[place])
@@ -509,16 +526,20 @@ def hidden_place(leaves: Sequence[Any], width: int) -> int | None:
     return None
 
 
+def _stream(hidden: torch.Tensor) -> Tokens:
+    return Tokens(TOKENS, hidden.shape[TOKENS])
+
+
 class _Operations(TorchFunctionMode):
     """The functions of torch that a model calls: their names, and what they ask for sizes."""
 
     def __init__(self, flow: _TokenFlow):
         super().__init__()
-        self.flow, self.name, self.is_paused, self.is_over, self.depth = flow, "", False, False, 0
+        self.flow, self.name, self.pauses, self.is_over = flow, "", 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_paused:
+        if self.pauses:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
@@ -533,12 +554,18 @@ class _Operations(TorchFunctionMode):
         result = func(*args, **kwargs)
         return result if self.is_over else self._look(name, args, kwargs, result)
 
-    def _dropped(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.is_paused = True
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is followed."""
+        self.pauses += 1
         try:
-            result = func(*args, **kwargs)
+            yield
         finally:
-            self.is_paused = False
+            self.pauses -= 1
+
+    def _dropped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self.paused():
+            result = func(*args, **kwargs)
         mark = self.flow.of(args[0])
         assert mark is not None
         self.flow.mark(result, mark)
@@ -558,7 +585,7 @@ class _Operations(TorchFunctionMode):
             assert isinstance(first, torch.Tensor)
             size = first.shape[mark.dim]
             if name in _SIZES and size > mark.inner:
-                return counted_result(name, first, result, mark.dim, size // mark.ranks, self._misuse)
+                return counted_result(name, args, kwargs, result, mark.dim, size // mark.ranks, self._misuse)
             if name == "__len__" and mark.dim == 0:
                 self._misuse("reads {} by len()")
             elif name in RESHAPES and isinstance(result, torch.Tensor):
@@ -610,7 +637,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._operations.is_paused:
+        if not self._operations.pauses:
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             name = self._operations.name or str(func.overloadpacket).rpartition(".")[2]
             self._operations.flow.step(name, func, args, kwargs, outputs)

@@ -215,10 +215,7 @@ class TokenStep:
 
     def _op_repeat(self) -> Iterator[Any]:
         tensor, mark = self._source
-        added = self.outputs[0].dim() - tensor.dim()
-        if self._get(1, "repeats")[mark.dim + added] != 1:
-            raise TokensMeet
-        yield from self._give(mark, mark.dim + added)
+        yield from self._give(mark, mark.dim + self.outputs[0].dim() - tensor.dim())
 
     def _op_select(self) -> Iterator[Any]:
         tensor, mark = self._source
