@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, SupportsInt
 
 import torch
+
+from weft.private_torch import tree_leaves
 
 #: Methods that reshape by sizes, and the position of the first size among their arguments.
 RESHAPES = {"view": 1, "reshape": 1, "unflatten": 2, "expand": 1, "broadcast_to": 1}
@@ -165,3 +167,12 @@ def fits_parts(name: str, args: Sequence[Any], kwargs: dict[str, Any], shape: Se
             return False
         parts[parts.index(-1)] = total // known
     return [*before, *parts, *after] == made
+
+
+def counted_in(values: Any) -> Iterator[Counted]:
+    """Yield such sizes among the arguments of a call, and in slices among them."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Counted):
+            yield leaf
+        elif isinstance(leaf, slice):
+            yield from (one for one in (leaf.start, leaf.stop, leaf.step) if isinstance(one, Counted))

@@ -56,7 +56,7 @@ def call_without_numbers(
 
 
 def call_traced(
-    model: nn.Module, example: Any, watch: Callable[[], AbstractContextManager[Any]], *, training: bool = False
+    model: nn.Module, example: Any, watch: Callable[[Any], AbstractContextManager[Any]], *, training: bool = False
 ) -> Any:
     """Return the output of one forward under a watch, with the gradients' graph. The model stays as it is.
 
@@ -66,7 +66,7 @@ def call_traced(
     Args:
         model: any.
         example: arguments of the forward.
-        watch: makes what observes one forward.
+        watch: makes what observes one forward, from its inputs.
         training: whether modules keep their mode; otherwise all are in evaluation.
 
     Raises:
@@ -77,7 +77,7 @@ def call_traced(
         if not on_meta and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             continue
         try:
-            return _call_once(model, example, watch(), dtype, on_meta, training)
+            return _call_once(model, example, watch, dtype, on_meta, training)
         except ModelError as error:
             first = first or error
     assert first is not None
@@ -85,7 +85,7 @@ def call_traced(
 
 
 def _call_once(
-    model: nn.Module, example: Any, watch: AbstractContextManager[Any], dtype: torch.dtype | None, on_meta: bool,
+    model: nn.Module, example: Any, watch: Callable[[Any], AbstractContextManager[Any]], dtype: torch.dtype | None, on_meta: bool,
     training: bool,
 ) -> Any:  # fmt: skip
     device = "meta" if on_meta else next((str(param.device) for param in model.parameters()), "cpu")
@@ -94,7 +94,8 @@ def _call_once(
     def moved(leaf: Any) -> Any:
         return leaf.to(device, wanted if leaf.is_floating_point() else None) if isinstance(leaf, torch.Tensor) else leaf
 
-    args, kwargs = as_arguments(tree_map(moved, example))
+    inputs = tree_map(moved, example)
+    args, kwargs = as_arguments(inputs)
     state: dict[str, torch.Tensor] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         copied = tensor.detach().to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
@@ -104,7 +105,7 @@ def _call_once(
     try:
         with (
             torch.random.fork_rng(devices=[]), _unchanged(model), hugging_face.experts_at_once(model),
-            torch.enable_grad(), torch.device(device), _layer_by_layer(), watch,
+            torch.enable_grad(), torch.device(device), _layer_by_layer(), watch(inputs),
         ):  # fmt: skip
             if not training:
                 model.eval()
@@ -220,7 +221,7 @@ def example_of(model: nn.Module, batch: int = 2) -> Any:
         if isinstance(module, nn.Embedding):
             return (ids,)
         if isinstance(module, nn.Conv2d):
-            return (torch.zeros(1, module.in_channels, 64, 64),)
+            return (_image(model, module.in_channels, batch),)
         if isinstance(module, nn.Conv1d):
             return (torch.zeros(batch, module.in_channels, 4096),)
         if is_linear(module):
@@ -229,6 +230,20 @@ def example_of(model: nn.Module, batch: int = 2) -> Any:
         f"layout: {type(model).__name__} does not begin with an embedding, convolution or linear layer, so Weft "
         "cannot tell what its input is. Give example=, the arguments of a forward."
     )
+
+
+def _image(model: nn.Module, channels: int, batch: int) -> torch.Tensor:
+    """An image of the first common size that the model takes, or of 64 pixels."""
+    named = (getattr(model, name, None) for name in ("image_size", "img_size"))
+    sizes = [size for size in named if isinstance(size, int)]
+    for size in (*sizes, 64, 32, 16, 224, 28, 8, 48, 96, 128, 256):
+        image = torch.zeros(batch, channels, size, size)
+        try:
+            call_without_numbers(model, without_numbers(image, model), contextlib.nullcontext())
+        except ModelError:
+            continue
+        return image
+    return torch.zeros(batch, channels, 64, 64)
 
 
 class Inputs:

@@ -23,7 +23,7 @@ from weft.private_torch import TorchDispatchMode, named_modules, tree_flatten, t
 from weft.spec import Style
 from weft.structure import hugging_face
 from weft.structure.blocks import has_params, repeated_blocks
-from weft.structure.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_result, fits_parts
+from weft.structure.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
 from weft.structure.dry_run import call_traced, example_of
 from weft.structure.layers import KnownModel, parent_of
 from weft.structure.token_rules import Tokens, TokensMeet, TokenStep
@@ -229,7 +229,8 @@ class _TokenFlow:
             self._operations = _Operations(self)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self, inputs: Any) -> Iterator[None]:
+        del inputs
         self._reset()
         with ExitStack() as stack:
             stack.enter_context(_Watch(self._operations))
@@ -592,7 +593,7 @@ class _Operations(TorchFunctionMode):
                 self._check_reshape(name, args, kwargs, mark, result)
             elif name not in _ASKED and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
                 flow.meet(self.name)
-        if next(_counted((args, kwargs)), None) is not None:
+        if next(counted_in((args, kwargs)), None) is not None:
             self._check_sizes(name, args, kwargs, result, is_marked=mark is not None)
         return result
 
@@ -613,18 +614,10 @@ class _Operations(TorchFunctionMode):
         if name in (*CONSTANTS, "repeat") and isinstance(result, torch.Tensor):
             flat = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int)]
             dims = [dim for dim, size in enumerate(flat) if isinstance(size, Counted) and dim < result.dim()]
-        if len(dims) == len(list(_counted((args, kwargs)))) == 1 and (name in CONSTANTS or not is_marked):
+        if len(dims) == len(list(counted_in((args, kwargs)))) == 1 and (name in CONSTANTS or not is_marked):
             self.flow.mark(result, Tokens(dims[0], result.shape[dims[0]]))
         else:
             self._misuse(f"uses {{}} in `{self.name}`")
-
-
-def _counted(values: Any) -> Iterator[Counted]:
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Counted):
-            yield leaf
-        elif isinstance(leaf, slice):
-            yield from (one for one in (leaf.start, leaf.stop, leaf.step) if isinstance(one, Counted))
 
 
 class _Watch(TorchDispatchMode):

@@ -19,9 +19,10 @@ from weft.errors import LayoutError, ModelError
 from weft.private_torch import named_modules, tree_leaves
 from weft.spec import Layout
 from weft.structure.blocks import repeated_blocks
-from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, is_named, without_numbers
+from weft.structure.dry_run import call_traced, example_of, is_named
 from weft.structure.feature_flow import FeatureFlow, Mark
-from weft.structure.layers import input_embeddings, is_linear, own_parameters, parent_of, weight_of
+from weft.structure.heads import Heads
+from weft.structure.layers import KnownModel, input_embeddings, is_linear, own_parameters, parent_of, weight_of
 from weft.structure.layouts.rms_norm import rms_form
 
 #: Styles of layers that are no first layer of a pair.
@@ -50,7 +51,7 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
         LayoutError: where the forward fails without numbers, or nothing is found.
     """
     example = example_of(model) if example is None else example
-    trace = in_some_format(lambda dtype: _Trace(model, dtype, across_norms).run(example))
+    trace = _Trace(model, across_norms).run(example)
     styles, reasons = trace.styles()
     if not styles:
         raise LayoutError(
@@ -68,16 +69,21 @@ def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset
     example: as for `trace_layout`. Raises LayoutError where the forward fails without numbers.
     """
     example = example_of(model) if example is None else example
-    return in_some_format(lambda dtype: _Trace(model, dtype).run(example)).pieces()
+    return _Trace(model).run(example).pieces()
 
 
 class _Trace:
     """One forward under watch."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None, across_norms: bool = False):
-        self.model, self.dtype, self.across_norms = model, dtype, across_norms
-        self.flow = FeatureFlow()
+    def __init__(self, model: nn.Module, across_norms: bool = False):
+        self.model, self.across_norms = model, across_norms
         self.paths = {id(module): path for path, module in named_modules(model)}
+        self._begin(None)
+
+    def _begin(self, inputs: Any) -> FeatureFlow:
+        """Start a forward, of which nothing is known yet."""
+        is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
+        self.flow = FeatureFlow(is_vetted)
         self.order: list[str] = []
         self.own: list[str] = []  # parameters that modules hold beside linear layers
         self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
@@ -85,24 +91,25 @@ class _Trace:
         self.inside: dict[str, frozenset[str]] = {}  # modules with parameters that work on marked features
         self.gives: dict[str, frozenset[str]] = {}  # modules around linear layers, and whose features they give out
         self.normed: dict[str, frozenset[str]] = {}  # norms that take features together, and of which layers
-        table = input_embeddings(model)
+        table = input_embeddings(self.model)
         self.embedding: str | None = None if table is None else self.paths.get(id(table))
-        self.ids: list[torch.Tensor] = []
+        self.ids = [
+            leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
+        ]
+        return self.flow
 
     def run(self, example: Any) -> _Trace:
         """Call the model; afterwards `styles` knows."""
-        moved = without_numbers(example, self.model, self.dtype)
-        self.ids = [
-            leaf for leaf in tree_leaves(moved) if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
-        ]
         handles = [hook for module in self.model.modules() for hook in self._watch(module)]
         try:
-            output = call_without_numbers(self.model, moved, self.flow, self.dtype)
+            output = call_traced(self.model, example, self._begin)
         except ModelError as error:
             raise LayoutError(
-                f"layout: {error} Give layout=, such as Layout.parse('blocks.*.up=colwise blocks.*.down=rowwise')."
+                f"layout: {error} Give example=, the arguments of a forward that works, or layout=, with paths of this "
+                "model as `weft layout` prints them."
             ) from error
         finally:
+            self.flow.is_over = True
             for handle in handles:
                 handle.remove()
         self._outputs = {id(leaf) for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)}
@@ -112,6 +119,9 @@ class _Trace:
         return self
 
     def _watch(self, module: nn.Module) -> Iterable[Any]:
+        if Heads.of(module).count:
+            yield module.register_forward_pre_hook(self._before_heads)
+            yield module.register_forward_hook(self._after_heads)
         if is_linear(module):
             yield module.register_forward_pre_hook(self._before_linear)
             yield module.register_forward_hook(self._after_linear)
@@ -127,6 +137,15 @@ class _Trace:
             if any(is_linear(child) for child in module.children()):
                 yield module.register_forward_pre_hook(self._before_around)
                 yield module.register_forward_hook(self._after_around)
+
+    def _before_heads(self, module: nn.Module, args: Any) -> None:
+        """Numbers of heads in attributes become those of a rank."""
+        del module, args
+        self.flow.trusted += 1
+
+    def _after_heads(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self.flow.trusted -= 1
 
     def _before_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         path, mark = self.paths[id(module)], self.flow.of(args[0]) if args else None
