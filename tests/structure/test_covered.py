@@ -63,7 +63,7 @@ def refusal(model: nn.Module, layout: str) -> str:
 def test_a_norm_of_heads_that_is_left_out_is_named_with_the_style_to_add():
     assert refusal(Model(), CUT) == (
         "layout: blocks.0.q_norm works on features of blocks.0.q, which the layout cuts, and the layout leaves it out. "
-        "Each rank's gradient of it would be a part of the sum. Add blocks.0.q_norm=partial."
+        "and so do blocks.0.k_norm, XX. Each rank's gradient would be a part of the sum. Add"
     )
 
 

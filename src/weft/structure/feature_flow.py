@@ -24,7 +24,10 @@ _POINTWISE = frozenset((
     "sigmoid", "relu", "relu6", "silu", "gelu", "elu", "selu", "mish", "erf", "abs", "square", "cos", "sin",
     "softplus", "leaky_relu", "hardswish", "hardtanh", "dropout", "where", "masked_fill", "clamp", "to", "float",
     "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach", "addcmul", "maximum",
-    "minimum", "nan_to_num", "logical_not", "_to_copy", "alias",
+    "minimum", "nan_to_num", "gt", "lt", "ge", "le", "eq", "ne", "sign", "sgn", "floor", "ceil", "round", "trunc", "frac",
+    "reciprocal", "log1p", "expm1", "exp2", "log2", "log10", "atan", "tan", "sinh", "cosh", "asinh", "erfc",
+    "logical_and", "logical_or", "logsigmoid", "hardsigmoid", "softsign", "celu", "clip", "clamp_min", "clamp_max",
+    "isnan", "isfinite", "positive", "absolute", "multiply", "divide", "subtract", "negative", "float_power", "remainder", "logical_not", "_to_copy", "alias",
 ))  # fmt: skip
 _SIZES = frozenset(("shape", "size", "numel", "nelement"))
 #: What may be asked of features in Python: nothing about their numbers.
@@ -65,6 +68,8 @@ class FeatureFlow(TorchFunctionMode):
         super().__init__()
         self.trusted = int(is_trusted)
         self.is_over = False
+        self.params: set[int] = set()
+        self.met: dict[int, frozenset[str]] = {}  # features that parameters met
         self.inside = False
         self.broken: dict[str, str] = {}
         self.alone: set[str] = set()
@@ -89,8 +94,8 @@ class FeatureFlow(TorchFunctionMode):
         return found[1] if found is not None and not found[1].sources <= self.alone else None
 
     def is_param(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter of the model: what it works on decides about its gradient."""
-        return tensor.is_leaf
+        """Whether a tensor is a parameter of a module that works on features: its gradient is a sum over ranks then."""
+        return id(tensor) in self.params
 
     def end(self, mark: Mark, reason: str, alone: bool = True) -> None:
         """These features meet others: their layers cannot be cut. alone: each other, and no other layers' features."""
@@ -280,7 +285,11 @@ class FlowStep:
             mark, shift = self.flow.of(leaf), output.dim() - leaf.dim()
             if mark is not None and mark.dim + shift != self.first.dim + output.dim() - marked[0].dim():
                 return
+            if mark is not None and leaf.shape[mark.dim] != output.shape[mark.dim + shift]:
+                self.reason = f"a single feature meets all others in `{self.name}`"
+                return
             if mark is None and leaf.requires_grad and not self.flow.trusted:
+                self.flow.met[id(leaf)] = self.flow.met.get(id(leaf), frozenset()) | self.first.sources
                 if not self.flow.is_param(leaf):
                     self.reason = f"its features meet a tensor with a gradient in `{self.name}` that no cut layer made"
                     return
@@ -308,6 +317,22 @@ class FlowStep:
 
     def _softmax(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         if self._argument(1, "dim", -1) % self.args[0].dim() != self.first.dim:
+            yield from self._keep(self.first.dim)
+
+    _log_softmax = _sort = _argsort = _softmax
+
+    def _cumsum(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        dims = self._argument(2, "dims") if self.name == "roll" else self._argument(1, "dim", self.kwargs.get("dims"))
+        if dims is not None:
+            used = {dim % self.args[0].dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+            if self.first.dim not in used:
+                yield from self._keep(self.first.dim)
+
+    _cumprod = _flip = _roll = _cumsum
+
+    def _pad(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        at = 2 * (self.args[0].dim() - 1 - self.first.dim)
+        if not any(self._argument(1, "pad")[at : at + 2]):
             yield from self._keep(self.first.dim)
 
     def _layer_norm(self) -> Iterator[tuple[torch.Tensor, Mark]]:

@@ -272,7 +272,8 @@ class _Cutter:
         return layers.is_linear(self.modules[path])
 
     def _check_partial(self, heads: dict[str, Heads]) -> None:
-        """LayoutError where a module inside a cut part has parameters, and nobody says what it sees."""
+        """Raise LayoutError if modules inside a cut part have parameters that no pattern covers."""
+        missing: list[str] = []
         for parent in heads:
             if is_wide(parent, self.modules, self.styles):
                 continue
@@ -280,11 +281,14 @@ class _Cutter:
                 path = f"{parent}.{name}" if name else parent
                 own = [each for each, _ in module.named_parameters(recurse=False) if f"{path}.{each}" not in self.own]
                 if path not in self.styles and own:
-                    raise LayoutError(
-                        f"layout: {path} has parameters between cut layers, and no pattern of the layout covers it. "
-                        f"Add {path}=partial where it works on this rank's heads or features, or {path}=replicate "
-                        "where it comes before or after them."
-                    )
+                    missing.append(path)
+        if missing:
+            has = "has" if len(missing) == 1 else "have"
+            raise LayoutError(
+                f"layout: {', '.join(missing)} {has} parameters between cut layers, and no pattern of the layout covers "
+                f"them. Add {' '.join(f'{path}=replicate' for path in missing)}, with partial in place of replicate for "
+                "each that works on this rank's heads or features."
+            )
 
     def _entry(self, path: str, module: nn.Module) -> Entry:
         """In front of the module around the layer, or of the layer itself."""

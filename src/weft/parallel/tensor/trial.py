@@ -74,6 +74,7 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
         return
     for tensor in (*full.parameters(), *full.buffers()):
         tensor.detach().copy_(broadcast(tensor.detach().contiguous(), axis))
+    divided = copy.deepcopy(full)  # before a forward, which may leave tensors in modules that cannot be copied
     example = dry_run.example_of(model) if example is None else example
     inputs = tree_map(lambda leaf: _input(leaf, full, axis, device), example)
     training = model.training
@@ -83,8 +84,6 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
         failure, expected, _ = _step(full, inputs, training)
     if failure is not None:  # an example that was invented may not fit; tracing has reported that
         return
-    divided = copy.deepcopy(full)
-    divided.zero_grad()
     placements = cut(divided)
     failure, found, _ = _step(divided, inputs, training)
     failed = all_reduce(torch.tensor(float(failure is not None), device=device), axis)

@@ -85,6 +85,7 @@ class _Trace:
         is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
         self.flow = FeatureFlow(is_vetted)
         self.order: list[str] = []
+        self.beside: dict[str, int] = {}  # ids of parameters that modules hold beside linear layers
         self.own: list[str] = []  # parameters that modules hold beside linear layers
         self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
         self.sizes: dict[str, tuple[int, int]] = {}
@@ -204,6 +205,7 @@ class _Trace:
                 self.flow.mark(output, mark)
 
     def _before_other(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.flow.params |= {id(param) for param in module.parameters(recurse=False)}
         for leaf in tree_leaves((args, kwargs)):
             if (mark := self.flow.of(leaf)) is not None:
                 path = self.paths[id(module)]
@@ -213,6 +215,10 @@ class _Trace:
         """Its own parameters may have a number a head, as sinks of attention do: they are cut with the heads."""
         del args
         for path, param in own_parameters({self.paths[id(module)]: module}).items():
+            self.flow.params.add(id(param))
+            self.beside[path] = id(param)
+            if not param.dim() or param.shape[0] == 1:
+                continue
             if path not in self.own:
                 self.own.append(path)
             self.flow.mark(param, Mark(frozenset((path,)), 0, param.shape[0]))
@@ -252,10 +258,17 @@ class _Trace:
                 if seen & family:
                     styles[inner] = "partial"
                     reasons[inner] = f"works on the outputs of {names} piece by piece"
+            for inner, number in self.beside.items():
+                if self.flow.met.get(number, frozenset()) & family and inner not in styles:
+                    styles[inner], reasons[inner] = "partial", f"works on the outputs of {names} piece by piece"
             for inner, seen in self.normed.items():
                 if seen & family:
                     read = ", ".join(sorted(source.rpartition(".")[2] for source in seen))
                     styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
+        around = {parent_of(path) for path, style in styles.items() if style.startswith("colwise")}
+        for path in self.beside:
+            if parent_of(path) in around and path not in styles:
+                styles[path], reasons[path] = "replicate", "works on no features that are divided"
         self._ahead(styles, reasons)
         modules = dict(named_modules(self.model))
         position = {path: place for place, path in enumerate((*modules, *own_parameters(modules)))}
