@@ -38,7 +38,7 @@ from weft.structure import call_function, dry_run, hugging_face
 from weft.testing.parity import SampleCase, local_microbatches
 from weft.testing.verify.foreign_config import has_inputs, inputs_of, read_config, samples_with_images, token_labels
 from weft.train import RunFolder, Task
-from weft.train.microbatch import Microbatches, call_model
+from weft.train.microbatch import Microbatches, call_model, model_inputs
 from weft.train.task import Share, with_adapter
 from weft.train.tasks import fill_whole, find_task, model_forward, token_cross_entropy
 
@@ -246,6 +246,11 @@ class BuiltCase(SampleCase):
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return self._forward(model, batch) if self._forward else call_model(model, batch)
+
+    def example(self, model: nn.Module) -> Any:
+        """Arguments of a forward, or None if the case calls the model in its own way."""
+        is_own = self._forward is not None or self._task is not None
+        return None if is_own else model_inputs(model, self.batch(0))
 
     def _loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
         if self._loss_fn is not None:

@@ -83,6 +83,7 @@ class Run(ScriptState):
         fp8_recipe: str = "rowwise",
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
+        example: Any = None,
     ) -> nn.Module:
         """Lay the model over the mesh, in place. Call it before the optimizer is built.
 
@@ -106,13 +107,15 @@ class Run(ScriptState):
                 plan cuts the batch.
             outer_lr, outer_momentum: of the outer step under sync=diloco:H. Replicas meet in `run.train_step`; let the
                 number of steps be a multiple of H.
+            example: arguments of a forward that works: a tensor, a tuple, or a dict by name. tp and sp trace the model
+                with it; without it they invent token ids, an image or features.
         """
         if balance_rate:
             balance_routers(model, balance_rate)
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
         parallelize(
             model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group,
-            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe,
+            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe, example=example,
         )  # fmt: skip
         if (sync := rare_sync(model)) is not None:
             sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum
