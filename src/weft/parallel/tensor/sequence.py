@@ -24,7 +24,7 @@ from weft.errors import LayoutError
 from weft.models import Decoder
 from weft.parallel.randomness import CutPart
 from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer, token_share
-from weft.parallel.tensor.read_layout import nowhere
+from weft.parallel.tensor.read_layout import is_wide, nowhere
 from weft.private_torch import tree_flatten, tree_unflatten
 from weft.spec import Layout, Style
 from weft.structure import layers, repeated_blocks, token_flow
@@ -87,7 +87,8 @@ def plan_sequence(
             f"sp=on: tokens are divided from a block's entry to its end, and {type(model).__name__} has no repeated "
             "blocks. Use sp=off."
         )
-    whole = tuple(place for path, block in blocks.items() for place in _left_whole(path, block, styles))
+    modules = dict(model.named_modules())
+    whole = tuple(place for path, block in blocks.items() for place in _left_whole(path, block, styles, modules))
     width = _stream_width(model, tuple(blocks), styles)
     # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
     ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
@@ -137,15 +138,19 @@ def _is(styles: Mapping[str, Style], path: str, name: str) -> bool:
     return path in styles and styles[path].name == name
 
 
-def _left_whole(path: str, block: nn.Module, styles: Mapping[str, Style]) -> list[str]:
+def _left_whole(
+    path: str, block: nn.Module, styles: Mapping[str, Style], modules: Mapping[str, nn.Module]
+) -> list[str]:
     """The outermost modules of a block that mix tokens and have no cut layer near."""
     cut = [place for place in styles if place.startswith(f"{path}.") and styles[place].name in ("colwise", "rowwise")]
+    parts = {place.rpartition(".")[0] for place in cut}  # modules around cut layers, which get all tokens
+    parts = {part for part in parts if not is_wide(part, modules, styles)}
     found: list[str] = []
     for name, module in block.named_modules():
         place = f"{path}.{name}"
         if not name or any(place.startswith(f"{one}.") for one in found) or not token_flow.mixing(module):
             continue
-        near = any(one.startswith(f"{place}.") or place.startswith(f"{one.rpartition('.')[0]}.") for one in cut)
+        near = any(one.startswith(f"{place}.") for one in cut) or any(place.startswith(f"{part}.") for part in parts)
         if not near and place not in cut:
             found.append(place)
     return found
