@@ -54,7 +54,7 @@ LEGAL: dict[str, Any] = {
     "groups of eight": lambda ff, h: h.unflatten(-1, (-1, 8)).softmax(-1).flatten(-2),
     "norm of groups of eight": lambda ff, h: F.layer_norm(h.unflatten(-1, (-1, 8)), (8,)).flatten(-2),
     "sort in groups": lambda ff, h: h.unflatten(-1, (-1, 4)).sort(-1).values.flatten(-2),
-    "by size": lambda ff, h: (h.view(h.shape[0], h.shape[1], h.shape[2]) * 2),
+    "by size": lambda ff, h: h.view(h.shape[0], h.shape[1], h.shape[2]) * 2,
     "groups by size": lambda ff, h: h.view(*h.shape[:-1], h.shape[-1] // 8, 8).mul(3).view(h.shape),
     "flat": lambda ff, h: h.flatten(0, 1).mul(2).view(h.shape),
     "transposed": lambda ff, h: h.transpose(1, 2).exp().transpose(1, 2),
@@ -96,7 +96,9 @@ MIXING: dict[str, Any] = {
     "norm of four groups": lambda ff, h: F.layer_norm(h.unflatten(-1, (4, -1)), (h.shape[-1] // 4,)).flatten(-2),
     "norm of four groups by rms": lambda ff, h: F.rms_norm(h.unflatten(-1, (4, -1)), (WIDE // 4,)).flatten(-2),
     "softmax of four groups": lambda ff, h: h.unflatten(-1, (4, -1)).softmax(-1).flatten(-2),
-    "mean of four groups": lambda ff, h: (h.view(*h.shape[:2], 4, -1) - h.view(*h.shape[:2], 4, -1).mean(-1, keepdim=True)).flatten(-2),
+    "mean of four groups": lambda ff, h: (
+        h.view(*h.shape[:2], 4, -1) - h.view(*h.shape[:2], 4, -1).mean(-1, keepdim=True)
+    ).flatten(-2),
     "group norm": lambda ff, h: F.group_norm(h.transpose(1, 2), 4).transpose(1, 2),
     "layer norm": lambda ff, h: F.layer_norm(h, (h.shape[-1],)),
     "layer norm by module": lambda ff, h: ff.norm(h) * ff.one(ff.kept),
@@ -286,7 +288,9 @@ CASES: dict[str, Any] = {
     **{f"{name} in the feed-forward part": in_feed_forward(one) for name, one in (LEGAL | MIXING).items()},
     **{f"{name}: attention": _with_attention(make) for name, make in ATTENTION.items()},
 }
-CASES["layer norm by module in the feed-forward part"] = in_feed_forward(MIXING["layer norm by module"], keeps_input=True)
+CASES["layer norm by module in the feed-forward part"] = in_feed_forward(
+    MIXING["layer norm by module"], keeps_input=True
+)
 CASES["gate from outside in the feed-forward part"] = in_feed_forward(MIXING["gate from outside"], keeps_input=True)
 
 

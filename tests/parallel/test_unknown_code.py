@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -30,6 +32,10 @@ REFUSED = {
     "lists of two": r"layers\.0 \(ModuleList\) is not called as one module",
     "dicts": r"layers\.0 \(ModuleDict\) is not called as one module",
 }
+
+
+#: A part of the cases in the gate, and all of them in the full run.
+PARTS = pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 7], ids=["all", "some"])
 
 
 def seen(part):
@@ -61,7 +67,7 @@ def in_block(names):
 
 
 def test_what_mixes_tokens_in_a_block_is_refused_by_name():
-    expect_refused(seen(slice(0, None, 4)))
+    expect_refused(seen(slice(0, None, 5)))
 
 
 @pytest.mark.full
@@ -75,25 +81,22 @@ def test_what_tracing_cannot_see_is_tried(ranks2):
         assert outcome.startswith("refused tp=2 sp=on: a trial step on small inputs gives other numbers"), name
 
 
-def test_blocks_in_every_order_and_structure(ranks2):
-    names = list(token_cases.STRUCTURES)
+@PARTS
+def test_blocks_in_every_order_and_structure(ranks2, every):
+    names = list(token_cases.STRUCTURES)[::every]
     found = check(ranks2, token_cases.token_outcomes, names, "tp=2 sp=on", set(names) - REFUSED.keys())
     for name, reason in REFUSED.items():
-        pytest.raises(LayoutError, _raise, found[name]).match(reason)
+        assert name not in found or re.search(reason, found[name]), found[name]
 
 
-def _raise(outcome):
-    raise LayoutError(outcome)
-
-
-@pytest.mark.parametrize("part", [slice(0, None, 6), pytest.param(slice(None), marks=pytest.mark.full)], ids=["some", "all"])
-def test_what_keeps_tokens_apart_has_the_numbers_of_one_process(ranks2, part):
-    names = in_block(list(token_cases.LEGAL)[part])
+@PARTS
+def test_what_keeps_tokens_apart_has_the_numbers_of_one_process(ranks2, every):
+    names = in_block(list(token_cases.LEGAL)[::every])
     check(ranks2, token_cases.token_outcomes, names, "tp=2 sp=on", set(names))
 
 
 def test_between_blocks_tokens_may_meet(ranks2):
-    names = [f"{name} between" for name in ("roll", "positions", "sort", "length", "register token")]
+    names = [f"{name} between" for name in ("roll", "positions", "length")]
     check(ranks2, token_cases.token_outcomes, names, "tp=2 sp=on", set(names))
 
 
@@ -104,10 +107,10 @@ def test_between_blocks_all_tokens_may_meet(ranks2):
         check(ranks2, token_cases.token_outcomes, names[start : start + 50], "tp=2 sp=on", ())
 
 
-@pytest.mark.parametrize("part", [slice(0, None, 6), pytest.param(slice(None), marks=pytest.mark.full)], ids=["some", "all"])
+@PARTS
 @pytest.mark.parametrize("plan", ["tp=2", pytest.param("tp=2 sp=on", marks=pytest.mark.full)])
-def test_features_are_divided_only_where_they_stay_apart(ranks2, plan, part):
-    names = list(feature_cases.CASES)[part]
+def test_features_are_divided_only_where_they_stay_apart(ranks2, plan, every):
+    names = list(feature_cases.CASES)[::every]
     found = check(ranks2, feature_cases.feature_outcomes, names, plan, names if plan == "tp=2" else ())
     if plan == "tp=2":  # what is legal is divided, and not only right
         legal = [f"{name} in the feed-forward part" for name in feature_cases.LEGAL]

@@ -198,7 +198,9 @@ LEGAL: dict[str, Any] = {
     "batch second": swapped,
     "movedim": lambda block, x: x.movedim(1, 0).sin().movedim(0, 1),
     "einsum": lambda block, x: x + torch.einsum("btd,ed->bte", x, block.side.weight),
-    "einsum of heads": lambda block, x: torch.einsum("bthd,hde->bthe", x.view(*x.shape[:2], 4, 4), block.side.weight.view(4, 4, 16)[..., :4]).flatten(2),
+    "einsum of heads": lambda block, x: torch.einsum(
+        "bthd,hde->bthe", x.view(*x.shape[:2], 4, 4), block.side.weight.view(4, 4, 16)[..., :4]
+    ).flatten(2),
     "matmul": lambda block, x: x + x @ block.side.weight.t(),
     "bilinear gate": lambda block, x: x + (block.side(x) * x).sum(-1, keepdim=True) / DIM,
     "normalize": lambda block, x: F.normalize(x, dim=-1),
@@ -237,7 +239,9 @@ LEGAL: dict[str, Any] = {
     "logsumexp": lambda block, x: x - x.logsumexp(-1, keepdim=True),
     "outer": lambda block, x: x + (x[..., :, None] * x[..., None, :]).sum(-1) / DIM,
     "vmap": lambda block, x: torch.vmap(torch.tanh)(x),
-    "functional_call": lambda block, x: torch.func.functional_call(block.side, dict(block.side.named_parameters()), (x,)),
+    "functional_call": lambda block, x: torch.func.functional_call(
+        block.side, dict(block.side.named_parameters()), (x,)
+    ),
     "float and back": lambda block, x: x.to(torch.float64).type_as(x) * 2,
     "complex": lambda block, x: torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * 1j).flatten(2),
     "cdist of codes": lambda block, x: x + torch.cdist(x, block.side.weight[None].expand(x.shape[0], -1, -1)),
@@ -269,7 +273,9 @@ MIXING: dict[str, Any] = {
     "instance norm": lambda block, x: x + F.instance_norm(x.transpose(1, 2)).transpose(1, 2),
     "layer norm of all": lambda block, x: x + F.layer_norm(x, x.shape[1:]),
     "norm over tokens": lambda block, x: F.normalize(x, dim=1),
-    "einsum of tokens": lambda block, x: x + torch.einsum("ts,bsd->btd", torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril(), x),
+    "einsum of tokens": lambda block, x: (
+        x + torch.einsum("ts,bsd->btd", torch.ones(x.shape[1], x.shape[1], dtype=x.dtype).tril(), x)
+    ),
     "scores": lambda block, x: x + (x @ x.transpose(1, 2)).softmax(-1) @ x,
     "linear over tokens": lambda block, x: x + F.linear(x.mT, torch.ones(x.shape[1], x.shape[1], dtype=x.dtype)).mT,
     "gather last": lambda block, x: x + x.gather(1, torch.full((x.shape[0], 1, DIM), x.shape[1] - 1)),
@@ -339,7 +345,9 @@ MIXING: dict[str, Any] = {
     "vmap of length": lambda block, x: torch.vmap(lambda one: one / one.shape[0])(x),
     "triangle": lambda block, x: x * torch.ones(x.shape[1], DIM, dtype=x.dtype).tril(),
     "eye": lambda block, x: x + torch.eye(x.shape[1], DIM, dtype=x.dtype),
-    "meshgrid": lambda block, x: x + torch.meshgrid(torch.arange(x.shape[1]), torch.arange(DIM), indexing="ij")[0] * 0.1,
+    "meshgrid": lambda block, x: (
+        x + torch.meshgrid(torch.arange(x.shape[1]), torch.arange(DIM), indexing="ij")[0] * 0.1
+    ),
     "bucketize": lambda block, x: x + torch.bucketize(torch.arange(x.shape[1]), torch.tensor([2, 4]))[:, None],
     "padded mask": lambda block, x: x * (torch.arange(x.shape[1])[None, :] < torch.tensor([5, 8])[:, None])[..., None],
     "covariance": lambda block, x: x @ (x.mT @ x / DIM),
@@ -356,7 +364,9 @@ MIXING: dict[str, Any] = {
     "masked_select": lambda block, x: x - x.masked_select(x > 0).mean(),
     "compare all": lambda block, x: x * 2 if bool((x[..., 0] > -100).all()) else x,
     "bincount": lambda block, x: x / (1 + torch.bincount((x[..., 0] > 0).flatten().long(), minlength=2)[1]),
-    "searchsorted": lambda block, x: x + torch.searchsorted(x[..., 0].sort(1).values.contiguous(), x[..., 0].contiguous())[..., None],
+    "searchsorted": lambda block, x: (
+        x + torch.searchsorted(x[..., 0].sort(1).values.contiguous(), x[..., 0].contiguous())[..., None]
+    ),
     "trace": lambda block, x: x * torch.diagonal(x, dim1=1, dim2=2).sum(-1)[:, None, None],
     "kron": lambda block, x: x + torch.tensordot(x, x, dims=([0, 1], [0, 1]))[0],
     "pdist": lambda block, x: x / (1 + torch.cdist(x, x).mean((1, 2))[:, None, None]),
@@ -371,7 +381,9 @@ MIXING: dict[str, Any] = {
     "index_copy": lambda block, x: x.index_copy(1, torch.tensor([0]), x[:, 1:2]),
     "swap in place": lambda block, x: _swap(x),
     "out": lambda block, x: torch.cumsum(x.detach(), 1, out=torch.empty_like(x)) + x,
-    "rot90": lambda block, x: torch.rot90(x[..., :TOKENS], 2, (1, 2)).repeat(1, 1, 2) + x if x.shape[1] == TOKENS else x,
+    "rot90": lambda block, x: (
+        torch.rot90(x[..., :TOKENS], 2, (1, 2)).repeat(1, 1, 2) + x if x.shape[1] == TOKENS else x
+    ),
 }
 
 
@@ -598,10 +610,19 @@ STRUCTURES: dict[str, Any] = {
     "long skip": {"loop": _long_skip},
     "deep supervision": {"loop": _deep_supervision},
     "condition": {"loop": _condition, "add": _add_all, "first": lambda block, x, c: x * (1 + c[:, None])},
-    "condition by a layer": {"loop": _condition, "add": _add_all, "add_block": add_linear, "first": lambda block, x, c: x * (1 + block.side(c)[:, None])},
+    "condition by a layer": {
+        "loop": _condition,
+        "add": _add_all,
+        "add_block": add_linear,
+        "first": lambda block, x, c: x * (1 + block.side(c)[:, None]),
+    },
     "condition for each token": {"loop": _token_condition, "add": _add_all, "first": lambda block, x, c: x * c},
     "parameter of the model": {"loop": _parameter, "add": _add_all, "first": lambda block, x, c: x * (1 + c)},
-    "condition kept by the block": {"loop": _stashed, "add": _add_all, "first": lambda block, x: x * (1 + block.kept[:, None])},
+    "condition kept by the block": {
+        "loop": _stashed,
+        "add": _add_all,
+        "first": lambda block, x: x * (1 + block.kept[:, None]),
+    },
     "frozen teacher": {"loop": _teacher, "add": _add_teacher},
     "second model": {"loop": _student, "add": _add_teacher},
     "part used outside": {"loop": _outside_use},

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from weft.errors import LayoutError
 from weft.spec.layout import Layout
-from weft.structure.dry_run import example_of
 from weft.structure.blocks import repeated_blocks
+from weft.structure.dry_run import example_of
 from weft.structure.token_flow import Division, find_regions
 
 LAYOUT = Layout.parse("blocks.*.up=colwise blocks.*.down=rowwise")
@@ -80,8 +80,8 @@ def test_tokens_that_meet_are_found(name):
     with pytest.raises(LayoutError) as caught:
         check(Net(MIXES[name]))
     assert str(caught.value) == (
-        f"sp=on: blocks.0 (Block) calls `{name}` outside of cut layers, which mixes tokens or is not known to keep them "
-        "apart, and a rank has only a part of them there. Use sp=off."
+        f"sp=on: blocks.0 (Block) calls `{name}` outside of cut layers, which mixes tokens or is not known to keep "
+        "them apart, and a rank has only a part of them there. Use sp=off."
     )
 
 
@@ -110,7 +110,7 @@ def test_a_model_that_asks_for_numbers_is_followed_with_numbers():
 def test_a_model_that_cannot_be_followed_is_refused():
     net = Net(KEEPS["nothing"])
     net.head.weight = None
-    with pytest.raises(LayoutError, match="Net cannot be traced: .*, so Weft cannot check that its blocks keep tokens"):
+    with pytest.raises(LayoutError, match=r"Net cannot be traced: .*, so Weft cannot check that its blocks keep"):
         check(net)
 
 
@@ -122,6 +122,8 @@ def test_an_uncut_attention_beside_cut_layers_is_found():
     net.forward = lambda ids: net.blocks[1](net.blocks[0](net.embed(ids)))
     layout = Layout.parse("blocks.*.linear1=colwise blocks.*.linear2=rowwise")
     styles = {path: style for path, _ in net.named_modules() if (style := layout.style(path)) is not None}
-    with pytest.raises(LayoutError, match=r"blocks\.0\.self_attn \(MultiheadAttention\) calls `multi_head_attention_forward`"):
+    with pytest.raises(
+        LayoutError, match=r"blocks\.0\.self_attn \(MultiheadAttention\) calls `multi_head_attention_forward`"
+    ):
         find_regions(net, [list(repeated_blocks(net))], Division(styles, (), DIM))
     assert example_of(net, batch=1)[0].shape == (1, 8)

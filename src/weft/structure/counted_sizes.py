@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, SupportsInt
+from typing import Any, SupportsInt, TypeGuard
 
 import torch
 
@@ -93,8 +93,8 @@ def _number(name: str) -> None:
 
 for _name, _compute in (("mul", operator.mul), ("add", operator.add), ("sub", operator.sub)):
     _arithmetic(f"__{_name}__", _compute)
-_arithmetic("__floordiv__", operator.floordiv)
-_arithmetic("__mod__", operator.mod)
+_arithmetic("__floordiv__", lambda one, other: one // other)
+_arithmetic("__mod__", lambda one, other: one % other)
 _arithmetic("__radd__", operator.add)
 _arithmetic("__rmul__", operator.mul)
 _arithmetic("__rsub__", lambda one, other: other - one)
@@ -135,7 +135,9 @@ def counted_result(
 def sizes_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[SupportsInt] | None:
     """Return the sizes that a reshape was called with, or None for a call that names none."""
     rest = [*args[RESHAPES[name] :], *(kwargs[key] for key in ("size", "shape", "sizes") if key in kwargs)]
-    found: list[Any] = [each for one in rest for each in (one if isinstance(one, list | tuple) else (one,))]
+    found: list[Any] = []
+    for one in rest:
+        found += one if isinstance(one, list | tuple) else [one]
     return found if found and all(isinstance(each, int) for each in found) else None
 
 
@@ -174,5 +176,9 @@ def counted_in(values: Any) -> Iterator[Counted]:
     for leaf in tree_leaves(values):
         if isinstance(leaf, Counted):
             yield leaf
-        elif isinstance(leaf, slice):
+        elif _is_slice(leaf):
             yield from (one for one in (leaf.start, leaf.stop, leaf.step) if isinstance(one, Counted))
+
+
+def _is_slice(value: Any) -> TypeGuard[slice[Any, Any, Any]]:
+    return isinstance(value, slice)

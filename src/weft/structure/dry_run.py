@@ -85,8 +85,8 @@ def call_traced(
 
 
 def _call_once(
-    model: nn.Module, example: Any, watch: Callable[[Any], AbstractContextManager[Any]], dtype: torch.dtype | None, on_meta: bool,
-    training: bool,
+    model: nn.Module, example: Any, watch: Callable[[Any], AbstractContextManager[Any]], dtype: torch.dtype | None,
+    on_meta: bool, training: bool,
 ) -> Any:  # fmt: skip
     device = "meta" if on_meta else next((str(param.device) for param in model.parameters()), "cpu")
     wanted = dtype or next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
@@ -104,7 +104,7 @@ def _call_once(
         state[name] = copied.detach().requires_grad_(tensor.requires_grad)
     try:
         with (
-            torch.random.fork_rng(devices=[]), _unchanged(model), hugging_face.experts_at_once(model),
+            _same_draws(), _unchanged(model), hugging_face.experts_at_once(model),
             torch.enable_grad(), torch.device(device), _layer_by_layer(), watch(inputs),
         ):  # fmt: skip
             if not training:
@@ -113,6 +113,12 @@ def _call_once(
     except Exception as error:  # the model's own code, called with what it may not expect
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(f"{type(model).__name__} cannot be traced: {first}.") from error
+
+
+def _same_draws() -> AbstractContextManager[Any]:
+    """Inside, numbers may be drawn; afterwards the CPU draws what it would have drawn before."""
+    untyped: Any = torch.random
+    return untyped.fork_rng(devices=[])
 
 
 @contextlib.contextmanager

@@ -24,17 +24,20 @@ _POINTWISE = frozenset((
     "sigmoid", "relu", "relu6", "silu", "gelu", "elu", "selu", "mish", "erf", "abs", "square", "cos", "sin",
     "softplus", "leaky_relu", "hardswish", "hardtanh", "dropout", "where", "masked_fill", "clamp", "to", "float",
     "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach", "addcmul", "maximum",
-    "minimum", "nan_to_num", "gt", "lt", "ge", "le", "eq", "ne", "sign", "sgn", "floor", "ceil", "round", "trunc", "frac",
+    "minimum", "nan_to_num", "gt", "lt", "ge", "le", "eq", "ne", "sign", "sgn", "floor", "ceil", "round", "trunc",
+    "frac",
     "reciprocal", "log1p", "expm1", "exp2", "log2", "log10", "atan", "tan", "sinh", "cosh", "asinh", "erfc",
     "logical_and", "logical_or", "logsigmoid", "hardsigmoid", "softsign", "celu", "clip", "clamp_min", "clamp_max",
-    "isnan", "isfinite", "positive", "absolute", "multiply", "divide", "subtract", "negative", "float_power", "remainder", "logical_not", "_to_copy", "alias",
+    "isnan", "isfinite", "positive", "absolute", "multiply", "divide", "subtract", "negative", "float_power",
+    "remainder", "logical_not", "_to_copy", "alias",
 ))  # fmt: skip
 _SIZES = frozenset(("shape", "size", "numel", "nelement"))
 #: What may be asked of features in Python: nothing about their numbers.
 _ASKED = frozenset((
     "dim", "ndim", "ndimension", "dtype", "device", "requires_grad", "is_floating_point", "is_complex", "is_contiguous",
     "is_cuda", "is_meta", "is_cpu", "layout", "is_leaf", "grad_fn", "element_size", "get_device", "type", "__len__",
-    "__repr__", "__format__", "__hash__", "grad", "is_sparse", "is_nested", "is_quantized", "is_tensor", "shape", "size",
+    "__repr__", "__format__", "__hash__", "grad", "is_sparse", "is_nested", "is_quantized", "is_tensor", "shape",
+    "size",
     "numel", "nelement", "_version", "is_mkldnn", "data_ptr", "is_inference", "__setitem__", "stride", "requires_grad_",
     "backward_hooks", "_backward_hooks", "register_hook", "retain_grad",
 ))  # fmt: skip
@@ -150,7 +153,8 @@ class FeatureFlow(TorchFunctionMode):
             shape, made, ranks = [*args[0].shape], [*result.shape], ranks_of(before)
             shape[before.dim] //= ranks
             if made[after.dim] % ranks:
-                return self.end(after, f"pieces of them are no pieces after `{name}`")
+                self.end(after, f"pieces of them are no pieces after `{name}`")
+                return
             made[after.dim] //= ranks
             if not fits_parts(name, args, kwargs, shape, made):
                 self.end(after, f"their number, or that of heads, is written down in `{name}`; take it from -1")
@@ -269,7 +273,9 @@ class FlowStep:
 
     def _is_part(self, size: Any) -> bool:
         """Whether a number of features will be that of a rank's part."""
-        return self.flow.trusted > 0 or (isinstance(size, Counted) and size.part * ranks_of(self.first) == int.__add__(size, 0))
+        return self.flow.trusted > 0 or (
+            isinstance(size, Counted) and size.part * ranks_of(self.first) == int.__add__(size, 0)
+        )
 
     def _keep(self, dim: int | None, count: int | None = None) -> Iterator[tuple[torch.Tensor, Mark]]:
         if dim is not None:

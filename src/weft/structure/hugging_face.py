@@ -335,7 +335,7 @@ def has_gated_experts(experts: nn.Module) -> bool:
 
 
 def keeps_tokens_apart(module: nn.Module) -> bool:
-    """Return whether a module is a list of experts of transformers, each of which computes some tokens by themselves."""
+    """Return whether a module is the experts of a model of transformers, which compute tokens one by one."""
     kind = type(module)
     return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Experts")
 

@@ -288,10 +288,23 @@ class TokenStep:
                 return one
         elif one is not None and other is None and one.dim == rank - 2:
             return one
-        elif other is not None and one is None:
-            if other.dim == rank - 1 or (other.dim < rank - 2 and self.is_uniform(left, rank - other.dim)):
-                return other
+        elif (
+            other is not None
+            and one is None
+            and (other.dim == rank - 1 or (other.dim < rank - 2 and self.is_uniform(left, rank - other.dim)))
+        ):
+            return other
         raise TokensMeet
+
+    def _op_cdist_forward(self) -> Iterator[Any]:
+        """Distances of tokens from what has none."""
+        left, right = self.args[:2]
+        mark = self.of(left)
+        if mark is None or self.of(right) is not None or mark.dim != left.dim() - 2:
+            raise TokensMeet
+        yield from self._give(mark, mark.dim)
+
+    _op_euclidean_dist = _op_cdist_forward
 
     def _op_mm(self) -> Iterator[Any]:
         mark = self._product(*self.args[:2])

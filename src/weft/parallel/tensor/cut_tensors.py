@@ -177,9 +177,7 @@ def find_token_regions(
     chains: dict[str, list[str]] = {}
     for path in blocks_outside(model, is_whole):
         chains.setdefault(layers.parent_of(path), []).append(path)
-    division = token_flow.Division(
-        styles, gathering.union(sequence.whole), sequence.width, reading=sequence.reading
-    )
+    division = token_flow.Division(styles, gathering.union(sequence.whole), sequence.width, reading=sequence.reading)
     return token_flow.find_regions(model, list(chains.values()), division, example)
 
 
@@ -285,9 +283,9 @@ class _Cutter:
         if missing:
             has = "has" if len(missing) == 1 else "have"
             raise LayoutError(
-                f"layout: {', '.join(missing)} {has} parameters between cut layers, and no pattern of the layout covers "
-                f"them. Add {' '.join(f'{path}=replicate' for path in missing)}, with partial in place of replicate for "
-                "each that works on this rank's heads or features."
+                f"layout: {', '.join(missing)} {has} parameters between cut layers, and no pattern of the layout "
+                f"covers them. Add {' '.join(f'{path}=replicate' for path in missing)}, with partial in place of "
+                "replicate for each that works on this rank's heads or features."
             )
 
     def _entry(self, path: str, module: nn.Module) -> Entry:

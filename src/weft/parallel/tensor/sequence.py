@@ -111,7 +111,9 @@ def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, 
     row = next((path for path in inside if _is(styles, path, "rowwise")), None)
     column = next((path for path in inside if _is(styles, path, "colwise")), None)
     if column is None:
-        raise LayoutError(f"sp=on: the layout cuts no layer of {blocks[0]} by columns, nor of another block. Use sp=off.")
+        raise LayoutError(
+            f"sp=on: the layout cuts no layer of {blocks[0]} by columns, nor of another block. Use sp=off."
+        )
     return layers.weight_of(modules[column]).shape[1] if row is None else layers.weight_of(modules[row]).shape[0]
 
 

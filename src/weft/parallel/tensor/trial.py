@@ -98,8 +98,8 @@ def try_numbers(model: nn.Module, axis: Axis, device: torch.device, cut: Cut, ex
         name, difference = worst
         raise TrialError(
             f"{where}: a trial step on small inputs gives other numbers than one process ({name} differs by "
-            f"{difference:.1%} of its largest number), so the model computes with sizes or values that a rank has only a "
-            f"part of, in a way that Weft cannot see. {_remedy(where)}"
+            f"{difference:.1%} of its largest number), so the model computes with sizes or values that a rank has "
+            f"only a part of, in a way that Weft cannot see. {_remedy(where)}"
         )
 
 
@@ -150,7 +150,9 @@ def _step(model: nn.Module, inputs: Any, training: bool) -> tuple[Exception | No
             with draws:
                 output = model(*args, **kwargs)
             plain = dict(output) if isinstance(output, dict) else output
-            leaves = [leaf for leaf in tree_leaves(plain) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+            leaves = [
+                leaf for leaf in tree_leaves(plain) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            ]
             graph = [leaf for leaf in leaves if leaf.requires_grad]
             if graph:
                 torch.autograd.backward(graph, [_weights(leaf) for leaf in graph])
@@ -168,6 +170,7 @@ def _largest_difference(
     expected: list[torch.Tensor], found: list[torch.Tensor], full: nn.Module, divided: nn.Module,
     placements: dict[str, Placement], axis: Axis,
 ) -> tuple[str, float] | None:  # fmt: skip
+    pairs: list[tuple[str, torch.Tensor, torch.Tensor | None]]
     pairs = [("its output", one, other) for one, other in zip(expected, found, strict=True)]
     grads = {name: param.grad for name, param in full.named_parameters() if param.requires_grad}
     scale = max((float(grad.abs().max()) for grad in grads.values() if grad is not None and grad.numel()), default=0.0)

@@ -254,17 +254,7 @@ class _Trace:
                 styles[source], reasons[source] = self._column(source, path)
             styles[path] = "rowwise"
             reasons[path] = f"reads the outputs of {names}, with nothing between that mixes features"
-            for inner, seen in self.inside.items():
-                if seen & family:
-                    styles[inner] = "partial"
-                    reasons[inner] = f"works on the outputs of {names} piece by piece"
-            for inner, number in self.beside.items():
-                if self.flow.met.get(number, frozenset()) & family and inner not in styles:
-                    styles[inner], reasons[inner] = "partial", f"works on the outputs of {names} piece by piece"
-            for inner, seen in self.normed.items():
-                if seen & family:
-                    read = ", ".join(sorted(source.rpartition(".")[2] for source in seen))
-                    styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
+            self._between(styles, reasons, family, names)
         around = {parent_of(path) for path, style in styles.items() if style.startswith("colwise")}
         for path in self.beside:
             if parent_of(path) in around and path not in styles:
@@ -274,6 +264,20 @@ class _Trace:
         position = {path: place for place, path in enumerate((*modules, *own_parameters(modules)))}
         ordered = sorted(styles, key=lambda path: position[path])
         return {path: styles[path] for path in ordered}, reasons
+
+    def _between(self, styles: dict[str, str], reasons: dict[str, str], family: frozenset[str], names: str) -> None:
+        """Add what works on the features of a family of layers."""
+        for inner, seen in self.inside.items():
+            if seen & family:
+                styles[inner] = "partial"
+                reasons[inner] = f"works on the outputs of {names} piece by piece"
+        for inner, number in self.beside.items():
+            if self.flow.met.get(number, frozenset()) & family and inner not in styles:
+                styles[inner], reasons[inner] = "partial", f"works on the outputs of {names} piece by piece"
+        for inner, seen in self.normed.items():
+            if seen & family:
+                read = ", ".join(sorted(source.rpartition(".")[2] for source in seen))
+                styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
 
     def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
         """Linear layers that stay whole within a cut part: latent attention makes queries and keys of all heads so.
