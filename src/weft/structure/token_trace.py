@@ -86,7 +86,7 @@ class TokenTrace:
         self.called: set[str] = set()
         self.summed: dict[str, frozenset[int]] = {}
         self._model, self._division = model, division
-        self._first: dict[str, str] = dict(regions.runs)
+        self._first = dict[str, str](regions.runs)
         self._units = frozenset(regions.units)
         self._operations = _Operations(self)
         self._reset()

@@ -87,6 +87,11 @@ def plan_sequence(
             f"sp=on: tokens are divided from a block's entry to its end, and {type(model).__name__} has no repeated "
             "blocks. Use sp=off."
         )
+    if len(chains) != 1 and hasattr(model, "base_model_prefix") and not _is_encoder_decoder(model, chains):
+        raise LayoutError(
+            f"sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and {type(model).__name__} has "
+            f"{len(chains)}. Use sp=off."
+        )
     modules = dict(model.named_modules())
     whole = tuple(place for path, block in blocks.items() for place in _left_whole(path, block, styles, modules))
     width = _stream_width(model, tuple(blocks), styles)
@@ -120,6 +125,11 @@ def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, 
 def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[str, nn.Module]:
     """Return the blocks that tensor parallelism divides, by path."""
     return {path: block for path, block in repeated_blocks(model).items() if not is_whole(path)}
+
+
+def _is_encoder_decoder(model: nn.Module, chains: Mapping[str, Sequence[str]]) -> bool:
+    config = getattr(model, "config", None)
+    return len(chains) == 2 and bool(getattr(config, "is_encoder_decoder", False))
 
 
 def _names(module: nn.Module) -> list[str]:
