@@ -17,7 +17,7 @@ from weft.private_torch import TorchDispatchMode, named_modules, tree_flatten, t
 from weft.spec import Style
 from weft.structure import hugging_face
 from weft.structure.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
-from weft.structure.dry_run import call_traced
+from weft.structure.dry_run import call_traced, is_named
 from weft.structure.token_rules import Tokens, TokensMeet, TokenStep
 
 #: Position of the tokens in what the blocks are given: (batch, tokens, features).
@@ -114,7 +114,7 @@ class TokenTrace:
             handles.append(module.register_forward_hook(self._unseen(self._leave(path))))
         try:
             output = call_traced(self._model, example, self._watched, training=training)
-            self._outside(tree_leaves(dict(output) if isinstance(output, dict) else output), "its output")
+            self._outside(tree_leaves(dict(output) if is_named(output) else output), "its output")
             if missing := [path for path in self._first if path not in self.called]:
                 self._fail(f"{missing[0]} ({self._kind(missing[0])}) is never called as a module.")
         finally:
@@ -263,8 +263,9 @@ class TokenTrace:
 
     def _leave(self, path: str) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            del module
             self._stack.pop()
+            if not path:
+                self._check_kept(module)
             if self._trusted and self._trusted[-1] == path:
                 self._trusted.pop()
                 self._operations.pauses -= 1
@@ -295,6 +296,18 @@ class TokenTrace:
             return None
 
         return after
+
+    def _check_kept(self, model: nn.Module) -> None:
+        """Refuse numbers with a gradient that blocks keep, as for a loss: they are those of a part of the tokens."""
+        for path, module in named_modules(model):
+            for name, value in module.__dict__.items():
+                for leaf in tree_leaves(value) if isinstance(value, torch.Tensor | list | tuple) else ():
+                    is_number = isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and leaf.requires_grad
+                    if is_number and id(leaf) in self._inner and not self._division.has_own_loss:
+                        self._fail(
+                            f"{path} ({self._kind(path)}) keeps a number with a gradient in {name}, and a rank "
+                            "computes it from a part of the tokens."
+                        )
 
     def _mark_hidden(self, output: Any) -> None:
         """Row-cut layers and modules that get all tokens give each rank its own."""

@@ -116,10 +116,10 @@ def check_whole_model(
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
     if layout is not None:
-        return layout, _checked(model, mesh, layout, is_whole, example)
+        return layout, _warned(_checked(model, mesh, layout, is_whole, example), mesh)
     layout = find_layout(model, example).fitted((*modules, *layers.own_parameters(modules)))
     try:
-        return layout, _checked(model, mesh, layout, is_whole, example)
+        return layout, _warned(_checked(model, mesh, layout, is_whole, example), mesh)
     except TrialError as error:
         first = error
     for path in dict.fromkeys((first.path, *divided_modules(layout, model))):
@@ -133,8 +133,16 @@ def check_whole_model(
         if mesh.rank == 0:
             said = str(first).rstrip(".")
             warnings.warn(f"{path} stays undivided on every rank of tp, since {said}.", WeftWarning, stacklevel=3)
-        return less, found
+        return less, _warned(found, mesh)
     raise first
+
+
+def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.TokenRegions | None:
+    """Return the same, after a warning if tokens are gathered more often than once."""
+    if regions is not None and regions.why_apart and mesh.rank == 0:
+        said = f"sp=on: tokens are gathered after each block, which takes time: {regions.why_apart}"
+        warnings.warn(said, WeftWarning, stacklevel=3)
+    return regions
 
 
 def _checked(
