@@ -549,6 +549,11 @@ class WeightAuxBlock(Block):
         return super().forward(x), self.n1.weight.pow(2).sum()
 
 
+def _keep_aux(block, x):
+    block.__dict__["aux"] = block.n1.weight.pow(2).sum()
+    return x
+
+
 def _with_aux(kind):
     def build():
         net = Net()
@@ -632,6 +637,7 @@ STRUCTURES: dict[str, Any] = {
     "aux of all": _with_aux(AuxBlock),
     "aux for each token": _with_aux(TokenAuxBlock),
     "aux of weights": _with_aux(WeightAuxBlock),
+    "aux of weights kept for the loss": {"first": _keep_aux},
     "lists of four": lambda: Lists(lambda: nn.ModuleList(_quartet())),
     "lists of two": lambda: Lists(lambda: nn.ModuleList([Attention(), FeedForward()])),
     "lists of prenorms": lambda: Lists(lambda: nn.ModuleList([PreNorm(Attention()), PreNorm(FeedForward())])),

@@ -92,11 +92,11 @@ def find_regions(
 
 
 def _traced(model: nn.Module, regions: TokenRegions, division: Division, example: Any) -> TokenTrace:
-    """Follow the tokens in evaluation, and in training if the model trains."""
+    """Follow the tokens in evaluation, and in training if a model of the user's trains."""
     flow = TokenTrace(model, regions, division)
     try:
         flow.follow(example, training=False)
-        if flow.problem is None and model.training:
+        if flow.problem is None and model.training and not hasattr(model, "base_model_prefix"):
             flow.follow(example, training=True)
     except (LayoutError, ModelError) as error:
         reason = str(error).removeprefix("layout: ").partition(". Give")[0].rstrip(".")
