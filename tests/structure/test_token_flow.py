@@ -11,7 +11,7 @@ from weft.errors import LayoutError
 from weft.spec.layout import Layout
 from weft.structure.blocks import repeated_blocks
 from weft.structure.dry_run import example_of
-from weft.structure.token_flow import Division, find_regions
+from weft.structure.token_flow import TokenDivision, find_regions
 
 LAYOUT = Layout.parse("blocks.*.up=colwise blocks.*.down=rowwise")
 DIM = 8
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 def check(net):
     styles = {path: style for path, _ in net.named_modules() if (style := LAYOUT.style(path)) is not None}
-    return find_regions(net, [list(repeated_blocks(net))], Division(styles, (), DIM))
+    return find_regions(net, [list(repeated_blocks(net))], TokenDivision(styles, (), DIM))
 
 
 MIXES = {
@@ -125,5 +125,5 @@ def test_an_uncut_attention_beside_cut_layers_is_found():
     with pytest.raises(
         LayoutError, match=r"blocks\.0\.self_attn \(MultiheadAttention\) calls `multi_head_attention_forward`"
     ):
-        find_regions(net, [list(repeated_blocks(net))], Division(styles, (), DIM))
+        find_regions(net, [list(repeated_blocks(net))], TokenDivision(styles, (), DIM))
     assert example_of(net, batch=1)[0].shape == (1, 8)

@@ -48,8 +48,7 @@ def parallelize(
     Args:
         model: any nn.Module; its parameters may be on the meta device.
         mesh: of the plan.
-        layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is
-            None.
+        layout: which modules tensor parallelism cuts how, and which hold experts; found where it is None.
         placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
         seed: of parameters on the meta device, filled as `weft.models.initialise` does; of dropout without a key.
         filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values.
@@ -57,8 +56,7 @@ def parallelize(
         norm_group: batch norms take the statistics of groups of so many samples, wherever these lie; 0: of what is on
             this rank.
         bf16_layers, fp8_recipe: of precision=fp8: what stays in bf16 (paths, `first:N`), and what shares a scale.
-        example: arguments of a forward (a tensor, a tuple or a dict), which tp and sp trace the model with; invented
-            where it is None.
+        example: arguments of a forward, which tp and sp trace the model with, or None for invented ones.
 
     Raises:
         ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.

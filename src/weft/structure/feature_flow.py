@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from weft.private_torch import tree_leaves
-from weft.structure.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
+from weft.structure.tracing import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
 
 #: Each number of the result comes from the numbers at the same place.
 _POINTWISE = frozenset((

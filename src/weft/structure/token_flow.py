@@ -19,9 +19,9 @@ from weft.structure import hugging_face
 from weft.structure.blocks import has_params, repeated_blocks
 from weft.structure.dry_run import example_of
 from weft.structure.layers import KnownModel
-from weft.structure.token_trace import Division, TokenRegions, TokenTrace, hidden_place
+from weft.structure.tracing import TokenDivision, TokenRegions, TokenTrace, hidden_place
 
-__all__ = ["Division", "TokenRegions", "find_regions", "hidden_place", "mixing", "why_fixed_attention"]
+__all__ = ["TokenDivision", "TokenRegions", "find_regions", "hidden_place", "mixing", "why_fixed_attention"]
 
 #: What the names of classes say of tokens: attention lets them meet, and beside it states that go from token to token,
 #: convolutions, and what reads several tokens at once.
@@ -50,7 +50,7 @@ def mixing(module: nn.Module) -> str:
 
 
 def find_regions(
-    model: nn.Module, blocks: Sequence[Sequence[str]], division: Division, example: Any = None
+    model: nn.Module, blocks: Sequence[Sequence[str]], division: TokenDivision, example: Any = None
 ) -> TokenRegions:
     """Return where the tokens of a model can be divided so that they do not meet.
 
@@ -91,7 +91,7 @@ def find_regions(
     raise LayoutError(f"{division.where}: {problem} {division.remedy}")
 
 
-def _traced(model: nn.Module, regions: TokenRegions, division: Division, example: Any) -> TokenTrace:
+def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> TokenTrace:
     """Follow the tokens in evaluation, and in training if a model of the user's trains."""
     flow = TokenTrace(model, regions, division)
     try:
@@ -105,7 +105,7 @@ def _traced(model: nn.Module, regions: TokenRegions, division: Division, example
 
 
 def _called_units(
-    model: nn.Module, blocks: Sequence[str], called: Collection[str], division: Division
+    model: nn.Module, blocks: Sequence[str], called: Collection[str], division: TokenDivision
 ) -> tuple[str, ...]:
     """Return the outermost modules of the blocks that the model calls and that hold cut layers."""
     modules = dict(named_modules(model))

@@ -137,7 +137,7 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
         )
     table = layers.input_embeddings(model)
     width = 0 if table is None else table.embedding_dim
-    division = token_flow.Division({}, mixers, width, where, remedy, has_own_loss=True)
+    division = token_flow.TokenDivision({}, mixers, width, where, remedy, has_own_loss=True)
     token_flow.find_regions(model, chains_of(model), division)
 
 

@@ -47,7 +47,7 @@ from weft.parallel.tensor.read_layout import (
     read_styles,
 )
 from weft.parallel.tensor.sequence import TokenCut, blocks_outside, cut_tokens, plan_sequence, second_states
-from weft.parallel.tensor.trial import TrialError, divided_modules, is_tried, try_numbers, without_layers
+from weft.parallel.tensor.trial_step import TrialError, divided_modules, is_tried, try_numbers, without_layers
 from weft.spec import Layout, Style
 from weft.structure import Heads, become, hugging_face, layers, token_flow
 from weft.structure.layouts import find_layout, rms_form
@@ -185,7 +185,9 @@ def find_token_regions(
     chains: dict[str, list[str]] = {}
     for path in blocks_outside(model, is_whole):
         chains.setdefault(layers.parent_of(path), []).append(path)
-    division = token_flow.Division(styles, gathering.union(sequence.whole), sequence.width, reading=sequence.reading)
+    division = token_flow.TokenDivision(
+        styles, gathering.union(sequence.whole), sequence.width, reading=sequence.reading
+    )
     return token_flow.find_regions(model, list(chains.values()), division, example)
 
 

@@ -38,7 +38,7 @@ from weft.structure import call_function, dry_run, hugging_face
 from weft.testing.parity import SampleCase, local_microbatches
 from weft.testing.verify.foreign_config import has_inputs, inputs_of, read_config, samples_with_images, token_labels
 from weft.train import RunFolder, Task
-from weft.train.microbatch import Microbatches, call_model, model_inputs
+from weft.train.microbatch import Microbatches, call_model
 from weft.train.task import Share, with_adapter
 from weft.train.tasks import fill_whole, find_task, model_forward, token_cross_entropy
 
@@ -164,6 +164,10 @@ class Subject:
         return BuiltCase(self, model, forward=task.forward, task=task, loss_fn=task.loss)
 
 
+class _Called(Exception):
+    """A forward was called, with these arguments."""
+
+
 class BuiltCase(SampleCase):
     """A `Case` around a built model; `model()` gives that model once.
 
@@ -248,9 +252,20 @@ class BuiltCase(SampleCase):
         return self._forward(model, batch) if self._forward else call_model(model, batch)
 
     def example(self, model: nn.Module) -> Any:
-        """Arguments of a forward, or None if the case calls the model in its own way."""
-        is_own = self._forward is not None or self._task is not None
-        return None if is_own else model_inputs(model, self.batch(0))
+        """Arguments of a forward, or None if they are given both by position and by name."""
+
+        def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+            raise _Called(args, kwargs)
+
+        handle = model.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self.forward(model, self.batch(0))
+        except _Called as called:
+            args, kwargs = called.args
+            return None if args and kwargs else args or kwargs
+        finally:
+            handle.remove()
+        return None
 
     def _loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
         if self._loss_fn is not None:

@@ -18,7 +18,6 @@ __all__ = [
     "from_loader",
     "microbatch_size",
     "microbatches_of",
-    "model_inputs",
     "samples_in",
     "samples_of",
     "stands_in",
@@ -28,7 +27,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from weft.train.microbatch.by_cost import Costs, cost_limits, costs_of, traced_costs
-    from weft.train.microbatch.forward import LABELS, call_model, model_inputs
+    from weft.train.microbatch.forward import LABELS, call_model
     from weft.train.microbatch.microbatches import (
         Microbatches,
         cut_rows,
@@ -50,7 +49,6 @@ __getattr__ = loads(
         "Microbatches": ".microbatches",
         "StepPlaces": ".step_places",
         "call_model": ".forward",
-        "model_inputs": ".forward",
         "cost_limits": ".by_cost",
         "costs_of": ".by_cost",
         "cut_rows": ".microbatches",

@@ -29,22 +29,12 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     Raises:
         ModelError: where the batch does not say what the inputs are.
     """
-    inputs = model_inputs(model, batch)
-    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-
-
-def model_inputs(model: nn.Module, batch: Any) -> tuple[Any, ...] | dict[str, Any]:
-    """Return what `call_model` calls the model with: values in order, or by name.
-
-    Raises:
-        ModelError: if the batch does not determine the inputs.
-    """
     if isinstance(batch, torch.Tensor):
-        return tuple(_first_inputs(model, (batch,)))
+        return model(*_first_inputs(model, (batch,)))
     if isinstance(batch, Mapping):
-        return _named_inputs(model, batch)
+        return model(**_named_inputs(model, batch))
     if isinstance(batch, tuple | list) and batch:
-        return tuple(_first_inputs(model, batch))
+        return model(*_first_inputs(model, batch))
     raise ModelError(
         f"batch of type {type(batch).__name__}: a batch is a tensor, or a tuple, list or dict of tensors. "
         f"Give forward=lambda model, batch: model(...) for anything else."

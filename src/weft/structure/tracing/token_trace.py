@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from weft.private_torch import TorchDispatchMode, named_modules, tree_flatten, tree_leaves, tree_unflatten
 from weft.spec import Style
 from weft.structure import hugging_face
-from weft.structure.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
 from weft.structure.dry_run import call_traced, is_named
-from weft.structure.token_rules import Tokens, TokensMeet, TokenStep
+from weft.structure.tracing.counted_sizes import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
+from weft.structure.tracing.token_rules import Tokens, TokensMeet, TokenStep
 
 #: Position of the tokens in what the blocks are given: (batch, tokens, features).
 TOKENS = 1
@@ -56,7 +56,7 @@ class TokenRegions:
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class TokenDivision:
     """How a technique divides tokens.
 
     styles: of cut layers. gathering: modules that get all tokens. width: features of the hidden states. where: the
@@ -81,7 +81,7 @@ class Division:
 class TokenTrace:
     """Tokens in forwards of a model. problem: the first thing that is not known to be right."""
 
-    def __init__(self, model: nn.Module, regions: TokenRegions, division: Division):
+    def __init__(self, model: nn.Module, regions: TokenRegions, division: TokenDivision):
         self.problem: str | None = None
         self.called: set[str] = set()
         self.summed: dict[str, frozenset[int]] = {}

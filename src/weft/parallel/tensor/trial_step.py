@@ -20,11 +20,9 @@ from weft.comm import all_gather, all_reduce, broadcast
 from weft.errors import LayoutError, PlanError, WeftError
 from weft.mesh import Axis
 from weft.parallel.placement import Placement
-from weft.parallel.placement.placement import WHOLE
 from weft.private_torch import tree_leaves, tree_map
 from weft.spec import Layout
-from weft.structure import dry_run
-from weft.structure.layers import KnownModel
+from weft.structure import dry_run, layers
 
 #: Parameters of the largest model that is tried: three copies in float64 are there for a moment.
 MOST_PARAMS = 20_000_000
@@ -39,7 +37,7 @@ def is_tried(model: nn.Module) -> bool:
     """Return whether a model is small, has numbers, and is none of Weft's or of transformers."""
     tensors = (*model.parameters(), *model.buffers())
     is_small = sum(tensor.numel() for tensor in tensors) <= MOST_PARAMS
-    is_vetted = isinstance(model, KnownModel) or hasattr(model, "base_model_prefix")
+    is_vetted = isinstance(model, layers.KnownModel) or hasattr(model, "base_model_prefix")
     return is_small and not is_vetted and not any(tensor.is_meta for tensor in tensors)
 
 
@@ -177,7 +175,7 @@ def _largest_difference(
     for name, param in divided.named_parameters():
         if not param.requires_grad or name not in grads:
             continue
-        placement = placements.get(name, WHOLE)
+        placement = placements.get(name, Placement())
         grad = torch.zeros_like(param) if param.grad is None else param.grad
         wanted = grads[name]
         pairs.append((f"the gradient of {name}", _full_gradient(grad, placement, axis, wanted), wanted))

@@ -22,6 +22,44 @@ CONSTANTS = ("zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_emp
 Misuse = Callable[[str], None]
 
 
+def _arithmetic(name: str, compute: Callable[[int, int], int]) -> Any:
+    def method(self: Counted, other: Any) -> Any:
+        if not isinstance(other, int):
+            if not isinstance(other, torch.Tensor):
+                self.misuse("computes with {}")
+            return NotImplemented
+        full, part = int.__add__(self, 0), other.part if isinstance(other, Counted) else other
+        if "div" in name or "mod" in name:
+            divisor = self.part if name.startswith("__r") else part
+            if not divisor:
+                self.misuse("divides by {}")
+                return compute(full, int.__add__(other, 0))
+        return Counted.of(compute(full, int.__add__(other, 0)), compute(self.part, part), self.misuse)
+
+    return method
+
+
+def _comparison(name: str, compute: Callable[[int, int], bool]) -> Any:
+    def method(self: Counted, other: Any) -> Any:
+        if not isinstance(other, int):
+            return getattr(int, name)(self, other)
+        result = compute(int.__add__(self, 0), int.__add__(other, 0))
+        if not isinstance(other, Counted) or compute(self.part, other.part) != result:
+            self.misuse("compares {} with a number")
+        return result
+
+    return method
+
+
+def _number(name: str) -> Any:
+    def method(self: Counted, *others: Any) -> Any:
+        self.misuse("computes with {}")
+        plain = (int.__add__(one, 0) if isinstance(one, Counted) else one for one in others)
+        return getattr(int, name)(int.__add__(self, 0), *plain)
+
+    return method
+
+
 class Counted(int):
     """The size of a divided dim, or a number computed from it. part: its value on one of the ranks."""
 
@@ -52,58 +90,23 @@ class Counted(int):
     def __neg__(self) -> Counted:
         return Counted.of(-int.__add__(self, 0), -self.part, self.misuse)
 
-
-def _arithmetic(name: str, compute: Callable[[int, int], int]) -> None:
-    def method(self: Counted, other: Any) -> Any:
-        if not isinstance(other, int):
-            if not isinstance(other, torch.Tensor):
-                self.misuse("computes with {}")
-            return NotImplemented
-        full, part = int.__add__(self, 0), other.part if isinstance(other, Counted) else other
-        if "div" in name or "mod" in name:
-            divisor = self.part if name.startswith("__r") else part
-            if not divisor:
-                self.misuse("divides by {}")
-                return compute(full, int.__add__(other, 0))
-        return Counted.of(compute(full, int.__add__(other, 0)), compute(self.part, part), self.misuse)
-
-    setattr(Counted, name, method)
-
-
-def _comparison(name: str, compute: Callable[[int, int], bool]) -> None:
-    def method(self: Counted, other: Any) -> Any:
-        if not isinstance(other, int):
-            return getattr(int, name)(self, other)
-        result = compute(int.__add__(self, 0), int.__add__(other, 0))
-        if not isinstance(other, Counted) or compute(self.part, other.part) != result:
-            self.misuse("compares {} with a number")
-        return result
-
-    setattr(Counted, name, method)
-
-
-def _number(name: str) -> None:
-    def method(self: Counted, *others: Any) -> Any:
-        self.misuse("computes with {}")
-        plain = (int.__add__(one, 0) if isinstance(one, Counted) else one for one in others)
-        return getattr(int, name)(int.__add__(self, 0), *plain)
-
-    setattr(Counted, name, method)
-
-
-for _name, _compute in (("mul", operator.mul), ("add", operator.add), ("sub", operator.sub)):
-    _arithmetic(f"__{_name}__", _compute)
-_arithmetic("__floordiv__", lambda one, other: one // other)
-_arithmetic("__mod__", lambda one, other: one % other)
-_arithmetic("__radd__", operator.add)
-_arithmetic("__rmul__", operator.mul)
-_arithmetic("__rsub__", lambda one, other: other - one)
-_arithmetic("__rfloordiv__", lambda one, other: other // one)
-_arithmetic("__rmod__", lambda one, other: other % one)
-for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    _comparison(f"__{_name}__", getattr(operator, _name))
-for _name in ("truediv", "rtruediv", "pow", "rpow", "divmod", "rdivmod", "lshift", "rshift", "and", "or", "xor"):
-    _number(f"__{_name}__")
+    __mul__ = _arithmetic("__mul__", operator.mul)
+    __add__ = _arithmetic("__add__", operator.add)
+    __sub__ = _arithmetic("__sub__", operator.sub)
+    __floordiv__ = _arithmetic("__floordiv__", lambda one, other: one // other)
+    __mod__ = _arithmetic("__mod__", lambda one, other: one % other)
+    __radd__, __rmul__ = _arithmetic("__radd__", operator.add), _arithmetic("__rmul__", operator.mul)
+    __rsub__ = _arithmetic("__rsub__", lambda one, other: other - one)
+    __rfloordiv__ = _arithmetic("__rfloordiv__", lambda one, other: other // one)
+    __rmod__ = _arithmetic("__rmod__", lambda one, other: other % one)
+    __eq__, __ne__ = _comparison("__eq__", operator.eq), _comparison("__ne__", operator.ne)
+    __lt__, __le__ = _comparison("__lt__", operator.lt), _comparison("__le__", operator.le)
+    __gt__, __ge__ = _comparison("__gt__", operator.gt), _comparison("__ge__", operator.ge)
+    __truediv__, __rtruediv__ = _number("__truediv__"), _number("__rtruediv__")
+    __pow__, __rpow__ = _number("__pow__"), _number("__rpow__")
+    __divmod__, __rdivmod__ = _number("__divmod__"), _number("__rdivmod__")
+    __lshift__, __rshift__ = _number("__lshift__"), _number("__rshift__")
+    __and__, __or__, __xor__ = _number("__and__"), _number("__or__"), _number("__xor__")
 
 
 def counted_result(
