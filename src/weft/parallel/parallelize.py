@@ -53,8 +53,7 @@ def parallelize(
         seed: of parameters on the meta device, filled as `weft.models.initialise` does; of dropout without a key.
         filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values.
         pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
-        norm_group: batch norms take the statistics of groups of so many samples, wherever these lie; 0: of what is on
-            this rank.
+        norm_group: samples whose statistics batch norms take together, on any ranks; 0: those of this rank.
         bf16_layers, fp8_recipe: of precision=fp8: what stays in bf16 (paths, `first:N`), and what shares a scale.
         example: arguments of a forward, which tp and sp trace the model with, or None for invented ones.
 

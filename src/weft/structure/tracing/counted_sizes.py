@@ -68,7 +68,13 @@ class Counted(int):
 
     @staticmethod
     def of(full: int, part: int, misuse: Misuse) -> Counted:
-        """Return such a number. misuse: called with a description of any use other than reshaping."""
+        """Return such a number.
+
+        Args:
+            full: its value on one process.
+            part: its value on one of the ranks.
+            misuse: called with a description of any use other than reshaping.
+        """
         found = Counted(full)
         found.part, found.misuse = part, misuse
         return found

@@ -150,14 +150,14 @@ class TokenTrace:
         return f"{path} ({self._kind(path)})" if path else type(self._model).__name__
 
     def meet(self, operation: str) -> None:
-        """An operation mixes tokens outside of modules that get all of them."""
+        """Record that an operation mixes tokens outside of modules that get all of them."""
         self._fail(
             f"{self.here} calls `{operation}` outside of cut layers, which mixes tokens or is not known to keep them "
             "apart, and a rank has only a part of them there."
         )
 
     def misuse(self, operation: str) -> None:
-        """Code depends on the number of tokens."""
+        """Record that code depends on the number of tokens."""
         if not self._depth:
             self._fail(
                 f"{self.here} {operation.format('the number of tokens')}, and outside of cut layers that is the number "
@@ -165,11 +165,11 @@ class TokenTrace:
             )
 
     def of(self, value: Any) -> Tokens | None:
-        """The tokens of a tensor."""
+        """Return the tokens of a tensor, or None."""
         return self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
 
     def mark(self, tensor: torch.Tensor, tokens: Tokens) -> None:
-        """From here on the tensor has these tokens."""
+        """Record the tokens of a tensor."""
         self._kept.append(tensor)
         self._marks[id(tensor)] = tokens
 
@@ -332,7 +332,15 @@ class TokenTrace:
         return tree_unflatten(leaves, tree)
 
     def step(self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> None:
-        """Follow one operation."""
+        """Trace one operation.
+
+        Args:
+            name: of the function that the model called.
+            func: the operation of torch.
+            args: that it was called with.
+            kwargs: the same, by name.
+            outputs: the tensors that it returned.
+        """
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self._check_sources(name, given)
         is_uniform = bool(args) and isinstance(args[0], torch.Tensor) and id(args[0]) in self._uniform
@@ -410,7 +418,7 @@ class TokenTrace:
         self._uniform -= {id(base), *(key for key, owner in self._bases.items() if owner is base)}
 
     def note(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Remember what blocks made."""
+        """Record what blocks made."""
         self._kept += outputs
         if self._unit:
             self._inner |= {id(output) for output in outputs}
