@@ -79,7 +79,16 @@ class TokenDivision:
 
 
 class TokenTrace:
-    """Tokens in forwards of a model. problem: the first thing that is not known to be right."""
+    """Tokens in forwards of a model.
+
+    problem: the first thing that is not known to be right, or None. called: paths of modules that ran. summed: as in
+    `TokenRegions`.
+
+    Args:
+        model: the full model.
+        regions: where tokens would be divided.
+        division: how they would be.
+    """
 
     def __init__(self, model: nn.Module, regions: TokenRegions, division: TokenDivision):
         self.problem: str | None = None
