@@ -21,7 +21,7 @@ EXCEPTIONS = {
     "surgery.py": "the one place where a module's class is replaced, for rooms that change models",
     "layer_runs.py": "`Layers.watched` puts the forward back, and removes its hooks",
     "layout_trace.py": "`_Trace.run` removes its hooks",
-    "token_flow.py": "`_TokenFlow.follow` removes its hooks",
+    "token_trace.py": "`TokenTrace.follow` removes its hooks",
 }
 MOST_ENTRIES, MOST_NAMES = 14, 14
 

@@ -112,10 +112,10 @@ class Pair(nn.Module):
 
 KEEPS = {
     "pointwise": lambda x: F.gelu(x) * x.sigmoid() + 1.0,
-    "heads": lambda x: x.view(2, 8, 4, 3).softmax(-1).reshape(2, 8, 12),
-    "transposed": lambda x: (x.view(2, 8, 4, 3).transpose(1, 2) * 2).transpose(1, 2).flatten(2),
+    "heads": lambda x: x.view(2, 8, -1, 3).softmax(-1).reshape(2, 8, -1),
+    "transposed": lambda x: (x.view(2, 8, -1, 3).transpose(1, 2) * 2).transpose(1, 2).flatten(2),
     "turned by attribute": lambda x: (x.mT * 2).mT,
-    "norm of each head": lambda x: F.rms_norm(x.view(2, 8, 4, 3), (3,)).view(2, 8, 12),
+    "norm of each head": lambda x: F.rms_norm(x.view(2, 8, -1, 3), (3,)).view(2, 8, -1),
 }
 MIXES = {
     "softmax over features": lambda x: x.softmax(-1),

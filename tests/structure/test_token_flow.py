@@ -9,8 +9,9 @@ from torch.nn import functional as F
 
 from weft.errors import LayoutError
 from weft.spec.layout import Layout
+from weft.structure.blocks import repeated_blocks
 from weft.structure.dry_run import example_of
-from weft.structure.token_flow import check_tokens
+from weft.structure.token_flow import TokenDivision, find_regions
 
 LAYOUT = Layout.parse("blocks.*.up=colwise blocks.*.down=rowwise")
 DIM = 8
@@ -43,7 +44,7 @@ class Net(nn.Module):
 
 def check(net):
     styles = {path: style for path, _ in net.named_modules() if (style := LAYOUT.style(path)) is not None}
-    check_tokens(net, styles, (), DIM)
+    return find_regions(net, [list(repeated_blocks(net))], TokenDivision(styles, (), DIM))
 
 
 MIXES = {
@@ -60,17 +61,17 @@ MIXES = {
     "linear": lambda block, x: F.linear(x.transpose(1, 2), torch.empty(8, 8)).transpose(1, 2),
     "conv1d": lambda block, x: F.conv1d(x.mT, torch.empty(DIM, 1, 3), groups=DIM, padding=1).mT,
     "matmul": lambda block, x: torch.matmul(block.side(x) @ x.transpose(1, 2), x),
+    "index_select": lambda block, x: x.index_select(1, torch.arange(8)),
     "scaled_dot_product_attention": lambda block, x: F.scaled_dot_product_attention(x, x, x),
 }
 KEEPS = {
     "nothing": lambda block, x: x,
     "a layer of its own": lambda block, x: torch.sigmoid(block.side(x)) * x,
     "features": lambda block, x: x.softmax(-1) + x.mean(-1, keepdim=True) + x.cumsum(-1) + F.pad(x, (1, -1)),
-    "heads": lambda block, x: F.rms_norm(x.view(1, 8, 2, 4), (4,)).transpose(1, 2).transpose(1, 2).flatten(2),
+    "heads": lambda block, x: F.rms_norm(x.view(*x.shape[:2], 2, 4), (4,)).transpose(1, 2).transpose(1, 2).flatten(2),
     "flat tokens": lambda block, x: block.side(x.view(-1, DIM)).view(x.shape),
     "parts of features": lambda block, x: torch.cat(x.chunk(2, -1), -1),
     "convolution of one": lambda block, x: F.conv1d(x.mT, torch.empty(DIM, DIM, 1)).mT,
-    "tokens by index": lambda block, x: x[:, torch.arange(8)],
 }
 
 
@@ -79,8 +80,8 @@ def test_tokens_that_meet_are_found(name):
     with pytest.raises(LayoutError) as caught:
         check(Net(MIXES[name]))
     assert str(caught.value) == (
-        f"sp=on: blocks.0 (Block) mixes tokens by `{name}` outside of cut layers, so it would see only a part of "
-        f"them. Use sp=off."
+        f"sp=on: blocks.0 (Block) calls `{name}` outside of cut layers, which mixes tokens or is not known to keep "
+        "them apart, and a rank has only a part of them there. Use sp=off."
     )
 
 
@@ -97,13 +98,20 @@ def test_a_later_kind_of_block_is_seen():
     net = Net(KEEPS["nothing"])
     net.blocks[5] = Block(MIXES["roll"], F.gelu)
     net.blocks[5].side = nn.Identity()
-    with pytest.raises(LayoutError, match=r"blocks\.5 \(Block\) mixes tokens by `roll`"):
+    with pytest.raises(LayoutError, match=r"blocks\.5 \(Block\) calls `roll`"):
         check(net)
 
 
-def test_a_model_that_cannot_be_followed_is_told():
-    with pytest.warns(UserWarning, match="Net cannot be traced on the meta device: .*, so Weft cannot tell whether"):
+def test_a_model_that_asks_for_numbers_is_followed_with_numbers():
+    with pytest.raises(LayoutError, match=r"blocks\.0 \(Block\) calls `sum`"):
         check(Net(lambda block, x: x * x.sum().item()))
+
+
+def test_a_model_that_cannot_be_followed_is_refused():
+    net = Net(KEEPS["nothing"])
+    net.head.weight = None
+    with pytest.raises(LayoutError, match=r"Net cannot be traced: .*, so Weft cannot check that its blocks keep"):
+        check(net)
 
 
 def test_an_uncut_attention_beside_cut_layers_is_found():
@@ -114,6 +122,8 @@ def test_an_uncut_attention_beside_cut_layers_is_found():
     net.forward = lambda ids: net.blocks[1](net.blocks[0](net.embed(ids)))
     layout = Layout.parse("blocks.*.linear1=colwise blocks.*.linear2=rowwise")
     styles = {path: style for path, _ in net.named_modules() if (style := layout.style(path)) is not None}
-    with pytest.raises(LayoutError, match=r"blocks\.0\.self_attn \(MultiheadAttention\) mixes tokens"):
-        check_tokens(net, styles, (), DIM)
+    with pytest.raises(
+        LayoutError, match=r"blocks\.0\.self_attn \(MultiheadAttention\) calls `multi_head_attention_forward`"
+    ):
+        find_regions(net, [list(repeated_blocks(net))], TokenDivision(styles, (), DIM))
     assert example_of(net, batch=1)[0].shape == (1, 8)

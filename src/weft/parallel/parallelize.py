@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -40,21 +41,21 @@ def parallelize(
     norm_group: int = 0,
     bf16_layers: Sequence[str] = (),
     fp8_recipe: str = "rowwise",
+    example: Any = None,
 ) -> nn.Module:
     """Lay `model` over the mesh, in place, before its optimizer exists. Returns the same module.
 
     Args:
         model: any nn.Module; its parameters may be on the meta device.
         mesh: of the plan.
-        layout: which modules tensor parallelism cuts how, and which hold experts; found from the model where it is
-            None.
+        layout: which modules tensor parallelism cuts how, and which hold experts; found where it is None.
         placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
         seed: of parameters on the meta device, filled as `weft.models.initialise` does; of dropout without a key.
         filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values.
         pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
-        norm_group: batch norms take the statistics of groups of so many samples, wherever these lie; 0: of what is on
-            this rank.
+        norm_group: samples whose statistics batch norms take together, on any ranks; 0: those of this rank.
         bf16_layers, fp8_recipe: of precision=fp8: what stays in bf16 (paths, `first:N`), and what shares a scale.
+        example: arguments of a forward, which tp and sp trace the model with, or None for invented ones.
 
     Raises:
         ModelError: when the model was laid over a mesh before. What each technique raises comes from here too.
@@ -66,7 +67,7 @@ def parallelize(
         warnings.warn(said, WeftWarning, stacklevel=3)
     _prepare(model, mesh, bf16_layers, fp8_recipe)
     spread = choose_spread(model, mesh, layout)
-    placed = cut(model, mesh, layout, spread) if placements is None else dict(placements)
+    placed = cut(model, mesh, layout, spread, example) if placements is None else dict(placements)
     follow_positions(model, mesh, seed or 0)
     use_float8(model)
     groups = group_norms(model, mesh, norm_group) if norm_group else None
@@ -91,7 +92,7 @@ def parallelize(
 
 
 def cut(
-    model: nn.Module, mesh: Mesh, layout: Layout | None = None, spread: SpreadChoice | None = None
+    model: nn.Module, mesh: Mesh, layout: Layout | None = None, spread: SpreadChoice | None = None, example: Any = None
 ) -> dict[str, Placement]:
     """Apply the techniques that divide the model, outermost first. Returns what they did to which parameter."""
     spread = spread or choose_spread(model, mesh, layout)
@@ -102,17 +103,20 @@ def cut(
     if plan.pp > 1:
         expect_experts(model, layout, plan.ep)
     if plan.tp > 1 and layout is not None:
-        expect_parts_named(model, layout)
+        expect_parts_named(model, layout, example)
+    regions = None
     if plan.tp > 1:
         # Of the model as it came: a stage alone, or experts that are spread over ranks, cannot be traced.
-        tensor_layout = check_whole_model(model, mesh, layout, spread.holds)
+        tensor_layout, regions = check_whole_model(
+            model, mesh, layout, *([spread.holds] if spread.shared else []), example=example
+        )
     why_whole = check_sequences(model, mesh)
     stages = build_pipeline(model, mesh) if plan.pp > 1 else {}
     pipeline = pipeline_of(model)
     experts = spread_experts(model, mesh, layout)
     if plan.tp > 1:
         runs = pipeline.runs if pipeline else None
-        tensors = cut_tensors(model, mesh, tensor_layout, experts, runs, spread.holds)
+        tensors = cut_tensors(model, mesh, tensor_layout, experts, runs, spread.holds, regions)
         # Each rank of tp computes items of its own: their gradients add up.
         tensors |= dict.fromkeys(spread.parameters(model), Placement(partial=("tp",)))
     else:

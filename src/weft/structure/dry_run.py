@@ -55,6 +55,72 @@ def call_without_numbers(
         raise ModelError(f"{type(model).__name__} cannot be traced on the meta device: {first}.") from error
 
 
+def call_traced(
+    model: nn.Module, example: Any, watch: Callable[[Any], AbstractContextManager[Any]], *, training: bool = False
+) -> Any:
+    """Return the output of one forward under a watch, with the gradients' graph. The model stays as it is.
+
+    The forward runs on the meta device, in the model's format or else in bfloat16. If that fails, as with branches
+    that depend on numbers, it runs with numbers.
+
+    Args:
+        model: any.
+        example: arguments of the forward.
+        watch: makes what observes one forward, from its inputs.
+        training: whether modules keep their mode; otherwise all are in evaluation.
+
+    Raises:
+        ModelError: if the forward fails in each of these ways.
+    """
+    first: ModelError | None = None
+    for dtype, on_meta in ((None, True), (torch.bfloat16, True), (None, False)):
+        if not on_meta and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            continue
+        try:
+            return _call_once(model, example, watch, dtype, on_meta, training)
+        except ModelError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _call_once(
+    model: nn.Module, example: Any, watch: Callable[[Any], AbstractContextManager[Any]], dtype: torch.dtype | None,
+    on_meta: bool, training: bool,
+) -> Any:  # fmt: skip
+    device = "meta" if on_meta else next((str(param.device) for param in model.parameters()), "cpu")
+    wanted = dtype or next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device, wanted if leaf.is_floating_point() else None) if isinstance(leaf, torch.Tensor) else leaf
+
+    inputs = tree_map(moved, example)
+    args, kwargs = as_arguments(inputs)
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        copied = tensor.detach().to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+        is_buffer = not isinstance(tensor, nn.Parameter)
+        copied = copied.clone() if is_buffer and not on_meta else copied
+        state[name] = copied.detach().requires_grad_(tensor.requires_grad)
+    try:
+        with (
+            _same_draws(), _unchanged(model), hugging_face.experts_at_once(model),
+            torch.enable_grad(), torch.device(device), _layer_by_layer(), watch(inputs),
+        ):  # fmt: skip
+            if not training:
+                model.eval()
+            return torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
+    except Exception as error:  # the model's own code, called with what it may not expect
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ModelError(f"{type(model).__name__} cannot be traced: {first}.") from error
+
+
+def _same_draws() -> AbstractContextManager[Any]:
+    """Inside, numbers may be drawn; afterwards the CPU draws what it would have drawn before."""
+    untyped: Any = torch.random
+    return untyped.fork_rng(devices=[])
+
+
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Generator[None]:
     """Afterwards modules have the attributes of before: what a forward keeps for the next one, and who is training."""
@@ -66,13 +132,23 @@ def _unchanged(model: nn.Module) -> Generator[None]:
             module.__dict__.clear()
             module.__dict__.update(attributes)
             for held, content in contents:
-                held.clear()
-                held.update(content) if isinstance(held, dict) else held.extend(content)
+                if not _is_same(held, content):
+                    held.clear()
+                    held.update(content) if isinstance(held, dict) else held.extend(content)
 
 
 def _contents(module: nn.Module) -> list[tuple[dict[Any, Any] | list[Any], Any]]:
     """What lists and dicts of a module hold, its buffers among them."""
     return [(held, held.copy()) for held in module.__dict__.values() if isinstance(held, dict | list)]
+
+
+def _is_same(held: dict[Any, Any] | list[Any], content: Any) -> bool:
+    """Return whether nothing was exchanged, as in a dict that refuses it."""
+    if len(held) != len(content):
+        return False
+    if isinstance(held, dict):
+        return all(name in held and held[name] is value for name, value in content.items())
+    return all(one is other for one, other in zip(held, content, strict=True))
 
 
 @contextlib.contextmanager
@@ -151,7 +227,7 @@ def example_of(model: nn.Module, batch: int = 2) -> Any:
         if isinstance(module, nn.Embedding):
             return (ids,)
         if isinstance(module, nn.Conv2d):
-            return (torch.zeros(1, module.in_channels, 64, 64),)
+            return (_image(model, module.in_channels, batch),)
         if isinstance(module, nn.Conv1d):
             return (torch.zeros(batch, module.in_channels, 4096),)
         if is_linear(module):
@@ -160,6 +236,20 @@ def example_of(model: nn.Module, batch: int = 2) -> Any:
         f"layout: {type(model).__name__} does not begin with an embedding, convolution or linear layer, so Weft "
         "cannot tell what its input is. Give example=, the arguments of a forward."
     )
+
+
+def _image(model: nn.Module, channels: int, batch: int) -> torch.Tensor:
+    """An image of the first common size that the model takes, or of 64 pixels."""
+    named = (getattr(model, name, None) for name in ("image_size", "img_size"))
+    sizes = [size for size in named if isinstance(size, int)]
+    for size in (*sizes, 64, 32, 16, 224, 28, 8, 48, 96, 128, 256):
+        image = torch.zeros(batch, channels, size, size)
+        try:
+            call_without_numbers(model, without_numbers(image, model), contextlib.nullcontext())
+        except ModelError:
+            continue
+        return image
+    return torch.zeros(batch, channels, 64, 64)
 
 
 class Inputs:

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from weft.private_torch import tree_leaves
+from weft.structure.tracing import CONSTANTS, RESHAPES, Counted, counted_in, counted_result, fits_parts
 
 #: Each number of the result comes from the numbers at the same place.
 _POINTWISE = frozenset((
@@ -23,7 +24,22 @@ _POINTWISE = frozenset((
     "sigmoid", "relu", "relu6", "silu", "gelu", "elu", "selu", "mish", "erf", "abs", "square", "cos", "sin",
     "softplus", "leaky_relu", "hardswish", "hardtanh", "dropout", "where", "masked_fill", "clamp", "to", "float",
     "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach", "addcmul", "maximum",
-    "minimum", "nan_to_num", "logical_not", "_to_copy", "alias",
+    "minimum", "nan_to_num", "gt", "lt", "ge", "le", "eq", "ne", "sign", "sgn", "floor", "ceil", "round", "trunc",
+    "frac",
+    "reciprocal", "log1p", "expm1", "exp2", "log2", "log10", "atan", "tan", "sinh", "cosh", "asinh", "erfc",
+    "logical_and", "logical_or", "logsigmoid", "hardsigmoid", "softsign", "celu", "clip", "clamp_min", "clamp_max",
+    "isnan", "isfinite", "positive", "absolute", "multiply", "divide", "subtract", "negative", "float_power",
+    "remainder", "logical_not", "_to_copy", "alias",
+))  # fmt: skip
+_SIZES = frozenset(("shape", "size", "numel", "nelement"))
+#: What may be asked of features in Python: nothing about their numbers.
+_ASKED = frozenset((
+    "dim", "ndim", "ndimension", "dtype", "device", "requires_grad", "is_floating_point", "is_complex", "is_contiguous",
+    "is_cuda", "is_meta", "is_cpu", "layout", "is_leaf", "grad_fn", "element_size", "get_device", "type", "__len__",
+    "__repr__", "__format__", "__hash__", "grad", "is_sparse", "is_nested", "is_quantized", "is_tensor", "shape",
+    "size",
+    "numel", "nelement", "_version", "is_mkldnn", "data_ptr", "is_inference", "__setitem__", "stride", "requires_grad_",
+    "backward_hooks", "_backward_hooks", "register_hook", "retain_grad",
 ))  # fmt: skip
 _SUMS = frozenset(("mean", "sum", "var", "amax", "amin", "norm"))
 #: What they give has a shape of its own, and nothing of the numbers.
@@ -48,10 +64,15 @@ class FeatureFlow(TorchFunctionMode):
     """Marks of all tensors of one forward. `inside` is true in a layer whose own operations are of no interest.
 
     broken: why a layer cannot be cut. alone: those of them whose features met by themselves, and not with another's.
+    trusted: above zero where numbers of heads and widths that code writes down become those of a rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_trusted: bool = False) -> None:
         super().__init__()
+        self.trusted = int(is_trusted)
+        self.is_over = False
+        self.params: set[int] = set()
+        self.met: dict[int, frozenset[str]] = {}  # features that parameters met
         self.inside = False
         self.broken: dict[str, str] = {}
         self.alone: set[str] = set()
@@ -75,6 +96,10 @@ class FeatureFlow(TorchFunctionMode):
         found = self._marks.get(id(value)) if isinstance(value, torch.Tensor) else None
         return found[1] if found is not None and not found[1].sources <= self.alone else None
 
+    def is_param(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter of a module that works on features: its gradient is a sum over ranks then."""
+        return id(tensor) in self.params
+
     def end(self, mark: Mark, reason: str, alone: bool = True) -> None:
         """These features meet others: their layers cannot be cut. alone: each other, and no other layers' features."""
         for source in mark.sources:
@@ -91,11 +116,54 @@ class FeatureFlow(TorchFunctionMode):
             return result
         if self._fills(getattr(func, "__name__", ""), args, result):
             return result
+        name = getattr(func, "__name__", "")
+        name = getattr(func.__self__, "__name__", name) if name == "__get__" else name
         marked = [leaf for leaf in tree_leaves((args, kwargs)) if self.of(leaf) is not None]
+        first = self.of(args[0]) if args else None
+        if first is not None and name in _SIZES and not self.trusted:
+            return self._counted(name, args, kwargs, result, first)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if marked and outputs:
             self._pass_on(func, args, kwargs, marked, outputs)
+        elif marked and not outputs and not self.trusted and name not in _ASKED:
+            for leaf in marked:
+                self._end_of(leaf, f"its features are read in Python by `{name}`")
+        if not self.trusted:
+            self._check_sizes(name, args, kwargs, result, first)
         return result
+
+    def _end_of(self, value: Any, reason: str) -> None:
+        if (mark := self.of(value)) is not None:
+            self.end(mark, reason)
+
+    def _counted(self, name: str, args: Any, kwargs: Any, result: Any, mark: Mark) -> Any:
+        """A size, which ends the mark if code computes with it."""
+
+        def misuse(what: str) -> None:
+            if not self.is_over:
+                self.end(mark, f"code {what.format('their number')}")
+
+        size = int(args[0].shape[mark.dim])
+        return counted_result(name, args, kwargs, result, mark.dim, size // ranks_of(mark), misuse)
+
+    def _check_sizes(self, name: str, args: Any, kwargs: Any, result: Any, before: Mark | None) -> None:
+        """End marks if a rank's part is reshaped by numbers of the full tensor, or sizes are used otherwise."""
+        after = self.of(result)
+        if name in RESHAPES and before is not None and after is not None:
+            shape, made, ranks = [*args[0].shape], [*result.shape], ranks_of(before)
+            shape[before.dim] //= ranks
+            if made[after.dim] % ranks:
+                self.end(after, f"pieces of them are no pieces after `{name}`")
+                return
+            made[after.dim] //= ranks
+            if not fits_parts(name, args, kwargs, shape, made):
+                self.end(after, f"their number, or that of heads, is written down in `{name}`; take it from -1")
+        elif name == "__len__" and before is not None and before.dim == 0:
+            self.end(before, "code reads their number by len()")
+        elif name not in (*RESHAPES, "__getitem__", "split", "chunk", "narrow"):
+            for one in counted_in((args, kwargs)):
+                if name not in CONSTANTS or one in tree_leaves((args[1:], kwargs.get("fill_value"))):
+                    one.misuse(f"uses {{}} in `{name}`")
 
     def _pass_on(self, func: Any, args: Any, kwargs: Any, marked: list[Any], outputs: list[torch.Tensor]) -> None:
         marks = [mark for leaf in marked if (mark := self.of(leaf)) is not None]
@@ -149,6 +217,11 @@ class FeatureFlow(TorchFunctionMode):
                     self.end(each, "its features are written into a tensor", known is None)
 
 
+def ranks_of(mark: Mark) -> int:
+    """Return a number of ranks that could share the pieces of a mark: the smallest above one."""
+    return next((each for each in range(2, mark.count) if mark.count % each == 0), max(mark.count, 1))
+
+
 def uniform(value: Any, dim: int) -> bool:
     """Whether a value is the same at every place of `dim` (from the end), so that any part of it is as good."""
     if not isinstance(value, torch.Tensor) or -dim > value.dim():
@@ -198,6 +271,12 @@ class FlowStep:
     def _argument(self, place: int, name: str, default: Any = None) -> Any:
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
 
+    def _is_part(self, size: Any) -> bool:
+        """Whether a number of features will be that of a rank's part."""
+        return self.flow.trusted > 0 or (
+            isinstance(size, Counted) and size.part * ranks_of(self.first) == int.__add__(size, 0)
+        )
+
     def _keep(self, dim: int | None, count: int | None = None) -> Iterator[tuple[torch.Tensor, Mark]]:
         if dim is not None:
             for output in self.outputs:
@@ -212,6 +291,14 @@ class FlowStep:
             mark, shift = self.flow.of(leaf), output.dim() - leaf.dim()
             if mark is not None and mark.dim + shift != self.first.dim + output.dim() - marked[0].dim():
                 return
+            if mark is not None and leaf.shape[mark.dim] != output.shape[mark.dim + shift]:
+                self.reason = f"a single feature meets all others in `{self.name}`"
+                return
+            if mark is None and leaf.requires_grad and not self.flow.trusted:
+                self.flow.met[id(leaf)] = self.flow.met.get(id(leaf), frozenset()) | self.first.sources
+                if not self.flow.is_param(leaf):
+                    self.reason = f"its features meet a tensor with a gradient in `{self.name}` that no cut layer made"
+                    return
             place = self.first.dim + output.dim() - marked[0].dim() - shift
             if mark is None and place >= 0 and not uniform(leaf, place - leaf.dim()):
                 self.reason = f"its features meet a tensor in `{self.name}` that no cut layer made"
@@ -236,6 +323,22 @@ class FlowStep:
 
     def _softmax(self) -> Iterator[tuple[torch.Tensor, Mark]]:
         if self._argument(1, "dim", -1) % self.args[0].dim() != self.first.dim:
+            yield from self._keep(self.first.dim)
+
+    _log_softmax = _sort = _argsort = _softmax
+
+    def _cumsum(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        dims = self._argument(2, "dims") if self.name == "roll" else self._argument(1, "dim", self.kwargs.get("dims"))
+        if dims is not None:
+            used = {dim % self.args[0].dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+            if self.first.dim not in used:
+                yield from self._keep(self.first.dim)
+
+    _cumprod = _flip = _roll = _cumsum
+
+    def _pad(self) -> Iterator[tuple[torch.Tensor, Mark]]:
+        at = 2 * (self.args[0].dim() - 1 - self.first.dim)
+        if not any(self._argument(1, "pad")[at : at + 2]):
             yield from self._keep(self.first.dim)
 
     def _layer_norm(self) -> Iterator[tuple[torch.Tensor, Mark]]:
@@ -302,6 +405,11 @@ class FlowStep:
         if dim != self.first.dim:
             yield from self._keep(self.first.dim)
             return
+        sizes = self._argument(1, "split_size")
+        sizes = self._argument(1, "split_size_or_sections") if sizes is None else sizes
+        if self.name != "chunk" and not all(self._is_part(size) for size in tree_leaves(sizes)):
+            self.reason = f"the sizes of segments are written down in `{self.name}`; use chunk"
+            return
         start = 0
         for output in self.outputs:
             size = output.shape[dim]
@@ -342,6 +450,8 @@ class FlowStep:
         start, stop, stride = part.indices(whole)
         if (start, stop, stride) == (0, whole, 1):
             yield from self._keep(new)
+        elif not all(self._is_part(end) for end in (part.start, part.stop) if end):
+            self.reason = "where segments begin and end is written down; use chunk"
         elif part.step in (None, 1) and new == self.outputs[0].dim() - 1:
             yield from self._segment(self.outputs[0], start, stop - start)
 
@@ -360,6 +470,9 @@ class FlowStep:
         place = self.args[0].dim() - 3
         mask = self._argument(3, "attn_mask")
         known = self.flow.of(mask)
+        if known is None and isinstance(mask, torch.Tensor) and mask.requires_grad and not self.flow.trusted:
+            self.reason = "its heads meet a mask with a gradient that no cut layer made"
+            return
         if known is not None and known.dim != mask.dim() - 3:
             return
         if all(mark is not None and mark.dim == place for mark in marks):

@@ -353,6 +353,12 @@ def has_gated_experts(experts: nn.Module) -> bool:
     )
 
 
+def keeps_tokens_apart(module: nn.Module) -> bool:
+    """Return whether a module is the experts of a model of transformers, which compute tokens one by one."""
+    kind = type(module)
+    return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Experts")
+
+
 def is_router(module: Any) -> bool:
     """Whether this chooses experts in the manner of transformers 5."""
     return isinstance(module, nn.Module) and hasattr(module, "top_k") and isinstance(module.weight, nn.Parameter)

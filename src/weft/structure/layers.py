@@ -149,5 +149,4 @@ def own_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
         for path, module in modules.items()
         if any(is_linear(child) for child in module.children())
         for name, param in module.named_parameters(recurse=False)
-        if param.dim()
     }

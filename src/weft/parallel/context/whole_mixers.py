@@ -137,7 +137,8 @@ def check_mixers(model: nn.Module, axis: Axis) -> None:
         )
     table = layers.input_embeddings(model)
     width = 0 if table is None else table.embedding_dim
-    token_flow.check_tokens(model, {}, mixers, width, where, remedy)
+    division = token_flow.TokenDivision({}, mixers, width, where, remedy, has_own_loss=True)
+    token_flow.find_regions(model, chains_of(model), division)
 
 
 def gather_mixers(model: nn.Module, context: WholeMixers, runs: Sequence[Sequence[str]], whole: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ by rows of the vocabulary, padded where tp does not divide it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 
 from weft.comm import broadcast
 from weft.comm.autograd import prepare_operators
-from weft.errors import LayoutError, PlanError, Problem
+from weft.errors import LayoutError, PlanError, Problem, WeftWarning
 from weft.mesh import Axis, Mesh
 from weft.models.adapters import AdaptedLinear
 from weft.parallel.layers import refuse_partial
@@ -46,6 +47,7 @@ from weft.parallel.tensor.read_layout import (
     read_styles,
 )
 from weft.parallel.tensor.sequence import TokenCut, blocks_outside, cut_tokens, plan_sequence, second_states
+from weft.parallel.tensor.trial_step import TrialError, divided_modules, is_tried, try_numbers, without_layers
 from weft.spec import Layout, Style
 from weft.structure import Heads, become, hugging_face, layers, token_flow
 from weft.structure.layouts import find_layout, rms_form
@@ -58,6 +60,7 @@ def cut_tensors(
     taken: Collection[str] = (),
     runs: Sequence[Sequence[str]] | None = None,
     is_whole: Callable[[str], bool] = nowhere,
+    regions: token_flow.TokenRegions | None = None,
 ) -> dict[str, Placement]:
     """Keep this rank's part of what the layout cuts; with sp, of the tokens between cut layers. In place.
 
@@ -70,12 +73,16 @@ def cut_tensors(
         taken: parameters that another technique has placed.
         runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
         is_whole: tells modules that another technique keeps whole, by their path.
+        regions: where tokens are divided under sp, as `check_whole_model` found it; found here where it is None.
 
     Raises:
         LayoutError: where the layout does not fit the model.
         PlanError: where the model cannot be divided by tp.
     """
-    return _Cutter(model, mesh, find_layout(model) if layout is None else layout, taken, runs, is_whole).cut()
+    layout = find_layout(model) if layout is None else layout
+    if mesh.plan.sp and regions is None and runs is None:
+        regions = find_token_regions(model, layout, is_whole, mesh.plan.tp)
+    return _Cutter(model, mesh, layout, taken, runs, is_whole, regions).cut()
 
 
 def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
@@ -90,29 +97,98 @@ def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
 
 
 def check_whole_model(
-    model: nn.Module, mesh: Mesh, layout: Layout | None, is_whole: Callable[[str], bool] = nowhere
-) -> Layout:
-    """Check what can be asked of a whole model only, before a pipeline takes its parts away, and return the layout.
+    model: nn.Module, mesh: Mesh, layout: Layout | None, is_whole: Callable[[str], bool] = nowhere, example: Any = None
+) -> tuple[Layout, token_flow.TokenRegions | None]:
+    """Check what needs the full model, before a pipeline takes parts of it away.
+
+    Returns the layout, and where tokens are divided if the plan divides them. A small model of the user's is tried. If
+    the trial fails with a layout that was found, a module is left undivided, and a warning names it.
 
     Args:
-        model: the whole.
+        model: the full model.
         mesh: of the plan.
         layout: found from the model where it is None.
         is_whole: tells modules that another technique keeps whole, by their path.
+        example: arguments of a forward, or None for invented ones.
 
     Raises:
-        LayoutError: where the layout names what is not there, or sp would cut tokens that meet.
+        LayoutError: where the layout names what is not there, sp would divide tokens that meet, or a trial fails.
     """
     modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
-    layout = find_layout(model).fitted((*modules, *layers.own_parameters(modules))) if layout is None else layout
-    styles = read_styles(layout, modules, mesh.plan.tp)
-    if mesh.plan.sp:
-        sequence = plan_sequence(model, layout, styles, is_whole=is_whole)
-        parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
-        gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
-        blocks = blocks_outside(model, is_whole)
-        token_flow.check_tokens(model, styles, gathering.union(sequence.whole), sequence.width, blocks=blocks)
-    return layout
+    if layout is not None:
+        return layout, _warned(_checked(model, mesh, layout, is_whole, example), mesh)
+    layout = find_layout(model, example).fitted((*modules, *layers.own_parameters(modules)))
+    try:
+        return layout, _warned(_checked(model, mesh, layout, is_whole, example), mesh)
+    except TrialError as error:
+        first = error
+    for path in dict.fromkeys((first.path, *divided_modules(layout, model))):
+        less = without_layers(layout, model, path)
+        if less is None:
+            continue
+        try:
+            found = _checked(model, mesh, less, is_whole, example)
+        except (LayoutError, PlanError):
+            continue
+        if mesh.rank == 0:
+            said = str(first).rstrip(".")
+            warnings.warn(f"{path} stays undivided on every rank of tp, since {said}.", WeftWarning, stacklevel=3)
+        return less, _warned(found, mesh)
+    raise first
+
+
+def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.TokenRegions | None:
+    """Return the same, after a warning if tokens are gathered more often than once."""
+    if regions is not None and regions.why_apart and mesh.rank == 0:
+        said = f"sp=on: tokens are gathered after each block, which takes time: {regions.why_apart}"
+        warnings.warn(said, WeftWarning, stacklevel=3)
+    return regions
+
+
+def _checked(
+    model: nn.Module, mesh: Mesh, layout: Layout, is_whole: Callable[[str], bool], example: Any
+) -> token_flow.TokenRegions | None:
+    plan = mesh.plan
+    modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
+    read_styles(layout, modules, plan.tp)
+    regions = find_token_regions(model, layout, is_whole, plan.tp, example) if plan.sp else None
+    if plan.ep == 1 and is_whole is nowhere and is_tried(model):
+        where = f"tp={plan.tp} sp=on" if plan.sp else f"tp={plan.tp}"
+
+        def divide(divided: nn.Module) -> dict[str, Placement]:
+            return cut_tensors(divided, mesh, layout, regions=regions)
+
+        try_numbers(model, mesh["tp"], mesh.device, divide, example, where)
+    return regions
+
+
+def find_token_regions(
+    model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], tp: int, example: Any = None
+) -> token_flow.TokenRegions:
+    """Return where sp divides tokens.
+
+    Args:
+        model: the full model.
+        layout: of it.
+        is_whole: tells modules that another technique keeps whole, by their path.
+        tp: number of ranks.
+        example: arguments of a forward, or None for invented ones.
+
+    Raises:
+        LayoutError: where tokens would be divided that meet.
+    """
+    modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
+    styles = read_styles(layout, modules, tp)
+    sequence = plan_sequence(model, layout, styles, is_whole=is_whole)
+    parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
+    gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
+    chains: dict[str, list[str]] = {}
+    for path in blocks_outside(model, is_whole):
+        chains.setdefault(layers.parent_of(path), []).append(path)
+    division = token_flow.TokenDivision(
+        styles, gathering.union(sequence.whole), sequence.width, reading=sequence.reading
+    )
+    return token_flow.find_regions(model, list(chains.values()), division, example)
 
 
 class _Cutter:
@@ -126,6 +202,7 @@ class _Cutter:
         taken: Collection[str],
         runs: Sequence[Sequence[str]] | None,
         is_whole: Callable[[str], bool],
+        regions: token_flow.TokenRegions | None,
     ):
         self.model, self.axis, self.layout = model, mesh["tp"], layout
         self.taken, self.device = taken, mesh.device
@@ -136,8 +213,9 @@ class _Cutter:
         self.own = read_own(layout, self.modules)
         self.sequence: TokenCut | None = None
         if mesh.plan.sp:
-            self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole)
+            self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole, regions)
         self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp, pieces=mesh.plan.tp_chunks)
+        self.line_outside = SharedLayer(self.axis)
         ends_cut = self.sequence is not None and self.sequence.with_ends
         self.ends = SharedLayer(self.axis, cuts_tokens=ends_cut)
         self.placed: dict[int, Placement] = {}
@@ -192,11 +270,18 @@ class _Cutter:
             refuse_partial(path, self.modules[path])
         return found
 
+    def _line(self, path: str) -> SharedLayer:
+        """The ranks of a cut layer: outside of the blocks each has all tokens."""
+        if self.sequence is None or any(path.startswith(f"{block}.") for block in self.sequence.blocks):
+            return self.line
+        return self.line_outside
+
     def _is_linear(self, path: str) -> bool:
         return layers.is_linear(self.modules[path])
 
     def _check_partial(self, heads: dict[str, Heads]) -> None:
-        """LayoutError where a module inside a cut part has parameters, and nobody says what it sees."""
+        """Raise LayoutError if modules inside a cut part have parameters that no pattern covers."""
+        missing: list[str] = []
         for parent in heads:
             if is_wide(parent, self.modules, self.styles):
                 continue
@@ -204,11 +289,14 @@ class _Cutter:
                 path = f"{parent}.{name}" if name else parent
                 own = [each for each, _ in module.named_parameters(recurse=False) if f"{path}.{each}" not in self.own]
                 if path not in self.styles and own:
-                    raise LayoutError(
-                        f"layout: {path} has parameters between cut layers, and no pattern of the layout covers it. "
-                        f"Add {path}=partial where it works on this rank's heads or features, or {path}=replicate "
-                        "where it comes before or after them."
-                    )
+                    missing.append(path)
+        if missing:
+            has = "has" if len(missing) == 1 else "have"
+            raise LayoutError(
+                f"layout: {', '.join(missing)} {has} parameters between cut layers, and no pattern of the layout "
+                f"covers them. Add {' '.join(f'{path}=replicate' for path in missing)}, with partial in place of "
+                "replicate for each that works on this rank's heads or features."
+            )
 
     def _entry(self, path: str, module: nn.Module) -> Entry:
         """In front of the module around the layer, or of the layer itself."""
@@ -221,12 +309,12 @@ class _Cutter:
             ahead = not alone and bool(rows) and makes_ahead(parent, self.modules, self.styles)
             # What comes in has as many features as go out; the first layer that is cut may read fewer.
             width = layers.weight_of(self.modules[rows[0]]).shape[0] if ahead else layers.weight_of(module).shape[1]
-            entry = Entry(self.line, width, self.part, is_compiled=self.is_compiled, is_ahead=ahead)
+            entry = Entry(self._line(path), width, self.part, is_compiled=self.is_compiled, is_ahead=ahead)
             self.entries[place] = entry
             if not alone:
                 ends = any(name.startswith(f"{parent}.") for name in self.rows)
                 hooks = Enter(entry, ends, second_states(around) if self.sequence and self.sequence.reading else ())
-                if self.line.cuts_tokens or ahead:
+                if entry.line.cuts_tokens or ahead:
                     around.register_forward_pre_hook(hooks.before, with_kwargs=True)
                 around.register_forward_hook(hooks.after)
         return self.entries[place]
@@ -241,11 +329,11 @@ class _Cutter:
         self._replace(module, "weight", placement, dim=1 if layers.is_transposed(module) else 0)
         for name in ("bias", "lora_B", "lora_magnitude"):
             self._replace(module, name, placement, dim=0)
-        if self.line.cuts_tokens or entry.is_ahead:
+        if entry.line.cuts_tokens or entry.is_ahead:
             self._partial(module, "lora_A")
         _set_sizes(module)
         self._float8(module, outer=self.axis)
-        enters = self.line.cuts_tokens and self.entries.get(path) is entry
+        enters = entry.line.cuts_tokens and self.entries.get(path) is entry
         become(module, ColumnLinear, entry=entry, enters=enters, place=len(entry.members))
         entry.members.append(module)
 
@@ -278,7 +366,7 @@ class _Cutter:
         self._partial(module, "lora_B", "lora_magnitude")
         _set_sizes(module)
         self._float8(module, inner=self.axis)
-        become(module, RowLinear, line=self.line, part=self.part, is_compiled=self.is_compiled)
+        become(module, RowLinear, line=self._line(path), part=self.part, is_compiled=self.is_compiled)
 
     def _check_pieces(self, path: str, module: nn.Module) -> None:
         """PlanError where a layer is more than a product with a matrix, and shall multiply in pieces."""

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.comm.autograd import gather_from, gather_slice, slice_to
+from weft.comm.autograd import copy_to, gather_from, gather_slice, slice_to
 from weft.errors import LayoutError
 from weft.models import Decoder
 from weft.parallel.randomness import CutPart
 from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer, token_share
-from weft.parallel.tensor.read_layout import nowhere
+from weft.parallel.tensor.read_layout import is_wide, nowhere
 from weft.private_torch import tree_flatten, tree_unflatten
 from weft.spec import Layout, Style
 from weft.structure import layers, repeated_blocks, token_flow
@@ -40,7 +40,8 @@ class TokenCut:
     runs: the first and the last block of each stage that is here. with_ends: embedding and head are cut along too, and
     stages of a pipeline hand parts of the tokens to each other. width: features of the residual stream. whole: modules
     that mix tokens and that the layout leaves whole: every rank brings all tokens together for them, and does all.
-    reading: blocks that read what an encoder gave.
+    reading: blocks that read what an encoder gave. summed: positions of other tensors from outside among the arguments
+    of a block, whose gradients are sums over the ranks.
     """
 
     blocks: tuple[str, ...]
@@ -50,6 +51,7 @@ class TokenCut:
     width: int
     whole: tuple[str, ...] = ()
     reading: tuple[str, ...] = ()
+    summed: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
 
 
 def plan_sequence(
@@ -58,41 +60,66 @@ def plan_sequence(
     styles: Mapping[str, Style],
     runs: Sequence[Sequence[str]] | None = None,
     is_whole: Callable[[str], bool] = nowhere,
+    regions: token_flow.TokenRegions | None = None,
 ) -> TokenCut:
-    """Find where the tokens are cut. styles: of the modules that are here, by path.
+    """Return where the tokens are divided.
 
-    runs: paths of the blocks of each pipeline stage that is here; None where all blocks are. is_whole: tells modules
-    that keep all tokens by their path.
+    Args:
+        model: the full model, or a stage of a pipeline.
+        layout: of the full model.
+        styles: of the modules that are here, by path.
+        runs: paths of the blocks of each pipeline stage that is here, or None if all blocks are.
+        is_whole: returns whether a module, given by its path, keeps all tokens.
+        regions: found on the full model, or None before that.
 
-    LayoutError where a block mixes tokens outside of cut layers.
+    Raises:
+        LayoutError: if the model has no blocks with cut layers.
     """
     blocks = blocks_outside(model, is_whole)
+    if regions is not None and regions.why_apart:
+        modules = dict(model.named_modules())
+        blocks = {path: modules[path] for path in regions.units if path in modules}
     chains: dict[str, list[str]] = {}
     for path in blocks:
         chains.setdefault(layers.parent_of(path), []).append(path)
-    if len(chains) != 1 and not _is_encoder_decoder(model, chains):
+    if not blocks:
+        raise LayoutError(
+            f"sp=on: tokens are divided from a block's entry to its end, and {type(model).__name__} has no repeated "
+            "blocks. Use sp=off."
+        )
+    if len(chains) != 1 and hasattr(model, "base_model_prefix") and not _is_encoder_decoder(model, chains):
         raise LayoutError(
             f"sp=on: one chain of blocks is needed, or an encoder's and a decoder's, and {type(model).__name__} has "
             f"{len(chains)}. Use sp=off."
         )
-    whole = tuple(place for path, block in blocks.items() for place in _left_whole(path, block, styles))
-    begin = f"{next(iter(blocks))}."
-    first = next((path for path in styles if path.startswith(begin) and _is(styles, path, "colwise")), None)
-    if first is None:
-        raise LayoutError(f"sp=on: the layout cuts no layer of {begin[:-1]} by columns. Use sp=off.")
-    # The features of the residual stream: what is cut first may read a latent of fewer.
-    row = next((path for path in styles if path.startswith(begin) and _is(styles, path, "rowwise")), None)
     modules = dict(model.named_modules())
-    width = layers.weight_of(modules[first]).shape[1] if row is None else layers.weight_of(modules[row]).shape[0]
+    whole = tuple(place for path, block in blocks.items() for place in _left_whole(path, block, styles, modules))
+    width = _stream_width(model, tuple(blocks), styles)
     # Asked of the layout: embedding and head may lie on other stages, and all stages must say the same.
     ends = isinstance(model, Decoder) and all(_is_vocab(layout.style(path)) for path in ("embed", "head"))
     outside = ("norm", "pos_embed") if ends else ()
     here = list(chains.values()) if runs is None else runs
+    if regions is not None and regions.why_apart:
+        here = [[path] for path in blocks]
     ends_of_runs = tuple((run[0], run[-1]) for run in here)
+    summed = {} if regions is None else regions.summed
     # An encoder that is whole gives all tokens too, of which a block that reads them gets its share.
     several = len(set(map(layers.parent_of, repeated_blocks(model)))) > 1
     reading = tuple(path for path, block in blocks.items() if several and _ENCODER_STATES in _names(block))
-    return TokenCut(tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading)
+    return TokenCut(tuple(blocks), ends_of_runs, (*blocks, *outside), ends, width, whole, reading, summed)
+
+
+def _stream_width(model: nn.Module, blocks: Sequence[str], styles: Mapping[str, Style]) -> int:
+    """Features of the residual stream. What is cut first may read a latent of fewer, so a row-cut layer decides."""
+    modules = dict(model.named_modules())
+    inside = [path for path in styles if any(path.startswith(f"{block}.") for block in blocks)]
+    row = next((path for path in inside if _is(styles, path, "rowwise")), None)
+    column = next((path for path in inside if _is(styles, path, "colwise")), None)
+    if column is None:
+        raise LayoutError(
+            f"sp=on: the layout cuts no layer of {blocks[0]} by columns, nor of another block. Use sp=off."
+        )
+    return layers.weight_of(modules[column]).shape[1] if row is None else layers.weight_of(modules[row]).shape[0]
 
 
 def blocks_outside(model: nn.Module, is_whole: Callable[[str], bool]) -> dict[str, nn.Module]:
@@ -123,15 +150,19 @@ def _is(styles: Mapping[str, Style], path: str, name: str) -> bool:
     return path in styles and styles[path].name == name
 
 
-def _left_whole(path: str, block: nn.Module, styles: Mapping[str, Style]) -> list[str]:
+def _left_whole(
+    path: str, block: nn.Module, styles: Mapping[str, Style], modules: Mapping[str, nn.Module]
+) -> list[str]:
     """The outermost modules of a block that mix tokens and have no cut layer near."""
     cut = [place for place in styles if place.startswith(f"{path}.") and styles[place].name in ("colwise", "rowwise")]
+    parts = {place.rpartition(".")[0] for place in cut}  # modules around cut layers, which get all tokens
+    parts = {part for part in parts if not is_wide(part, modules, styles)}
     found: list[str] = []
     for name, module in block.named_modules():
         place = f"{path}.{name}"
         if not name or any(place.startswith(f"{one}.") for one in found) or not token_flow.mixing(module):
             continue
-        near = any(one.startswith(f"{place}.") or place.startswith(f"{one.rpartition('.')[0]}.") for one in cut)
+        near = any(one.startswith(f"{place}.") for one in cut) or any(place.startswith(f"{part}.") for part in parts)
         if not near and place not in cut:
             found.append(place)
     return found
@@ -140,6 +171,9 @@ def _left_whole(path: str, block: nn.Module, styles: Mapping[str, Style]) -> lis
 def cut_tokens(model: nn.Module, sequence: TokenCut, line: SharedLayer, part: CutPart) -> None:
     """Let the blocks work on a part of the tokens; entries gather, row-cut layers scatter. In place."""
     modules = dict(model.named_modules())
+    for path, positions in sequence.summed.items():
+        if positions and path in modules:
+            modules[path].register_forward_pre_hook(_SumGradients(line, positions).before, with_kwargs=True)
     for path in sequence.reading:
         modules[path].register_forward_pre_hook(_CutStates(line, _names(modules[path])).before, with_kwargs=True)
     for path in sequence.whole:
@@ -183,6 +217,22 @@ class _Edge:
 
     def _find(self, leaves: list[Any], module: nn.Module) -> int:
         return _find_hidden(leaves, self._width, module)
+
+
+class _SumGradients:
+    """Hook of a block: the gradient of what comes from outside is the sum of those of all ranks' tokens."""
+
+    def __init__(self, line: SharedLayer, positions: frozenset[int]):
+        self._line, self._positions = line, positions
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let backward add up their gradients."""
+        del module
+        leaves, tree = tree_flatten((args, kwargs))
+        for at in self._positions:
+            if at < len(leaves) and isinstance(leaves[at], torch.Tensor) and leaves[at].requires_grad:
+                leaves[at] = copy_to(leaves[at], self._line.axis)
+        return tree_unflatten(leaves, tree)
 
 
 class _CutStates:
@@ -239,6 +289,8 @@ class _Together:
 
 
 def _find_hidden(leaves: list[Any], width: int, module: nn.Module) -> int:
+    if (found := token_flow.hidden_place(leaves, width)) is not None:
+        return found
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[-1:] == (width,):
             return place

@@ -6,7 +6,7 @@ layout leaves it out, or calls it whole, training goes on with wrong gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -73,29 +73,42 @@ def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) ->
         return
     try:
         found = works_on_parts(model, example)
-    except LayoutError:
+    except LayoutError as error:
         beside = [path for path in doubtful if parent_of(path) in around - {""}]
         if beside:
+            why = str(error).removeprefix("layout: ").partition(" Give example=")[0].rstrip(".")
             raise LayoutError(
-                f"layout: {beside[0]} has parameters beside cut layers, no pattern of the layout covers it, and the "
-                f"model cannot be traced to see what it works on. {_remedy(beside[0])}"
+                f"layout: {_listed(beside)} parameters beside cut layers, no pattern of the layout covers them, and "
+                f"the model cannot be traced to see what they work on ({why}). {_remedy(beside)}"
             ) from None
         return
-    for path, sources in found.items():
-        cut = sorted(source for source in sources if styles.get(source) == "colwise")
-        if cut and not _is_partial(path, styles):
-            said = "calls it replicate" if path in whole else "leaves it out"
-            raise LayoutError(
-                f"layout: {path} works on features of {cut[0]}, which the layout cuts, and the layout {said}. Each "
-                f"rank's gradient of it would be a part of the sum. Add {path}=partial"
-                f"{' in its place' if path in whole else ''}."
-            )
+    missing = {
+        path: cut
+        for path, sources in found.items()
+        if not _is_partial(path, styles) and (cut := sorted(one for one in sources if styles.get(one) == "colwise"))
+    }
+    if not missing:
+        return
+    first = next(iter(missing))
+    said = "calls it replicate" if first in whole else "leaves it out"
+    others = f", and so do {', '.join(list(missing)[1:])}" if len(missing) > 1 else ""
+    replaced = [path for path in missing if path in whole]
+    added = " ".join(f"{path}=partial" for path in missing)
+    raise LayoutError(
+        f"layout: {first} works on features of {missing[first][0]}, which the layout cuts, and the layout {said}"
+        f"{others}. Each rank's gradient would be a part of the sum. Add {added}"
+        f"{' in place of replicate' if replaced else ''}."
+    )
 
 
-def _remedy(path: str) -> str:
+def _listed(paths: Sequence[str]) -> str:
+    return f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'}"
+
+
+def _remedy(paths: Sequence[str]) -> str:
     return (
-        f"Add {path}=partial where it works on this rank's heads or features, or {path}=replicate where it comes "
-        "before or after them."
+        f"Give example=, or add {' '.join(f'{path}=replicate' for path in paths)} to the layout, with partial for each "
+        "that works on this rank's heads or features."
     )
 
 

@@ -24,13 +24,13 @@ _HF_STYLES = {
 }
 
 
-def find_layout(model: nn.Module) -> Layout:
-    """Return the layout of any model.
+def find_layout(model: nn.Module, example: Any = None) -> Layout:
+    """Return the layout of any model. example: arguments of a forward, or None for invented ones.
 
     Raises:
-        LayoutError: where nothing is found that can be cut.
+        LayoutError: if nothing is found that can be cut.
     """
-    return model.tensor_layout() if isinstance(model, KnownModel) else explain_layout(model).layout
+    return model.tensor_layout() if isinstance(model, KnownModel) else explain_layout(model, example).layout
 
 
 def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:

@@ -18,9 +18,11 @@ from torch import nn
 from weft.errors import LayoutError, ModelError
 from weft.private_torch import named_modules, tree_leaves
 from weft.spec import Layout
-from weft.structure.dry_run import call_without_numbers, example_of, in_some_format, is_named, without_numbers
+from weft.structure.blocks import repeated_blocks
+from weft.structure.dry_run import call_traced, example_of, is_named
 from weft.structure.feature_flow import FeatureFlow, Mark
-from weft.structure.layers import input_embeddings, is_linear, own_parameters, parent_of, weight_of
+from weft.structure.heads import Heads
+from weft.structure.layers import KnownModel, input_embeddings, is_linear, own_parameters, parent_of, weight_of
 from weft.structure.layouts.rms_norm import rms_form
 
 #: Styles of layers that are no first layer of a pair.
@@ -49,7 +51,7 @@ def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = Fal
         LayoutError: where the forward fails without numbers, or nothing is found.
     """
     example = example_of(model) if example is None else example
-    trace = in_some_format(lambda dtype: _Trace(model, dtype, across_norms).run(example))
+    trace = _Trace(model, across_norms).run(example)
     styles, reasons = trace.styles()
     if not styles:
         raise LayoutError(
@@ -67,41 +69,48 @@ def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset
     example: as for `trace_layout`. Raises LayoutError where the forward fails without numbers.
     """
     example = example_of(model) if example is None else example
-    return in_some_format(lambda dtype: _Trace(model, dtype).run(example)).pieces()
+    return _Trace(model).run(example).pieces()
 
 
 class _Trace:
     """One forward under watch."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None, across_norms: bool = False):
-        self.model, self.dtype, self.across_norms = model, dtype, across_norms
-        self.flow = FeatureFlow()
+    def __init__(self, model: nn.Module, across_norms: bool = False):
+        self.model, self.across_norms = model, across_norms
         self.paths = {id(module): path for path, module in named_modules(model)}
+        self._begin(None)
+
+    def _begin(self, inputs: Any) -> FeatureFlow:
+        """Start a forward, of which nothing is known yet."""
+        is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
+        self.flow = FeatureFlow(is_vetted)
         self.order: list[str] = []
+        self.beside: dict[str, int] = {}  # ids of parameters that modules hold beside linear layers
         self.own: list[str] = []  # parameters that modules hold beside linear layers
         self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
         self.sizes: dict[str, tuple[int, int]] = {}
         self.inside: dict[str, frozenset[str]] = {}  # modules with parameters that work on marked features
         self.gives: dict[str, frozenset[str]] = {}  # modules around linear layers, and whose features they give out
         self.normed: dict[str, frozenset[str]] = {}  # norms that take features together, and of which layers
-        table = input_embeddings(model)
+        table = input_embeddings(self.model)
         self.embedding: str | None = None if table is None else self.paths.get(id(table))
-        self.ids: list[torch.Tensor] = []
+        self.ids = [
+            leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
+        ]
+        return self.flow
 
     def run(self, example: Any) -> _Trace:
         """Call the model; afterwards `styles` knows."""
-        moved = without_numbers(example, self.model, self.dtype)
-        self.ids = [
-            leaf for leaf in tree_leaves(moved) if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
-        ]
         handles = [hook for module in self.model.modules() for hook in self._watch(module)]
         try:
-            output = call_without_numbers(self.model, moved, self.flow, self.dtype)
+            output = call_traced(self.model, example, self._begin)
         except ModelError as error:
             raise LayoutError(
-                f"layout: {error} Give layout=, such as Layout.parse('blocks.*.up=colwise blocks.*.down=rowwise')."
+                f"layout: {error} Give example=, the arguments of a forward that works, or layout=, with paths of this "
+                "model as `weft layout` prints them."
             ) from error
         finally:
+            self.flow.is_over = True
             for handle in handles:
                 handle.remove()
         self._outputs = {id(leaf) for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)}
@@ -111,6 +120,9 @@ class _Trace:
         return self
 
     def _watch(self, module: nn.Module) -> Iterable[Any]:
+        if Heads.of(module).count:
+            yield module.register_forward_pre_hook(self._before_heads)
+            yield module.register_forward_hook(self._after_heads)
         if is_linear(module):
             yield module.register_forward_pre_hook(self._before_linear)
             yield module.register_forward_hook(self._after_linear)
@@ -126,6 +138,15 @@ class _Trace:
             if any(is_linear(child) for child in module.children()):
                 yield module.register_forward_pre_hook(self._before_around)
                 yield module.register_forward_hook(self._after_around)
+
+    def _before_heads(self, module: nn.Module, args: Any) -> None:
+        """Numbers of heads in attributes become those of a rank."""
+        del module, args
+        self.flow.trusted += 1
+
+    def _after_heads(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self.flow.trusted -= 1
 
     def _before_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         path, mark = self.paths[id(module)], self.flow.of(args[0]) if args else None
@@ -184,6 +205,7 @@ class _Trace:
                 self.flow.mark(output, mark)
 
     def _before_other(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.flow.params |= {id(param) for param in module.parameters(recurse=False)}
         for leaf in tree_leaves((args, kwargs)):
             if (mark := self.flow.of(leaf)) is not None:
                 path = self.paths[id(module)]
@@ -193,6 +215,10 @@ class _Trace:
         """Its own parameters may have a number a head, as sinks of attention do: they are cut with the heads."""
         del args
         for path, param in own_parameters({self.paths[id(module)]: module}).items():
+            self.flow.params.add(id(param))
+            self.beside[path] = id(param)
+            if not param.dim() or param.shape[0] == 1:
+                continue
             if path not in self.own:
                 self.own.append(path)
             self.flow.mark(param, Mark(frozenset((path,)), 0, param.shape[0]))
@@ -213,11 +239,14 @@ class _Trace:
         reasons: dict[str, str] = {}
         self._vocabulary(styles, reasons)
         families = self._families()
+        blocks = tuple(f"{block}." for block in repeated_blocks(self.model))
         for path in self.order:
             sources = self.ends.get(path, frozenset())
             if path in styles or not sources or any(styles.get(source, "colwise") in ENDS for source in sources):
                 continue  # a head, or the first layer is the second of another pair
             family = frozenset[str]().union(*(families[source] for source in sources))
+            if path.startswith(blocks) and not all(source.startswith(blocks) for source in family):
+                continue  # a pair of a layer outside of the blocks, such as a condition's, and one inside
             if any(source in self.flow.broken or styles.get(source) in ENDS for source in family):
                 continue
             names = ", ".join(sorted({source.rpartition(".")[2] for source in family.difference(self.own)}))
@@ -225,19 +254,30 @@ class _Trace:
                 styles[source], reasons[source] = self._column(source, path)
             styles[path] = "rowwise"
             reasons[path] = f"reads the outputs of {names}, with nothing between that mixes features"
-            for inner, seen in self.inside.items():
-                if seen & family:
-                    styles[inner] = "partial"
-                    reasons[inner] = f"works on the outputs of {names} piece by piece"
-            for inner, seen in self.normed.items():
-                if seen & family:
-                    read = ", ".join(sorted(source.rpartition(".")[2] for source in seen))
-                    styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
+            self._between(styles, reasons, family, names)
+        around = {parent_of(path) for path, style in styles.items() if style.startswith("colwise")}
+        for path in self.beside:
+            if parent_of(path) in around and path not in styles:
+                styles[path], reasons[path] = "replicate", "works on no features that are divided"
         self._ahead(styles, reasons)
         modules = dict(named_modules(self.model))
         position = {path: place for place, path in enumerate((*modules, *own_parameters(modules)))}
         ordered = sorted(styles, key=lambda path: position[path])
         return {path: styles[path] for path in ordered}, reasons
+
+    def _between(self, styles: dict[str, str], reasons: dict[str, str], family: frozenset[str], names: str) -> None:
+        """Add what works on the features of a family of layers."""
+        for inner, seen in self.inside.items():
+            if seen & family:
+                styles[inner] = "partial"
+                reasons[inner] = f"works on the outputs of {names} piece by piece"
+        for inner, number in self.beside.items():
+            if self.flow.met.get(number, frozenset()) & family and inner not in styles:
+                styles[inner], reasons[inner] = "partial", f"works on the outputs of {names} piece by piece"
+        for inner, seen in self.normed.items():
+            if seen & family:
+                read = ", ".join(sorted(source.rpartition(".")[2] for source in seen))
+                styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
 
     def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
         """Linear layers that stay whole within a cut part: latent attention makes queries and keys of all heads so.

@@ -164,6 +164,10 @@ class Subject:
         return BuiltCase(self, model, forward=task.forward, task=task, loss_fn=task.loss)
 
 
+class _Called(Exception):
+    """A forward was called, with these arguments."""
+
+
 class BuiltCase(SampleCase):
     """A `Case` around a built model; `model()` gives that model once.
 
@@ -246,6 +250,22 @@ class BuiltCase(SampleCase):
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         return self._forward(model, batch) if self._forward else call_model(model, batch)
+
+    def example(self, model: nn.Module) -> Any:
+        """Arguments of a forward, or None if they are given both by position and by name."""
+
+        def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+            raise _Called(args, kwargs)
+
+        handle = model.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self.forward(model, self.batch(0))
+        except _Called as called:
+            args, kwargs = called.args
+            return None if args and kwargs else args or kwargs
+        finally:
+            handle.remove()
+        return None
 
     def _loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
         if self._loss_fn is not None:

@@ -110,8 +110,8 @@ class Run(ScriptState):
                 plan cuts the batch.
             outer_lr, outer_momentum: of the outer step under sync=diloco:H. Replicas meet in `run.train_step`; let the
                 number of steps be a multiple of H.
-            example: inputs of one forward (a tensor, a tuple of arguments, or a dict of keyword arguments), for tp and
-                sp, which trace the model. None: inputs are made from the names of forward's arguments.
+            example: inputs of one forward: a tensor, a tuple of arguments, or a dict of keyword arguments. tp and sp
+                trace the model with it. By default inputs are made from the names of forward's arguments.
 
         Raises:
             ModelError: for a model that the plan cannot train, such as one in float64 under another precision.
@@ -122,7 +122,7 @@ class Run(ScriptState):
         chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
         parallelize(
             model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group,
-            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe, **({} if example is None else {"example": example}),
+            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe, example=example,
         )  # fmt: skip
         if (sync := rare_sync(model)) is not None:
             sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum

@@ -1,0 +1,193 @@
+"""Sizes of divided dims as integers that record how code uses them.
+
+A rank sees only its part of a divided dim, so a number computed from its size differs from that of one process. A
+reshape may use such a size, provided that the part's size gives the part of the reshaped tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, SupportsInt, TypeGuard
+
+import torch
+
+from weft.private_torch import tree_leaves
+
+#: Methods that reshape by sizes, and the position of the first size among their arguments.
+RESHAPES = {"view": 1, "reshape": 1, "unflatten": 2, "expand": 1, "broadcast_to": 1}
+#: Functions that make tensors of one value.
+CONSTANTS = ("zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full")
+Misuse = Callable[[str], None]
+
+
+def _arithmetic(name: str, compute: Callable[[int, int], int]) -> Any:
+    def method(self: Counted, other: Any) -> Any:
+        if not isinstance(other, int):
+            if not isinstance(other, torch.Tensor):
+                self.misuse("computes with {}")
+            return NotImplemented
+        full, part = int.__add__(self, 0), other.part if isinstance(other, Counted) else other
+        if "div" in name or "mod" in name:
+            divisor = self.part if name.startswith("__r") else part
+            if not divisor:
+                self.misuse("divides by {}")
+                return compute(full, int.__add__(other, 0))
+        return Counted.of(compute(full, int.__add__(other, 0)), compute(self.part, part), self.misuse)
+
+    return method
+
+
+def _comparison(name: str, compute: Callable[[int, int], bool]) -> Any:
+    def method(self: Counted, other: Any) -> Any:
+        if not isinstance(other, int):
+            return getattr(int, name)(self, other)
+        result = compute(int.__add__(self, 0), int.__add__(other, 0))
+        if not isinstance(other, Counted) or compute(self.part, other.part) != result:
+            self.misuse("compares {} with a number")
+        return result
+
+    return method
+
+
+def _number(name: str) -> Any:
+    def method(self: Counted, *others: Any) -> Any:
+        self.misuse("computes with {}")
+        plain = (int.__add__(one, 0) if isinstance(one, Counted) else one for one in others)
+        return getattr(int, name)(int.__add__(self, 0), *plain)
+
+    return method
+
+
+class Counted(int):
+    """The size of a divided dim, or a number computed from it. part: its value on one of the ranks."""
+
+    part: int
+    misuse: Misuse
+
+    @staticmethod
+    def of(full: int, part: int, misuse: Misuse) -> Counted:
+        """Return such a number.
+
+        Args:
+            full: its value on one process.
+            part: its value on one of the ranks.
+            misuse: called with a description of any use other than reshaping.
+        """
+        found = Counted(full)
+        found.part, found.misuse = part, misuse
+        return found
+
+    def __hash__(self) -> int:  # code that caches by size, such as einops, computes without its cache then
+        raise TypeError("unhashable: the size of a divided dim")
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int.__add__(self, 0),)
+
+    def __float__(self) -> float:
+        self.misuse("computes with {}")
+        return int.__float__(self)
+
+    def __int__(self) -> int:
+        self.misuse("converts {} to a number")
+        return int.__add__(self, 0)
+
+    def __neg__(self) -> Counted:
+        return Counted.of(-int.__add__(self, 0), -self.part, self.misuse)
+
+    __mul__ = _arithmetic("__mul__", operator.mul)
+    __add__ = _arithmetic("__add__", operator.add)
+    __sub__ = _arithmetic("__sub__", operator.sub)
+    __floordiv__ = _arithmetic("__floordiv__", lambda one, other: one // other)
+    __mod__ = _arithmetic("__mod__", lambda one, other: one % other)
+    __radd__, __rmul__ = _arithmetic("__radd__", operator.add), _arithmetic("__rmul__", operator.mul)
+    __rsub__ = _arithmetic("__rsub__", lambda one, other: other - one)
+    __rfloordiv__ = _arithmetic("__rfloordiv__", lambda one, other: other // one)
+    __rmod__ = _arithmetic("__rmod__", lambda one, other: other % one)
+    __eq__, __ne__ = _comparison("__eq__", operator.eq), _comparison("__ne__", operator.ne)
+    __lt__, __le__ = _comparison("__lt__", operator.lt), _comparison("__le__", operator.le)
+    __gt__, __ge__ = _comparison("__gt__", operator.gt), _comparison("__ge__", operator.ge)
+    __truediv__, __rtruediv__ = _number("__truediv__"), _number("__rtruediv__")
+    __pow__, __rpow__ = _number("__pow__"), _number("__rpow__")
+    __divmod__, __rdivmod__ = _number("__divmod__"), _number("__rdivmod__")
+    __lshift__, __rshift__ = _number("__lshift__"), _number("__rshift__")
+    __and__, __or__, __xor__ = _number("__and__"), _number("__or__"), _number("__xor__")
+
+
+def counted_result(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any, dim: int, part: int, misuse: Misuse
+) -> Any:
+    """Return what a question for sizes returns, with the size of a divided dim as a `Counted`.
+
+    Args:
+        name: of the method or attribute.
+        args: that it was called with, the tensor first.
+        kwargs: the same.
+        result: what torch returned.
+        dim: which is divided.
+        part: its size on one rank.
+        misuse: as for `Counted`.
+    """
+    tensor: torch.Tensor = args[0]
+    size = int(tensor.shape[dim])
+    if isinstance(result, torch.Size):
+        sizes: list[int] = [*result]
+        sizes[dim] = Counted.of(size, part, misuse)
+        return torch.Size(sizes)
+    if name in ("numel", "nelement"):
+        return Counted.of(result, result // size * part, misuse)
+    asked = args[1] if len(args) > 1 else kwargs.get("dim", dim)
+    return Counted.of(size, part, misuse) if isinstance(result, int) and asked % tensor.dim() == dim else result
+
+
+def sizes_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[SupportsInt] | None:
+    """Return the sizes that a reshape was called with, or None for a call that names none."""
+    rest = [*args[RESHAPES[name] :], *(kwargs[key] for key in ("size", "shape", "sizes") if key in kwargs)]
+    found: list[Any] = []
+    for one in rest:
+        found += one if isinstance(one, list | tuple) else [one]
+    return found if found and all(isinstance(each, int) for each in found) else None
+
+
+def fits_parts(name: str, args: Sequence[Any], kwargs: dict[str, Any], shape: Sequence[int], made: list[int]) -> bool:
+    """Return whether a reshape of a rank's part gives the part of the reshaped tensor.
+
+    Args:
+        name: of the method.
+        args: that it was called with, of the full tensor.
+        kwargs: the same.
+        shape: of the part.
+        made: shape of the part that must come out.
+    """
+    sizes = sizes_of(name, args, kwargs)
+    if sizes is None:
+        return True
+    parts = [each.part if isinstance(each, Counted) else int(each) for each in sizes]
+    if name in ("expand", "broadcast_to"):
+        missing = len(parts) - len(shape)
+        parts = [shape[at - missing] if size == -1 else size for at, size in enumerate(parts)]
+        return parts == made
+    total, before, after = math.prod(shape), [], []
+    if name == "unflatten":
+        dim = int(args[1] if len(args) > 1 else kwargs["dim"]) % len(shape)
+        total, before, after = shape[dim], [*shape[:dim]], [*shape[dim + 1 :]]
+    if -1 in parts:
+        known = -math.prod(parts)
+        if known <= 0 or total % known:
+            return False
+        parts[parts.index(-1)] = total // known
+    return [*before, *parts, *after] == made
+
+
+def counted_in(values: Any) -> Iterator[Counted]:
+    """Yield such sizes among the arguments of a call, and in slices among them."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Counted):
+            yield leaf
+        elif _is_slice(leaf):
+            yield from (one for one in (leaf.start, leaf.stop, leaf.step) if isinstance(one, Counted))
+
+
+def _is_slice(value: Any) -> TypeGuard[slice[Any, Any, Any]]:
+    return isinstance(value, slice)

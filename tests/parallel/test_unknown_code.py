@@ -1,0 +1,119 @@
+"""Code that nobody vetted, under tp and sp: the numbers of one process, or a refusal that names what it met."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from tests.parallel import feature_cases, token_cases
+from tests.parallel.tp_cases import Net
+from weft.errors import LayoutError
+from weft.parallel.tensor.cut_tensors import find_token_regions
+from weft.parallel.tensor.read_layout import nowhere
+from weft.structure.layouts import find_layout
+
+#: What tracing cannot see, and a trial step does.
+UNSEEN = ("log of length", "length of shape", "vmap of length", "custom backward")
+#: A constant for all features, which the norm behind it removes.
+REMOVED = ("length in full",)
+REFUSED = {
+    "twice in a row": "the layout cuts no layer",
+    "all again": "the layout cuts no layer",
+    "condition for each token": r"blocks\.0 \(Block\) calls `mul`",
+    "condition kept by the block": r"blocks\.0 \(Block\) reads a tensor made outside of the block",
+    "part used outside": "reads a parameter of a block outside of it",
+    "hidden states kept": "Net reads a value for each token that a block keeps",
+    "aux of all": r"blocks\.0 \(AuxBlock\) calls `mean`",
+    "aux for each token": "Net reads a value for each token that a block keeps",
+    "aux of weights": "Net reads a value with a gradient that a block computed",
+    "aux of weights kept for the loss": r"blocks\.0 \(Block\) keeps a number with a gradient in aux",
+    "lists of four": r"layers\.0 \(ModuleList\) is not called as one module",
+    "lists of two": r"layers\.0 \(ModuleList\) is not called as one module",
+    "dicts": r"layers\.0 \(ModuleDict\) is not called as one module",
+}
+
+
+#: A part of the cases in the gate, and all of them in the full run.
+PARTS = pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.full), 7], ids=["all", "some"])
+
+
+def seen(part):
+    names = [name for name in token_cases.MIXING if name not in (*UNSEEN, *REMOVED)]
+    return names[part]
+
+
+def expect_refused(names):
+    for name in names:
+        torch.manual_seed(0)
+        model = Net(**token_cases.in_block(token_cases.MIXING[name]))
+        with pytest.raises(LayoutError) as caught:
+            find_token_regions(model, find_layout(model), nowhere, 2)
+        assert str(caught.value).startswith("sp=on: blocks.0"), name
+        assert str(caught.value).endswith("Use sp=off."), name
+
+
+def check(pool, run, names, plan, accepted):
+    first, second = pool.run(run, names, plan)
+    for name in names:
+        assert first[name].split()[0] == second[name].split()[0], name
+        assert first[name].startswith(("equal", "refused")), f"{name}: {first[name]}"
+        assert name not in accepted or first[name].startswith("equal"), f"{name}: {first[name]}"
+    return first
+
+
+def in_block(names):
+    return [f"{name} in a block" for name in names]
+
+
+def test_what_mixes_tokens_in_a_block_is_refused_by_name():
+    expect_refused(seen(slice(0, None, 5)))
+
+
+@pytest.mark.full
+def test_all_that_mixes_tokens_in_a_block_is_refused_by_name():
+    expect_refused(seen(slice(None)))
+
+
+def test_what_tracing_cannot_see_is_tried(ranks2):
+    found = check(ranks2, token_cases.token_outcomes, in_block(UNSEEN[1:]), "tp=2 sp=on", ())
+    for name, outcome in found.items():
+        assert outcome.startswith("refused tp=2 sp=on: a trial step on small inputs gives other numbers"), name
+
+
+@PARTS
+def test_blocks_in_every_order_and_structure(ranks2, every):
+    names = list(token_cases.STRUCTURES)[::every]
+    found = check(ranks2, token_cases.token_outcomes, names, "tp=2 sp=on", set(names) - REFUSED.keys())
+    for name, reason in REFUSED.items():
+        assert name not in found or re.search(reason, found[name]), found[name]
+
+
+@PARTS
+def test_what_keeps_tokens_apart_has_the_numbers_of_one_process(ranks2, every):
+    names = in_block(list(token_cases.LEGAL)[::every])
+    check(ranks2, token_cases.token_outcomes, names, "tp=2 sp=on", set(names))
+
+
+def test_between_blocks_tokens_may_meet(ranks2):
+    names = [f"{name} between" for name in ("roll", "positions", "length")]
+    check(ranks2, token_cases.token_outcomes, names, "tp=2 sp=on", set(names))
+
+
+@pytest.mark.full
+def test_between_blocks_all_tokens_may_meet(ranks2):
+    names = [f"{name} between" for name in token_cases.LEGAL | token_cases.MIXING]
+    for start in range(0, len(names), 50):
+        check(ranks2, token_cases.token_outcomes, names[start : start + 50], "tp=2 sp=on", ())
+
+
+@PARTS
+@pytest.mark.parametrize("plan", ["tp=2", pytest.param("tp=2 sp=on", marks=pytest.mark.full)])
+def test_features_are_divided_only_where_they_stay_apart(ranks2, plan, every):
+    names = list(feature_cases.CASES)[::every]
+    found = check(ranks2, feature_cases.feature_outcomes, names, plan, names if plan == "tp=2" else ())
+    if plan == "tp=2":  # what is legal is divided, and not only right
+        legal = [f"{name} in the feed-forward part" for name in feature_cases.LEGAL]
+        divided = [name for name in legal if found.get(name) == found[legal[0]]]
+        assert len(divided) > 0.8 * len([name for name in legal if name in found])
