@@ -308,6 +308,71 @@ def test_none_leaves_the_model_as_it_is():
     assert [type(module) for module in model.modules()] == kinds
 
 
+class Experts(nn.Module):
+    """A block that holds a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(expert(x) for expert in self.experts)
+
+
+class Pair(nn.Module):
+    """A block of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Holder(nn.Module):
+    """Holds modules under the given names."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.head = nn.Linear(2, 4)
+
+
+CONTAINERS = {
+    "ModuleDict with numbers": (lambda: {"l": nn.ModuleDict({"0": Experts(), "1": Experts()})}, ["l.0", "l.1"]),
+    "ModuleDict with names": (lambda: {"l": nn.ModuleDict({"a": Experts(), "b": Experts()})}, ["l.a", "l.b"]),
+    "ModuleDict of parts": (
+        lambda: {"l": nn.ModuleDict({"wte": nn.Embedding(4, 2), "h": nn.ModuleList([Experts(), Experts()])})},
+        ["l.h.0", "l.h.1"],
+    ),
+    "ModuleList of ModuleLists": (
+        lambda: {"l": nn.ModuleList([nn.ModuleList([nn.LayerNorm(2), Experts()]) for _ in range(2)])},
+        ["l.0.0", "l.0.1", "l.1.0", "l.1.1"],
+    ),
+    "ModuleList of ModuleDicts": (
+        lambda: {"l": nn.ModuleList([nn.ModuleDict({"n": nn.LayerNorm(2), "f": Experts()}) for _ in range(2)])},
+        ["l.0.n", "l.0.f", "l.1.n", "l.1.f"],
+    ),
+    "numbered attributes": (lambda: {"layer0": Experts(), "layer1": Experts()}, ["layer0", "layer1"]),
+    "attributes": (lambda: {"first": Pair(), "second": Pair()}, ["first", "second"]),
+    "Sequential": (lambda: {"l": nn.Sequential(Experts(), Experts())}, ["l.0", "l.1"]),
+    "Sequential of Sequentials": (
+        lambda: {"l": nn.Sequential(nn.Sequential(Experts(), Experts()), nn.Sequential(Experts()))},
+        ["l.0.0", "l.0.1", "l.1.0"],
+    ),
+    "linear layers": (lambda: {"fc1": nn.Linear(2, 2), "fc2": nn.Linear(2, 2)}, []),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_blocks_in_containers_of_every_kind(name):
+    build, expected = CONTAINERS[name]
+    assert list(repeated_blocks(Holder(**build()))) == expected
+
+
 def test_blocks_of_models_of_every_kind():
     found = {name: list(repeated_blocks(build()[0])) for name, build in MODELS.items()}
     assert found["llama"] == [f"blocks.{index}" for index in range(4)]
@@ -315,9 +380,6 @@ def test_blocks_of_models_of_every_kind():
     assert found["hf-qwen2"] == [f"model.layers.{index}" for index in range(3)]
     assert found["cnn"] == ["1.0", "1.1", "2.0"]
     assert found["plain-cnn"] == []
-    experts = nn.ModuleList([nn.Module(), nn.Module()])
-    for layer in experts:
-        layer.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     shared = nn.Linear(2, 2)
-    assert list(repeated_blocks(nn.Sequential(experts))) == ["0.0", "0.1"]
+    assert list(repeated_blocks(nn.Sequential(nn.ModuleList([Experts(), Experts()])))) == ["0.0", "0.1"]
     assert list(repeated_blocks(nn.ModuleList([shared, nn.ReLU(), shared]))) == ["0"]

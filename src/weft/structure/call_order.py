@@ -1,0 +1,142 @@
+"""The order in which a model calls its modules, read from one forward without numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from weft.errors import LayoutError, ModelError
+from weft.structure import dry_run
+from weft.structure.blocks import Site, has_params, is_never_called, join_path
+from weft.structure.private_torch import children
+
+#: Sizes of images that are tried if the model refuses the usual example.
+_SIDES = (224, 32, 28, 16, 8)
+
+
+class CallOrder:
+    """Calls of modules in order, and the modules whose weights were read outside of their calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[nn.Module] = []
+        self._first: dict[nn.Module, int] = {}
+        self._reads: list[tuple[nn.Module, tuple[nn.Module, ...]]] = []
+
+    def add(self, module: nn.Module) -> None:
+        """Note the begin of a call."""
+        self._first.setdefault(module, len(self.calls))
+        self.calls.append(module)
+
+    def add_read(self, owner: nn.Module, running: tuple[nn.Module, ...]) -> None:
+        """Note that a weight of a module was read during other calls than the module's own."""
+        self._reads.append((owner, running))
+
+    def is_read(self, module: nn.Module) -> bool:
+        """Return whether a weight in a module was read outside of the module's calls."""
+        inside = set(module.modules())
+        return any(owner in inside and module not in running for owner, running in self._reads)
+
+    def called(self, sites: list[Site]) -> list[Site]:
+        """Return the sites, with the modules that are called in place of a module that is not."""
+        found: list[Site] = []
+        for site in sites:
+            inside = [
+                Site(site.module, key, join_path(site.path, key))
+                for key, child in children(site.module).items()
+                if child is not None and has_params(child)
+            ]
+            is_opened = site.module not in self._first and any(part in self._first for part in site.module.modules())
+            found += self.called(inside) if is_opened and not self._has_own(site.module) else [site]
+        return found
+
+    def sorted(self, sites: list[Site]) -> list[Site]:
+        """Return the sites in the order of their first calls. What is never called keeps its position."""
+        called = [site for site in sites if site.module in self._first]
+        ordered = iter(sorted(called, key=lambda site: self._first[site.module]))
+        return [next(ordered) if site.module in self._first else site for site in sites]
+
+    def positions(self, site: Site, units: list[Site]) -> list[int]:
+        """Return after how many of the blocks a module is called, once for each different number."""
+        modules = {unit.module for unit in units}
+        seen: set[nn.Module] = set()
+        found: dict[int, None] = {}
+        for module in self.calls:
+            if module in modules:
+                seen.add(module)
+            elif module is site.module:
+                found.setdefault(sum(unit.module in seen for unit in units))
+        return list(found)
+
+    @staticmethod
+    def _has_own(module: nn.Module) -> bool:
+        return any(True for _ in module.named_parameters(recurse=False))
+
+
+def call_order(model: nn.Module) -> CallOrder | None:
+    """Call a model without numbers and return the order of calls; None if it cannot be called so.
+
+    The example is made up (`dry_run.example_of`). The model stays as it is.
+    """
+    try:
+        example = dry_run.example_of(model)
+    except (LayoutError, ModelError):
+        return None
+    for attempt in (example, *_of_other_sizes(example)):
+        order = CallOrder()
+        watch = _Watch(model, order)
+        hooks = watch.hooks()
+        try:
+            dry_run.call_without_numbers(model, dry_run.without_numbers(attempt, model), watch)
+        except (LayoutError, ModelError):
+            continue
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return order
+    return None
+
+
+def _of_other_sizes(example: Any) -> list[Any]:
+    if not isinstance(example, tuple) or len(example) != 1 or example[0].dim() != 4:
+        return []
+    return [(torch.zeros(1, example[0].shape[1], side, side),) for side in _SIDES]
+
+
+class _Watch(TorchFunctionMode):
+    """Notes calls, and weights that are read outside of them; answers yes to questions about numbers."""
+
+    def __init__(self, model: nn.Module, order: CallOrder):
+        super().__init__()
+        self._model, self._order = model, order
+        self._running: list[nn.Module] = []
+        self._owners: dict[int, nn.Module] = {}
+
+    def hooks(self) -> list[Any]:
+        """Register the hooks that note calls."""
+        modules = [module for module in self._model.modules() if not is_never_called(module)]
+        before = [module.register_forward_pre_hook(self._enter) for module in modules]
+        return before + [module.register_forward_hook(self._leave, always_call=True) for module in modules]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        del args
+        if module is self._model:  # its tensors are stand-ins for this call
+            self._owners = {id(each): part for part in module.modules() for each in part.parameters(recurse=False)}
+        else:
+            self._order.add(module)
+        self._running.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self._running.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.item, torch.Tensor.__bool__) and args[0].is_meta:
+            return True
+        for each in args:
+            owner = self._owners.get(id(each))
+            if owner is not None and owner not in self._running:
+                self._order.add_read(owner, tuple(self._running))
+        return func(*args, **(kwargs or {}))
