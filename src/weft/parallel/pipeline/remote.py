@@ -45,13 +45,15 @@ _SHAPES = frozenset(
 class RemoteTensor(torch.Tensor):
     """A tensor that another stage computes, on the meta device. See the module.
 
-    source: path of the module whose output it comes from; "" for a weight that every stage has. parents: the remote
-    tensors that it was made of. created: order of creation. has_shape: False if its shape is a guess.
+    source: path of the module whose output it comes from; "" for a weight that every stage has. value: number of a
+    call, and of the tensor among its outputs; None for anything computed from such. parents: the remote tensors that it
+    was made of. created: order of creation. has_shape: False if its shape is a guess.
     """
 
     source: str
+    value: tuple[int, int] | None
     real_device: torch.device
-    real: torch.Tensor | None
+    received: torch.Tensor | None
     parents: tuple[RemoteTensor, ...]
     created: int
     has_shape: bool
@@ -72,13 +74,13 @@ class RemoteTensor(torch.Tensor):
         """
         with without_overrides():
             made = meta.detach().as_subclass(RemoteTensor)
-            made.source, made.real_device, made.real = source, device, None
+            made.source, made.value, made.real_device, made.received = source, None, device, None
             made.parents, made.created, made.has_shape = tuple(parents), next(_created), has_shape
         return made
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Give it its numbers."""
-        self.real = tensor
+        self.received = tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,12 +97,12 @@ class RemoteTensor(torch.Tensor):
 
 def is_remote(value: Any) -> bool:
     """Return whether a value is a tensor without numbers here."""
-    return isinstance(value, RemoteTensor) and value.real is None
+    return isinstance(value, RemoteTensor) and value.received is None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the received tensor in place of a remote one, and any other tensor as it is."""
-    return tensor.real if isinstance(tensor, RemoteTensor) and tensor.real is not None else tensor
+    return tensor.received if isinstance(tensor, RemoteTensor) and tensor.received is not None else tensor
 
 
 def to_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,6 +115,8 @@ def to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def refuse(remote: RemoteTensor, use: str) -> ModelError:
     """Return the error for a use of a value that this stage does not have."""
+    if not remote.source:
+        return ModelError(f"pp: {use}, which follows from a weight outside of the blocks. Move this into a block, or use pp=1.")
     return ModelError(
         f"pp: {use}, which follows from the output of {remote.source!r} on another stage. A stage receives what its "
         f"first block is called with, and outputs of modules that it reads. Move this into the blocks, or use pp=1."
@@ -123,7 +127,7 @@ def _without_numbers(func: Any, args: Any, kwargs: Any, remote: list[RemoteTenso
     """Run a function of remote tensors on the meta device."""
     device, first = remote[0].real_device, remote[0]
     name = getattr(func, "__name__", str(func))
-    if func is _T.device.__get__:  # pyright: ignore[reportAttributeAccessIssue] - a descriptor
+    if func == _T.device.__get__:  # pyright: ignore[reportAttributeAccessIssue] - a descriptor
         return device
     if name == "__get__" and (flag := _device_flags(func, device)) is not None:
         return flag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -9,10 +10,10 @@ from torch import nn
 
 from weft.errors import ModelError, PlanError
 from weft.mesh import ENDS, Mesh
-from weft.parallel.pipeline.absent import Absent, Flow, put, without_tensors
-from weft.parallel.pipeline.probe import Probes
+from weft.parallel.pipeline.absent import Absent, put, without_tensors
 from weft.parallel.pipeline.stage import Stage
-from weft.parallel.placement import Placement
+from weft.parallel.pipeline.survey import Survey
+from weft.parallel.placement import Placement, merge_placements
 from weft.spec import shares
 from weft.spec.plan import Plan
 from weft.spec.schedule import stage_owner, stages_of
@@ -42,16 +43,16 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
     chain = find_chain(model)
     counts = stage_counts(chain, plan)
     stops = list(accumulate(counts))
-    probes = Probes.of(chain)
-    every = [_stage(model, chain, index, stops, probes) for index in range(len(counts))]
+    survey = Survey(model, chain, stops)
+    every = [_stage(model, chain, index, survey) for index in range(len(counts))]
     own = {index: every[index] for index in stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank)}
     shared = _shared(model, every, plan)
     kept = {id(site) for stage in own.values() for site in stage.sites()}
-    flow = Flow()
     for site in chain.sites:
         if id(site) not in kept:
-            put(site, Absent(without_tensors(site.module), site.path, flow))
-    return Split(own, _placements(model, shared), counts)
+            put(site, Absent(without_tensors(site.module), site.path))
+    everywhere = {name: Placement(partial=("pp",)) for name in chain.everywhere} if plan.pp > 1 else {}
+    return Split(own, merge_placements(_placements(model, shared), everywhere), counts)
 
 
 def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
@@ -74,29 +75,24 @@ def stage_counts(chain: Chain, plan: Plan) -> tuple[int, ...]:
     return shares.divide_layers(costs, num_stages, before=_cost(chain.before), after=_cost(chain.after))
 
 
-def _cost(sites: tuple[blocks.Site, ...]) -> float:
+def _cost(sites: Sequence[blocks.Site]) -> float:
     """Elements of matrices that are multiplied: a forward takes two operations for each, and each token."""
     tables = {param for site in sites for param in layers.table_params(site.module)}
     params = {param for site in sites for param in site.module.parameters()}
     return float(sum(param.numel() for param in params - tables if param.ndim >= 2)) or 1e-9
 
 
-def _stage(model: nn.Module, chain: Chain, index: int, stops: list[int], probes: Probes) -> Stage:
-    first = stops[index - 1] if index else 0
-    earlier = _upto(chain, first) if index else ()
-    upto = (*_upto(chain, stops[index]), *(chain.after if index == len(stops) - 1 else ()))
+def _stage(model: nn.Module, chain: Chain, index: int, survey: Survey) -> Stage:
+    pairs = list(zip(chain.sites, survey.stages, strict=True))
+    everywhere = any(model.get_parameter(name).requires_grad for name in chain.everywhere)
     return Stage(
-        model, chain, index, first, stops[index],
-        takes_gradient=_is_trained(earlier), trains=_is_trained(upto), probes=probes,
+        model, chain, survey, index,
+        takes_gradient=bool(index) and (everywhere or _is_trained([site for site, stage in pairs if stage < index])),
+        trains=everywhere or _is_trained([site for site, stage in pairs if stage <= index]),
     )  # fmt: skip
 
 
-def _upto(chain: Chain, stop: int) -> tuple[blocks.Site, ...]:
-    """What runs before a block, wherever it lies."""
-    return (*chain.before, *chain.blocks[:stop], *(chain.between if stop >= chain.joint else ()))
-
-
-def _is_trained(sites: tuple[blocks.Site, ...]) -> bool:
+def _is_trained(sites: Sequence[blocks.Site]) -> bool:
     return any(param.requires_grad for site in sites for param in site.module.parameters())
 
 
