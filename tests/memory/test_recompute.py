@@ -383,3 +383,60 @@ def test_blocks_of_models_of_every_kind():
     shared = nn.Linear(2, 2)
     assert list(repeated_blocks(nn.Sequential(nn.ModuleList([Experts(), Experts()])))) == ["0.0", "0.1"]
     assert list(repeated_blocks(nn.ModuleList([shared, nn.ReLU(), shared]))) == ["0"]
+
+
+class Stateful(Pair):
+    """Keeps state in forward: a counter, a running buffer, a list and a tensor that the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.sizes, self.aux = 0, [], None
+        self.register_buffer("mean", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sizes.append(len(x))
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        out = super().forward(x) * self.calls / len(self.sizes) * 1.5**self.calls + self.mean
+        self.aux = out.square().mean()
+        return out
+
+
+class Counts(Pair):
+    """Keeps a counter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize("kind", [Stateful, Counts])
+@pytest.mark.parametrize("recompute", ["full", "selective", "60%"])
+def test_state_that_forward_keeps_advances_once(recompute, kind):
+    """Two forwards come before their backwards, so a replay finds later state."""
+
+    def train(recompute: str):
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(), kind()).double()
+        apply_recompute(model, Plan(recompute=recompute))
+        found = []
+        for step in range(4):
+            xs = [torch.randn(3, 2, generator=torch.Generator().manual_seed(step + n)).double() for n in range(2)]
+            losses = [model(x).sum() + sum(getattr(block, "aux", None) or 0 for block in model) for x in xs]
+            for loss in losses:
+                loss.backward()
+            found += [loss.item() for loss in losses]
+        state = [(block.calls, getattr(block, "sizes", None)) for block in model]
+        return found, state, [param.grad for param in model.parameters()], list(model.buffers())
+
+    for found, expected in zip(train(recompute), train("none"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_full_recompute_without_blocks_is_an_error():
+    with pytest.raises(ModelError, match=r"recompute=full: it recomputes one repeated block at a time, and Linear has"):
+        apply_recompute(nn.Linear(2, 2), Plan(recompute="full"))

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.comm.links import unobserved
 from weft.errors import ModelError
+from weft.memory.block_state import BlockState
 from weft.memory.selective import OWN_HOOKS, SelectiveChoice, selective_contexts
 from weft.structure import hugging_face
 
@@ -66,16 +67,22 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     choice = SelectiveChoice(policy.saved)
     keeping, replaying = choice.contexts() if selective else _no_contexts()
     if policy.buffers:
-        # Batch statistics and their like count a batch once: the replay writes into copies.
-        replaying = _both(spare_buffers(block, policy.buffers), replaying)
-    if (state := getattr(block, "_weft_travels", None)) is not None:
+        # Batch statistics and their like count a batch once: the replay reads and writes copies of this moment.
+        copies = [block.get_buffer(name).detach().clone() for name in policy.buffers]
+        replaying = _both(spare_buffers(block, policy.buffers, copies), replaying)
+    state = BlockState.of(block)
+    if state is not None:
+        replaying = _both(state.restored(), replaying)
+    if (travels := getattr(block, "_weft_travels", None)) is not None:
         # What forward reads besides its arguments, and another microbatch may have changed when the replay comes.
-        replaying = _both(state.travelling(), replaying)
+        replaying = _both(travels.travelling(), replaying)
     pair = keeping, replaying
     settings = {**(OWN_HOOKS if selective else {}), **_kept_randomness()}
     outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **settings, **kwargs)
     if selective:
         choice.keep_as_autograd_does(keeping.storage)
+    if state is not None:
+        state.compare(policy.buffers)
     return outputs
 
 
@@ -118,12 +125,15 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def spare_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """While inside, the named buffers are copies: what is written into them is lost."""
+def spare_buffers(
+    module: nn.Module, names: Sequence[str], values: Sequence[torch.Tensor] | None = None
+) -> Iterator[None]:
+    """While inside, the named buffers are copies: what is written into them is lost. values: the copies."""
     owners = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in names]
     originals = [getattr(owner, name) for owner, name in owners]
-    for (owner, name), tensor in zip(owners, originals, strict=True):
-        setattr(owner, name, tensor.clone() if tensor is not None else None)
+    copies = [tensor.clone() if tensor is not None else None for tensor in values or originals]
+    for (owner, name), copied in zip(owners, copies, strict=True):
+        setattr(owner, name, copied)
     try:
         yield
     finally:

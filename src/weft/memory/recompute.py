@@ -57,6 +57,12 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
         revert(module, _RecomputedModel)
         revert(module, _RecomputedBlock)
     blocks = (repeated_blocks(model) or {"": model}) if plan.recompute != "none" else {}
+    if "" in blocks and plan.recompute_policy == "full" and plan.pp == 1:
+        raise ModelError(
+            f"recompute={plan.recompute}: it recomputes one repeated block at a time, and {type(model).__name__} has "
+            f"none, so it would save nothing. Put its layers into modules that are repeated in an nn.ModuleList, "
+            f"nn.ModuleDict or nn.Sequential, or use recompute=selective or recompute=none."
+        )
     if plan.recompute_blocks:
         blocks = _first_blocks(blocks, plan)
     recompute = Recompute(plan.recompute, blocks, axis)

@@ -111,7 +111,7 @@ def _open_lists(model: nn.Module) -> set[nn.Module]:
 
 def _is_repeated(entries: nn.ModuleDict) -> bool:
     """Return whether a ModuleDict holds blocks, and not parts of different kinds by name."""
-    kinds = Counter(type(child) for child in entries.children() if not is_layer(child) and not is_never_called(child))
+    kinds = Counter(type(child) for child in map(original, entries.children()) if _is_composite(child))
     numbers = [key for key in entries if key.isdecimal()]
     return len(numbers) == len(entries) > 0 or max(kinds.values(), default=0) > 1
 
@@ -140,15 +140,20 @@ def _is_numbered(site: Site) -> bool:
     names = [
         key
         for key, child in children(site.parent).items()
-        if type(child) is type(site.module) and (other := _NUMBERED.fullmatch(key)) and other[1] == match[1]
+        if child is not None and type(original(child)) is type(site.module) and (other := _NUMBERED.fullmatch(key)) and other[1] == match[1]
     ]
     return len(names) > 1
 
 
 def _is_sibling(site: Site) -> bool:
     """Return whether a composite module has a sibling of its class."""
-    alike = sum(type(child) is type(site.module) for child in site.parent.children())
+    alike = sum(type(original(child)) is type(site.module) for child in site.parent.children())
     return alike > 1 and _is_composite(site.module)
+
+
+def original(module: nn.Module) -> nn.Module:
+    """Return the module that a stand-in of a pipeline stands for, or else the module itself."""
+    return getattr(module, "stands_for", module)
 
 
 def _is_composite(module: nn.Module) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -84,7 +86,7 @@ def call_order(model: nn.Module) -> CallOrder | None:
         example = dry_run.example_of(model)
     except (LayoutError, ModelError):
         return None
-    for attempt in (example, *_of_other_sizes(example)):
+    for attempt in (example, *_of_other_sizes(example), *_with_more(model, example)):
         order = CallOrder()
         watch = _Watch(model, order)
         hooks = watch.hooks()
@@ -103,6 +105,17 @@ def _of_other_sizes(example: Any) -> list[Any]:
     if not isinstance(example, tuple) or len(example) != 1 or example[0].dim() != 4:
         return []
     return [(torch.zeros(1, example[0].shape[1], side, side),) for side in _SIDES]
+
+
+def _with_more(model: nn.Module, example: Any) -> list[Any]:
+    """The example with numbers of samples for the other arguments that forward requires: steps of noise, classes."""
+    takes = inspect.signature(model.forward).parameters.values()
+    required = sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in takes)
+    if not isinstance(example, tuple) or not 1 == len(example) < required <= 3:
+        return []
+    more = [torch.zeros(len(example[0]), dtype=dtype) for dtype in (torch.int64, torch.float32)]
+    others = itertools.product(more, repeat=required - 1)
+    return [(*first, *rest) for rest in others for first in (example, *_of_other_sizes(example))]
 
 
 class _Watch(TorchFunctionMode):

@@ -121,6 +121,8 @@ class Flow:
         for tensor in tensors_in(made):
             if is_remote(tensor):
                 raise _refused(tensor, f"{relay.path!r} returns a value")
+        if probe.guesses:
+            probe.check(args, kwargs, made)
         if returned is not None:
             names = [key for key, _ in returned.set_tensors]
             found = [getattr(relay.stands_for.get_submodule(path), name) for path, name in names]

@@ -1,5 +1,8 @@
 """What a module returns, without running it on numbers: one call of a copy on the meta device.
 
+A module that cannot be called so, such as experts whose tokens are counted, is called with zeros once. If that fails
+too, its output is taken to be like its first argument; the stage that holds the module checks it (`check`).
+
 A stand-in must return what its module returns: a tensor, a tuple, a dict or a dataclass, with the same shapes. What a
 module does besides returning is found as well: attributes that it sets (`self.aux`) are outputs like any other, and a
 module that leaves a tensor elsewhere or changes its arguments is refused.
@@ -8,6 +11,7 @@ module that leaves a tensor elsewhere or changes its arguments is refused.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,13 +34,13 @@ class Returned:
     """Outputs of a call on the meta device.
 
     value: what it returned. set_tensors: attributes with tensors that it set, by (path in the module, name).
-    set_others: other attributes that it changed. has_shape: False if the call failed and the first argument stands in.
+    set_others: other attributes that it changed. is_guess: whether the first argument stands in for the output.
     """
 
     value: Any
     set_tensors: tuple[tuple[tuple[str, str], Any], ...] = ()
     set_others: tuple[tuple[str, str], ...] = ()
-    has_shape: bool = True
+    is_guess: bool = False
 
 
 class Probe:
@@ -45,6 +49,8 @@ class Probe:
     def __init__(self, module: nn.Module, path: str):
         self.module, self.path = module, path
         self.state: set[tuple[str, str]] = set()  # attributes without tensors that its calls change
+        self.guesses = False
+        self._returns_first = False
         self._known: dict[Any, Returned] = {}
 
     def returned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
@@ -60,39 +66,60 @@ class Probe:
         return self._known[form]
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
-        given = map_tensors(_plain, (args, kwargs))
-        given = _without_caches(given)
-        before, sizes = _attributes(self.module), _sizes(given)
+        if self._returns_first:
+            return self._guessed(args, kwargs)
+        found = self._attempt(self.module, _without_caches(map_tensors(_plain, (args, kwargs))), on_meta=True)
+        if found is None:
+            found = self._with_zeros(args, kwargs)
+        return self._guessed(args, kwargs) if found is None else found
+
+    def _with_zeros(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | None:
+        """Call a copy of the module whose weights and arguments are zeros."""
+        device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
+        memo: dict[int, Any] = {
+            id(each): nn.Parameter(torch.zeros_like(each, device=device), requires_grad=False)
+            if isinstance(each, nn.Parameter) else torch.zeros_like(each, device=device)
+            for each in _held(self.module)
+        }  # fmt: skip
+
+        def zeros(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(_plain(tensor), device=device)
+
+        module = copy.deepcopy(self.module, memo)
+        given = _without_caches(map_tensors(zeros, (args, kwargs)))
+        first = next(tensors_in(given), None)
+        found = self._attempt(module, given, on_meta=False)
+        if found is not None and isinstance(found.value, torch.Tensor) and first is not None:
+            is_alike = found.value.shape == first.shape and not found.set_tensors and not found.set_others
+            self._returns_first = is_alike
+        return found
+
+    def _attempt(self, module: nn.Module, given: Any, *, on_meta: bool) -> Returned | None:
+        """Call a module and look for what it does besides returning; None if the call fails."""
+        before, sizes = _attributes(module), _sizes(given)
         versions = [(each, version_of(each)) for each in tensors_in(given)]
         objects = [(each, dict(vars(each))) for each in _objects(given)]
         with _Made() as made:
             try:
-                value = self._run(*given)
+                value = _run(module, *given, on_meta=on_meta)
             except ModelError:
                 raise
             except Exception:  # the model's own code, called without numbers
-                return self._guessed(args, kwargs)
+                return None
         changed = any(version_of(each) != version for each, version in versions) or _sizes(given) != sizes
         if changed or any(vars(each) != was for each, was in objects):
             raise ModelError(
                 f"pp: {self.path!r} changes one of its arguments in place, and other stages would not see that. "
                 f"Return the new value instead, or use pp=1."
             )
-        tensors, others = _changes(self.module, before)
+        tensors, others = _changes(module, before)
         outputs = [*tensors_in(value), *(each for _, found in tensors for each in tensors_in(found))]
-        if made.is_kept_besides([*outputs, *tensors_in(given), *_held(self.module)]):
+        if made.is_kept_besides([*outputs, *tensors_in(given), *_held(module)]):
             raise ModelError(
                 f"pp: {self.path!r} leaves a tensor outside of itself, such as in a list of losses, and other stages "
                 f"would not see that. Return it, or set it as an attribute of the module, or use pp=1."
             )
         return Returned(map_tensors(to_meta, value), tensors, others)
-
-    def _run(self, args: Any, kwargs: Any) -> Any:
-        with (
-            torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"),
-            hugging_face.experts_at_once(self.module),
-        ):  # fmt: skip
-            return self.module(*args, **kwargs)
 
     def _guessed(self, args: Any, kwargs: Any) -> Returned:
         first = next(tensors_in((args, kwargs)), None)
@@ -101,7 +128,28 @@ class Probe:
                 f"pp: {self.path!r} cannot be called without numbers, so other stages do not know what it returns. "
                 f"Use pp=1."
             )
-        return Returned(_plain(first), has_shape=False)
+        self.guesses = True
+        return Returned(_plain(first), is_guess=True)
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Compare what the module itself returned with what other stages took it to return.
+
+        Raises:
+            ModelError: if it differs.
+        """
+        expected = next(tensors_in((args, kwargs)), None)
+        is_alike = isinstance(output, torch.Tensor) and expected is not None and output.shape == expected.shape
+        if self.guesses and not is_alike:
+            raise ModelError(
+                f"pp: {self.path!r} cannot be called without numbers and does not return a tensor of the shape of its "
+                f"first argument, so other stages do not know what it returns. Use pp=1."
+            )
+
+
+def _run(module: nn.Module, args: Any, kwargs: Any, *, on_meta: bool) -> Any:
+    device = torch.device("meta") if on_meta else contextlib.nullcontext()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), device, hugging_face.experts_at_once(module):
+        return module(*args, **kwargs)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,6 +227,7 @@ def _is_same(value: list[Any], was: list[Any]) -> bool:
 
 def _held(module: nn.Module) -> Iterator[torch.Tensor]:
     """Tensors that a module holds in any attribute."""
+    yield from module.parameters()
     yield from module.buffers()
     for part in module.modules():
         for value in vars(part).values():

@@ -37,9 +37,6 @@ _LIKE: dict[Any, Callable[[Any, Any], Any]] = {
     _T.reshape_as: lambda x, other: x.reshape(other.shape),
 }
 _MOVES = frozenset({_T.to, _T.cpu, _T.cuda})
-_SHAPES = frozenset(
-    {_T.shape.__get__, _T.size, _T.numel, _T.nelement, _T.__len__, _T.stride, torch.numel, _T.is_contiguous}
-)  # fmt: skip
 
 
 class RemoteTensor(torch.Tensor):
@@ -47,7 +44,7 @@ class RemoteTensor(torch.Tensor):
 
     source: path of the module whose output it comes from; "" for a weight that every stage has. value: number of a
     call, and of the tensor among its outputs; None for anything computed from such. parents: the remote tensors that it
-    was made of. created: order of creation. has_shape: False if its shape is a guess.
+    was made of. created: order of creation.
     """
 
     source: str
@@ -56,13 +53,11 @@ class RemoteTensor(torch.Tensor):
     received: torch.Tensor | None
     parents: tuple[RemoteTensor, ...]
     created: int
-    has_shape: bool
 
     @staticmethod
     def of(
-        meta: torch.Tensor, device: torch.device, source: str, parents: Iterable[RemoteTensor] = (), *,
-        has_shape: bool = True,
-    ) -> RemoteTensor:  # fmt: skip
+        meta: torch.Tensor, device: torch.device, source: str, parents: Iterable[RemoteTensor] = ()
+    ) -> RemoteTensor:
         """Return a remote tensor.
 
         Args:
@@ -70,12 +65,11 @@ class RemoteTensor(torch.Tensor):
             device: reported as its device.
             source: path of the module that computes it.
             parents: the remote tensors that it depends on.
-            has_shape: whether the shape is certain.
         """
         with without_overrides():
             made = meta.detach().as_subclass(RemoteTensor)
             made.source, made.value, made.real_device, made.received = source, None, device, None
-            made.parents, made.created, made.has_shape = tuple(parents), next(_created), has_shape
+            made.parents, made.created = tuple(parents), next(_created)
         return made
 
     def receive(self, tensor: torch.Tensor) -> None:
@@ -125,14 +119,12 @@ def refuse(remote: RemoteTensor, use: str) -> ModelError:
 
 def _without_numbers(func: Any, args: Any, kwargs: Any, remote: list[RemoteTensor]) -> Any:
     """Run a function of remote tensors on the meta device."""
-    device, first = remote[0].real_device, remote[0]
+    device = remote[0].real_device
     name = getattr(func, "__name__", str(func))
     if func == _T.device.__get__:  # pyright: ignore[reportAttributeAccessIssue] - a descriptor
         return device
     if name == "__get__" and (flag := _device_flags(func, device)) is not None:
         return flag
-    if func in _SHAPES and not all(each.has_shape for each in remote):
-        raise refuse(first, "forward reads the shape of a value")
     if func in _LIKE and not is_remote(args[0]) and len(args) > 1 and is_remote(args[1]):
         with without_overrides():
             return _LIKE[func](args[0], args[1])
@@ -172,12 +164,11 @@ def _on_meta(
                 each.parents = (*each.parents, *(other for other in remote if other is not each))
                 each.created = next(_created)
     parents = tuple(remote)
-    certain = all(each.has_shape for each in remote)
 
     def wrapped(tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, RemoteTensor):
             return tensor
-        return RemoteTensor.of(tensor, device, remote[0].source, parents, has_shape=certain)
+        return RemoteTensor.of(tensor, device, remote[0].source, parents)
 
     return iter([wrapped(each) for each in made]) if isinstance(made, Iterator) else map_tensors(wrapped, made)
 

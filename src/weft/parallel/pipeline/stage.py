@@ -13,7 +13,7 @@ from weft.data.batch import map_tensors
 from weft.parallel.pipeline.absent import Absent, Flow, Left, Relay, put
 from weft.parallel.pipeline.carried import Carried
 from weft.parallel.pipeline.remote import local
-from weft.parallel.pipeline.survey import Survey, without_towers
+from weft.parallel.pipeline.survey import Route, Survey, without_towers
 from weft.structure import Chain, blocks
 
 #: (model, batch) -> output.
@@ -67,6 +67,14 @@ class Stage:
         pairs = zip(self._chain.sites, self._survey.stages, strict=True)
         return tuple(site for site, stage in pairs if stage == self.index)
 
+    def survey(self, forward: ForwardFn, batch: Any) -> Route:
+        """Return what crosses between stages for a batch of this structure. The same on all ranks.
+
+        Raises:
+            ModelError: if a stage would need a value that it cannot receive.
+        """
+        return self._survey.route(forward, batch, training=self._model.training)
+
     def forward(self, forward: ForwardFn, batch: Any, incoming: Carried | None) -> Any:
         """Return what the next stage receives; on the last stage the model's output.
 
@@ -78,7 +86,7 @@ class Stage:
         Raises:
             ModelError: if the stage would need a value that it does not have.
         """
-        route = self._survey.route(forward, batch, training=self._model.training)
+        route = self.survey(forward, batch)
         output = None
         try:
             with self._alone(), contextlib.suppress(Left):

@@ -314,7 +314,12 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
             f"pp: forward reads {join_path(join_path(probe.path, inner) if inner else probe.path, name)!r}, which that "
             f"module changes when it runs on another stage. Return the value from the block, or use pp=1."
         )
-    if isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor):
+    if probe.guesses and (value is None or isinstance(value, float)):
+        raise ModelError(
+            f"pp: forward reads {name!r} of {probe.path!r}, which another stage holds and which cannot be called without "
+            f"numbers, so its value there is not known. Return it from the block, or use pp=1."
+        )
+    if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, RemoteTensor):
         return RemoteTensor.of(value, torch.device("cpu"), probe.path)
     return Part(probe, join_path(inner, name)) if isinstance(value, nn.Module) else value
 
@@ -341,7 +346,7 @@ def remote_outputs(
         value = call, next(count)
         if value in received:
             return received[value]
-        made = RemoteTensor.of(meta, device, probe.path, has_shape=returned.has_shape)
+        made = RemoteTensor.of(meta, device, probe.path)
         made.value = value
         return made
 
