@@ -125,7 +125,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self._model, self._order = model, order
         self._running: list[nn.Module] = []
-        self._owners: dict[int, nn.Module] = {}
+        self._owners: dict[int, list[nn.Module]] = {}
 
     def hooks(self) -> list[Any]:
         """Register the hooks that note calls."""
@@ -136,7 +136,10 @@ class _Watch(TorchFunctionMode):
     def _enter(self, module: nn.Module, args: Any) -> None:
         del args
         if module is self._model:  # its tensors are stand-ins for this call
-            self._owners = {id(each): part for part in module.modules() for each in part.parameters(recurse=False)}
+            self._owners = {}
+            for part in module.modules():
+                for each in part.parameters(recurse=False):
+                    self._owners.setdefault(id(each), []).append(part)
         else:
             self._order.add(module)
         self._running.append(module)
@@ -149,7 +152,8 @@ class _Watch(TorchFunctionMode):
         if func in (torch.Tensor.item, torch.Tensor.__bool__) and args[0].is_meta:
             return True
         for each in args:
-            owner = self._owners.get(id(each))
-            if owner is not None and owner not in self._running:
-                self._order.add_read(owner, tuple(self._running))
+            owners = self._owners.get(id(each), [])
+            if not any(owner in self._running for owner in owners):
+                for owner in owners:
+                    self._order.add_read(owner, tuple(self._running))
         return func(*args, **(kwargs or {}))

@@ -90,10 +90,10 @@ def find_chain(model: nn.Module) -> Chain:
         )
     joint = len(_entries(model, pair[0])) if pair is not None else 0
     takes = inspect.signature(model.forward).parameters
-    towers = tuple(name for name in _OF_TOWERS if name in takes) if len(paths) > 1 else ()
+    towers = tuple(name for name in _OF_TOWERS if name in takes) if len(paths) > 1 and pair is None else ()
     is_known = hugging_face.is_hugging_face(model) or isinstance(model, KnownModel)
     order = call_order(model) if pair is not None or not is_known else None
-    return _arranged(model, units, order, joint, _part(pair[0], "encoder") if pair else "", towers)
+    return _arranged(model, units, order, joint, _part(pair[0], "encoder") if pair else "", towers, is_known=is_known)
 
 
 def _with_empty(model: nn.Module, units: list[Site]) -> list[Site]:
@@ -156,11 +156,14 @@ def _part(path: str, name: str) -> str:
 
 
 def _arranged(
-    model: nn.Module, units: list[Site], order: CallOrder | None, joint: int, encoder: str, towers: tuple[str, ...]
+    model: nn.Module, units: list[Site], order: CallOrder | None, joint: int, encoder: str, towers: tuple[str, ...],
+    *, is_known: bool,
 ) -> Chain:  # fmt: skip
     """Give every module its position: the order of calls, or else the order of registration."""
     if order is not None and not joint:
-        units = order.sorted(order.called(units))
+        units = order.called(units)
+        if len({site.module for site in units}) == len(units):
+            units = order.sorted(units)
     head, count = find_lm_head(model), len(units)
     numbers = {site.path: number for number, site in enumerate(units)}
     before: list[Site] = []
@@ -176,7 +179,7 @@ def _arranged(
             everywhere.append(found)
             continue
         for site in [found] if order is None else order.called([found]):
-            position = _position(site, units, order, passed)
+            position = _position(site, units, order, passed, is_joint=bool(joint), is_known=is_known)
             if head is not None and head in site.module.modules():
                 position = count
             elif joint and 0 < position < count and not site.path.startswith(f"{encoder}."):
@@ -192,12 +195,17 @@ def _arranged(
     )  # fmt: skip
 
 
-def _position(site: Site, units: list[Site], order: CallOrder | None, passed: int) -> int | None:
+def _position(
+    site: Site, units: list[Site], order: CallOrder | None, passed: int, *, is_joint: bool, is_known: bool
+) -> int | None:  # fmt: skip
     """Number of blocks that run before a module; None if every stage must hold it."""
     is_table = table_params(site.module).issuperset(site.module.parameters())
+    if is_joint:
+        positions = order.positions(site, units) if order is not None else []
+        return positions[0] if positions else 0 if is_table else passed
     if order is None:
         is_small = all(param.ndim < 2 for param in site.module.parameters())
-        return None if not passed and is_small else 0 if is_table else passed
+        return None if not passed and is_small and not is_known else 0 if is_table else passed
     positions = order.positions(site, units)
     if order.is_read(site.module) or not positions:
         return None

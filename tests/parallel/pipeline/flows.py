@@ -293,6 +293,35 @@ class NormBetween(Model):
         return x
 
 
+@flow
+class SharedBlocks(Model):
+    def hold(self, blocks):
+        self.blocks = nn.ModuleList([blocks[0], blocks[1], blocks[0], blocks[1]])
+
+
+class AroundShared(Inner):
+    def __init__(self, shared):
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x):
+        return x + self.down(self.shared(self.up(x)[..., :DIM]).repeat(1, 1, 2))
+
+
+@flow
+class SharedInside(Model):
+    def hold(self, blocks):
+        shared = Block()
+        self.blocks = nn.ModuleList([AroundShared(shared), blocks[1], AroundShared(shared), blocks[3]])
+
+
+@flow
+class SharedWeight(Model):
+    def hold(self, blocks):
+        blocks[3].up.weight = blocks[0].up.weight
+        self.blocks = nn.ModuleList(blocks)
+
+
 # Values.
 @flow
 class Residual(Model):

@@ -8,7 +8,7 @@ microbatch that every stage has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -239,7 +239,9 @@ class Relay(StandIn):
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] - isinstance asks for it
-        return kind_of(self) if "_at" in self.__dict__ and self.flow.is_active else type(self)
+        if "_at" not in self.__dict__ or not self.flow.is_active:
+            return type(self)
+        return kind_of(self) if self.is_own else type(self.flow.survey.probes[self.number].module)
 
     @property
     def number(self) -> int:
@@ -286,9 +288,16 @@ class Relay(StandIn):
         )
 
 
-def without_tensors(module: nn.Module) -> nn.Module:
-    """Put the module's parameters and buffers on the meta device, in place, without touching the tensors themselves."""
+def without_tensors(module: nn.Module, kept: Collection[nn.Module] = ()) -> nn.Module:
+    """Put the module's parameters and buffers on the meta device, in place, without touching the tensors themselves.
+
+    Args:
+        module: of another stage.
+        kept: modules that are a part of this stage too.
+    """
     for part in module.modules():
+        if part in kept:
+            continue
         for name, param in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(part, name, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
         for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
