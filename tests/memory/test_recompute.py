@@ -54,6 +54,10 @@ def references():
 def test_loss_gradients_buffers_and_random_numbers_are_as_without(name, setting, references):
     model, call = MODELS[name]()
     names = list(model.state_dict())
+    if (name, setting) == ("plain-cnn", "full"):
+        with pytest.raises(ModelError, match="it recomputes one repeated block at a time"):
+            apply_recompute(model, Plan(recompute=setting))
+        return
     apply_recompute(model, Plan(recompute=setting))
     assert list(model.state_dict()) == names
     if setting == "attention" and name not in HAVE_ATTENTION:

@@ -25,21 +25,21 @@ class CallOrder:
     def __init__(self) -> None:
         self.calls: list[nn.Module] = []
         self._first: dict[nn.Module, int] = {}
-        self._reads: list[tuple[nn.Module, tuple[nn.Module, ...]]] = []
+        self._uses: set[tuple[nn.Module, tuple[nn.Module, ...]]] = set()
 
     def add(self, module: nn.Module) -> None:
         """Note the begin of a call."""
         self._first.setdefault(module, len(self.calls))
         self.calls.append(module)
 
-    def add_read(self, owner: nn.Module, running: tuple[nn.Module, ...]) -> None:
-        """Note that a weight of a module was read during other calls than the module's own."""
-        self._reads.append((owner, running))
+    def add_use(self, owner: nn.Module, running: tuple[nn.Module, ...]) -> None:
+        """Note that a module was called, or a weight of it read, during these calls."""
+        self._uses.add((owner, running))
 
     def is_read(self, module: nn.Module) -> bool:
-        """Return whether a weight in a module was read outside of the module's calls."""
+        """Return whether a weight of a module, or a part of it, was used outside of the module's calls."""
         inside = set(module.modules())
-        return any(owner in inside and module not in running for owner, running in self._reads)
+        return any(owner in inside and module not in running for owner, running in self._uses)
 
     def called(self, sites: list[Site]) -> list[Site]:
         """Return the sites, with the modules that are called in place of a module that is not."""
@@ -142,6 +142,7 @@ class _Watch(TorchFunctionMode):
                     self._owners.setdefault(id(each), []).append(part)
         else:
             self._order.add(module)
+            self._order.add_use(module, (*self._running, module))
         self._running.append(module)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -155,5 +156,5 @@ class _Watch(TorchFunctionMode):
             owners = self._owners.get(id(each), [])
             if not any(owner in self._running for owner in owners):
                 for owner in owners:
-                    self._order.add_read(owner, tuple(self._running))
+                    self._order.add_use(owner, tuple(self._running))
         return func(*args, **(kwargs or {}))
