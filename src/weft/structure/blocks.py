@@ -137,11 +137,9 @@ def _is_numbered(site: Site) -> bool:
     is_open = isinstance(site.parent, CONTAINERS) or isinstance(site.module, nn.Sequential)
     if match is None or is_open or not _is_composite(site.module):
         return False
-    names = [
-        key
-        for key, child in children(site.parent).items()
-        if child is not None and type(original(child)) is type(site.module) and (other := _NUMBERED.fullmatch(key)) and other[1] == match[1]
-    ]
+    kind = type(site.module)
+    alike = [key for key, child in children(site.parent).items() if child is not None and type(original(child)) is kind]
+    names = [key for key in alike if (other := _NUMBERED.fullmatch(key)) is not None and other[1] == match[1]]
     return len(names) > 1
 
 

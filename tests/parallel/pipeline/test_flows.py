@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.parallel.pipeline.flows import FLOWS, REFUSED, Model, batch_of, build
+from tests.parallel.pipeline.flows import FLOWS, REFUSED, FlowCase, Model, batch_of, build, train_flows
 from weft.errors import ModelError
 from weft.parallel.pipeline.carried import Carried
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.pipeline.survey import Survey
 from weft.structure import find_chain
+from weft.testing.parity import train_plain
 
 
 def call(model, ids):
@@ -28,7 +30,9 @@ def staged(model: Model, cuts: list[int], num_batches: int = 1) -> torch.Tensor:
     """Run a model as stages in one process, forward and backward. Return the sum of losses."""
     chain = find_chain(model)
     survey = Survey(model, chain, [*cuts, len(chain.blocks)])
-    stages = [Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(cuts) + 1)]
+    stages = [
+        Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(cuts) + 1)
+    ]
     total = torch.zeros((), dtype=torch.float64)
     for number in range(num_batches):
         ids = batch_of(number)
@@ -88,3 +92,55 @@ def test_what_stages_cannot_compute_is_refused(name):
     model = build(kind)
     with pytest.raises(ModelError, match=match):
         staged(model, [len(find_chain(model).blocks) // 2])
+
+
+#: Weights in several stages, values past the blocks, and outputs of every form: what ranks could get wrong.
+SOME = [
+    *("InDict", "NumberedAttributes", "ListsOfParts", "PositionsUsedAgain", "NormFirst", "TiedByWeight", "TiedHead"),
+    *("SharedInside", "SharedBlocks", "Residual", "DetachedSkip", "UNet", "FrozenTeacher", "Dicts", "AuxAttribute"),
+    *("EncoderDecoder", "TwiceAround", "LossList"),
+]
+PLANS = [
+    "pp=2 microbatches=2",
+    "pp=2 microbatches=2 schedule=interleaved virtual_stages=2",
+    "pp=2 microbatches=4 schedule=zb_h1 recompute=full zero=2",
+]
+
+
+def check_ranks(ranks, plan: str, names: list[str]) -> None:
+    results = ranks.run(train_flows, plan, names)
+    for name in names:
+        for found in (result[name] for result in results):
+            if name in REFUSED:
+                assert isinstance(found, str), name
+                assert re.search(REFUSED[name][1], found), (name, found)
+            else:
+                assert not isinstance(found, str), (name, found)
+                assert found.largest_difference(train_plain(FlowCase(name))) < 1e-10, name
+
+
+def test_ranks_compute_what_one_process_does(ranks2):
+    check_ranks(ranks2, PLANS[0], SOME)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_flow_on_ranks(plan, ranks2):
+    names = [name for name in (*FLOWS, *REFUSED) if "virtual" not in plan or name not in BLOCKS_TOO_FEW]
+    for start in range(0, len(names), 20):
+        check_ranks(ranks2, plan, names[start : start + 20])
+
+
+#: Need two blocks that run one after another in one stage.
+BLOCKS_TOO_FEW = {"SharedBlocks"}
+#: Containers and flows that zero=3 gathers by unit, and recompute by block.
+UNITS = [
+    *("InDict", "InNamedDict", "NumberedAttributes", "NamedAttributes", "PythonList", "SequentialOfSequentials"),
+    *("ListsOfParts", "DictsOfParts", "PartsOfBlocksCalled", "TiedByWeight", "SharedInside", "UNet", "AuxAttribute"),
+    *("Positions", "Scales", "Dataclasses", "Dicts", "KeywordsAndExtras"),
+]
+
+
+@pytest.mark.full
+def test_units_of_zero_3_are_gathered_for_whoever_reads_them(ranks2):
+    check_ranks(ranks2, "dp_shard=2 zero=3", UNITS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import nn
@@ -35,9 +33,7 @@ CASES = {
 def stages_of(model: nn.Module, cuts: list[int]) -> list[Stage]:
     chain = find_chain(model)
     survey = Survey(model, chain, [*cuts, len(chain.blocks)])
-    return [
-        Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(cuts) + 1)
-    ]
+    return [Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(cuts) + 1)]
 
 
 @pytest.mark.parametrize("name", CASES)

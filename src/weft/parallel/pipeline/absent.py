@@ -225,7 +225,7 @@ class Absent(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a stage puts a `Relay` here while it runs."""
         del args, kwargs
-        raise ModelError(f"module {self.path!r}: another stage of the pipeline holds it. Call the model as a whole.")
+        raise ModelError(f"module {self.path!r}: another stage of the pipeline holds it. Call the full model.")
 
 
 class Relay(StandIn):

@@ -55,9 +55,7 @@ class RemoteTensor(torch.Tensor):
     created: int
 
     @staticmethod
-    def of(
-        meta: torch.Tensor, device: torch.device, source: str, parents: Iterable[RemoteTensor] = ()
-    ) -> RemoteTensor:
+    def of(meta: torch.Tensor, device: torch.device, source: str, parents: Iterable[RemoteTensor] = ()) -> RemoteTensor:
         """Return a remote tensor.
 
         Args:
@@ -110,7 +108,9 @@ def to_meta(tensor: torch.Tensor) -> torch.Tensor:
 def refuse(remote: RemoteTensor, use: str) -> ModelError:
     """Return the error for a use of a value that this stage does not have."""
     if not remote.source:
-        return ModelError(f"pp: {use}, which follows from a weight outside of the blocks. Move this into a block, or use pp=1.")
+        return ModelError(
+            f"pp: {use}, which follows from a weight outside of the blocks. Move this into a block, or use pp=1."
+        )
     return ModelError(
         f"pp: {use}, which follows from the output of {remote.source!r} on another stage. A stage receives what its "
         f"first block is called with, and outputs of modules that it reads. Move this into the blocks, or use pp=1."

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from weft.data.batch import map_tensors

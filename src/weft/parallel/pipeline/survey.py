@@ -239,8 +239,8 @@ class _Walk:
             what = "its output" if reader is None else repr(self._paths[self._calls[reader].site])
             again = " again" if reader is not None and reader > value[0] else ""
             raise ModelError(
-                f"pp: {what} is computed{again} on stage {self._stage}, from the output of {source!r} on a later stage. "
-                f"A block must run once, or only one after another with blocks of its own stage. Use a split that "
+                f"pp: {what} is computed{again} on stage {self._stage}, from the output of {source!r} on a later stage. A "
+                f"block must run once, or only one after another with blocks of its own stage. Use a split that "
                 f"keeps these blocks on one stage, or pp=1."
             )
         if stage < self._stage:
@@ -316,8 +316,8 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
         )
     if probe.guesses and (value is None or isinstance(value, float)):
         raise ModelError(
-            f"pp: forward reads {name!r} of {probe.path!r}, which another stage holds and which cannot be called without "
-            f"numbers, so its value there is not known. Return it from the block, or use pp=1."
+            f"pp: forward reads {name!r} of {probe.path!r}, which another stage holds and which cannot be called "
+            f"without numbers, so its value there is not known. Return it from the block, or use pp=1."
         )
     if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, RemoteTensor):
         return RemoteTensor.of(value, torch.device("cpu"), probe.path)
@@ -412,7 +412,8 @@ def _copied(model: nn.Module, chain: Chain) -> tuple[nn.Module, list[RemoteTenso
             f"pp: {type(model).__name__} cannot be copied ({str(error)[:80]}), and its forward is first followed in a "
             f"copy. Keep what cannot be copied out of the model, or use pp=1."
         ) from error
-    return copied, _make_local(copied, {part for site in chain.sites for part in _same_site(copied, site).module.modules()})
+    sites = [_same_site(copied, site) for site in chain.sites]
+    return copied, _make_local(copied, {part for site in sites for part in site.module.modules()})
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -284,9 +284,10 @@ def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Calla
     """
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
 
-    def order(bucket: Bucket) -> tuple[bool, str, int, int]:
-        names = [saved_name(slot.name) for slot in bucket.slots] if bucket.over.waits else [""]
-        return bucket.over.waits, max(names), bucket.index if bucket.over.waits else 0, max(position[id(slot)] for slot in bucket.slots)
+    def order(bucket: Bucket) -> tuple[bool, str, int]:
+        if bucket.over.waits:
+            return True, max(saved_name(slot.name) for slot in bucket.slots), bucket.index
+        return False, "", max(position[id(slot)] for slot in bucket.slots)
 
     buckets.sort(key=order)
     for index, bucket in enumerate(buckets):
