@@ -102,18 +102,26 @@ def call_order(model: nn.Module) -> CallOrder | None:
 
 
 def _of_other_sizes(example: Any) -> list[Any]:
-    if not isinstance(example, tuple) or len(example) != 1 or example[0].dim() != 4:
+    image = _only(example)
+    if image is None or image.dim() != 4:
         return []
-    return [(torch.zeros(1, example[0].shape[1], side, side),) for side in _SIDES]
+    return [(torch.zeros(1, image.shape[1], side, side),) for side in _SIDES]
+
+
+def _only(example: Any) -> torch.Tensor | None:
+    """The tensor of an example that is one tensor."""
+    found: list[Any] = list(example) if dry_run.is_placed(example) else []
+    return found[0] if len(found) == 1 else None
 
 
 def _with_more(model: nn.Module, example: Any) -> list[Any]:
     """The example with numbers of samples for the other arguments that forward requires: steps of noise, classes."""
     takes = inspect.signature(model.forward).parameters.values()
     required = sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in takes)
-    if not isinstance(example, tuple) or not 1 == len(example) < required <= 3:
+    given = _only(example)
+    if given is None or not 1 < required <= 3:
         return []
-    more = [torch.zeros(len(example[0]), dtype=dtype) for dtype in (torch.int64, torch.float32)]
+    more = [torch.zeros(len(given), dtype=dtype) for dtype in (torch.int64, torch.float32)]
     others = itertools.product(more, repeat=required - 1)
     return [(*first, *rest) for rest in others for first in (example, *_of_other_sizes(example))]
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from weft.errors import ModelError
+from weft.private_torch import named_modules
 from weft.structure import hugging_face
 from weft.structure.blocks import Site, block_sites, has_params, is_never_called, join_path
 from weft.structure.call_order import CallOrder, call_order
@@ -123,7 +124,7 @@ def _of_sequential(model: nn.Module) -> list[Site]:
         return _entries(model, "")
     several = [
         path
-        for path, module in model.named_modules()
+        for path, module in named_modules(model)
         if isinstance(module, nn.Sequential) and sum(map(has_params, module.children())) > 1
     ]
     return _entries(model, several[0]) if len(several) == 1 else []
@@ -182,7 +183,7 @@ def _arranged(
             position = _position(site, units, order, passed, is_joint=bool(joint), is_known=is_known)
             if head is not None and head in site.module.modules():
                 position = count
-            elif joint and 0 < position < count and not site.path.startswith(f"{encoder}."):
+            elif joint and position is not None and 0 < position < count and not site.path.startswith(f"{encoder}."):
                 position = 0
             if position is None:
                 everywhere += [join_path(site.path, name) for name, _ in site.module.named_parameters()]

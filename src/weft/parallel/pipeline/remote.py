@@ -77,7 +77,8 @@ class RemoteTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_tensors(local, args), map_tensors(local, kwargs or {})
-        remote = [each for each in tensors_in((args, kwargs)) if is_remote(each)]
+        tensors = tensors_in((args, kwargs))
+        remote = [each for each in tensors if isinstance(each, RemoteTensor) and is_remote(each)]
         if not remote:
             return func(*args, **kwargs)
         return _without_numbers(func, args, kwargs, remote)
