@@ -444,3 +444,48 @@ def test_state_that_forward_keeps_advances_once(recompute, kind):
 def test_full_recompute_without_blocks_is_an_error():
     with pytest.raises(ModelError, match=r"recompute=full: it recomputes one repeated block at a time, and Linear has"):
         apply_recompute(nn.Linear(2, 2), Plan(recompute="full"))
+
+
+class Stack(nn.Module):
+    """Wide blocks in a container."""
+
+    def __init__(self, hold) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.layers = hold([nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers:
+            for part in [layer] if not isinstance(layer, nn.ModuleList) else layer:
+                x = x + part(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        nn.ModuleList,
+        lambda blocks: nn.ModuleDict({str(number): block for number, block in enumerate(blocks)}),
+        lambda blocks: nn.ModuleList(nn.ModuleList([block]) for block in blocks),
+    ],
+    ids=["ModuleList", "ModuleDict", "ModuleList of ModuleLists"],
+)
+def test_blocks_in_every_container_keep_less(hold):
+    """Blocks in a ModuleDict kept everything before."""
+
+    def kept(recompute: str) -> int:
+        model = Stack(hold)
+        apply_recompute(model, Plan(recompute=recompute))
+        found: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = model(torch.randn(256, 8))
+        del output
+        return sum(found.values())
+
+    assert kept("full") < kept("none") / 3

@@ -29,7 +29,6 @@ from weft.parallel.pipeline.survey import (
 )  # fmt: skip
 from weft.private_torch import version_of
 from weft.structure import blocks
-from weft.structure.private_torch import children
 
 
 class Left(BaseException):
@@ -307,4 +306,4 @@ def without_tensors(module: nn.Module, kept: Collection[nn.Module] = ()) -> nn.M
 
 def put(site: blocks.Site, module: nn.Module) -> None:
     """Place a module at a site of its model."""
-    children(site.parent)[site.key] = module
+    blocks.children(site.parent)[site.key] = module

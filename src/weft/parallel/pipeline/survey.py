@@ -27,9 +27,7 @@ from weft.errors import ModelError
 from weft.parallel.layers import StandIn
 from weft.parallel.pipeline.probe import Probe
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local
-from weft.structure import Chain
-from weft.structure.blocks import Site, join_path
-from weft.structure.private_torch import children
+from weft.structure import Chain, blocks
 
 #: Number of a call, and of the tensor among its outputs.
 Value = tuple[int, int]
@@ -85,7 +83,7 @@ class Survey:
         self.probes = [Probe(site.module, site.path) for site in sites]
         self._calls: list[_Call] = []
         for number, site in enumerate(sites):
-            children(site.parent)[site.key] = Surveyed(site.module, site.path, number, self)
+            blocks.children(site.parent)[site.key] = Surveyed(site.module, site.path, number, self)
         self._routes: dict[Any, Route] = {}
 
     def route(self, forward: ForwardFn, batch: Any, *, training: bool) -> Route:
@@ -311,7 +309,7 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
     value = getattr(probe.module.get_submodule(inner), name)
     if (inner, name) in probe.state:
         raise ModelError(
-            f"pp: forward reads {join_path(join_path(probe.path, inner) if inner else probe.path, name)!r}, which that "
+            f"pp: forward reads {blocks.join_path(blocks.join_path(probe.path, inner) if inner else probe.path, name)!r}, which that "
             f"module changes when it runs on another stage. Return the value from the block, or use pp=1."
         )
     if probe.guesses and (value is None or isinstance(value, float)):
@@ -321,7 +319,7 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
         )
     if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, RemoteTensor):
         return RemoteTensor.of(value, torch.device("cpu"), probe.path)
-    return Part(probe, join_path(inner, name)) if isinstance(value, nn.Module) else value
+    return Part(probe, blocks.join_path(inner, name)) if isinstance(value, nn.Module) else value
 
 
 def remote_outputs(
@@ -390,9 +388,9 @@ def _structure(batch: Any) -> Any:
     return type(batch), tuple(map(str, batch)) if isinstance(batch, Mapping) else (), *map(_structure, parts)
 
 
-def _same_site(model: nn.Module, site: Site) -> Site:
+def _same_site(model: nn.Module, site: blocks.Site) -> blocks.Site:
     parent = site.path.rpartition(".")[0]
-    return Site(model.get_submodule(parent) if parent else model, site.key, site.path)
+    return blocks.Site(model.get_submodule(parent) if parent else model, site.key, site.path)
 
 
 def _copied(model: nn.Module, chain: Chain) -> tuple[nn.Module, list[RemoteTensor]]:
