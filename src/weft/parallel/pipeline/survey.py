@@ -308,9 +308,10 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
     """
     value = getattr(probe.module.get_submodule(inner), name)
     if (inner, name) in probe.state:
+        path = ".".join(filter(None, (probe.path, inner, name)))
         raise ModelError(
-            f"pp: forward reads {blocks.join_path(blocks.join_path(probe.path, inner) if inner else probe.path, name)!r}, which that "
-            f"module changes when it runs on another stage. Return the value from the block, or use pp=1."
+            f"pp: forward reads {path!r}, which that module "
+            f"changes when it runs on another stage. Return the value from the block, or use pp=1."
         )
     if probe.guesses and (value is None or isinstance(value, float)):
         raise ModelError(
