@@ -489,3 +489,22 @@ def test_blocks_in_every_container_keep_less(hold):
         return sum(found.values())
 
     assert kept("full") < kept("none") / 3
+
+
+class TakenApart(nn.Module):
+    """Calls the parts of its blocks, and not the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block.down(block.up(x).relu())
+        return x
+
+
+def test_parts_are_recomputed_if_blocks_are_not_called():
+    model = TakenApart()
+    recompute = apply_recompute(model, Plan(recompute="full"))
+    assert list(recompute.policies) == ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]

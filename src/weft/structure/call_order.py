@@ -41,6 +41,10 @@ class CallOrder:
         inside = set(module.modules())
         return any(owner in inside and module not in running for owner, running in self._uses)
 
+    def is_called(self, module: nn.Module) -> bool:
+        """Return whether a module was called, or nothing in it was."""
+        return module in self._first or not any(part in self._first for part in module.modules())
+
     def called(self, sites: list[Site]) -> list[Site]:
         """Return the sites, with the modules that are called in place of a module that is not."""
         found: list[Site] = []
