@@ -31,7 +31,7 @@ from weft.memory.trace import BlockTrace, PolicyCost, Storages, num_bytes, stora
 from weft.mesh import Axis
 from weft.private_torch import tree_leaves, uncompiled
 from weft.spec.plan import RECOMPUTES, Plan
-from weft.structure import become, call_order, hugging_face, layers, repeated_blocks, revert
+from weft.structure import become, dry_run, hugging_face, layers, repeated_blocks, revert
 from weft.structure import blocks as model_blocks
 from weft.units import counted, format_bytes, parse_bytes
 
@@ -85,7 +85,7 @@ def _called_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the repeated blocks; of a block that is not called itself, the parts that are called."""
     found = repeated_blocks(model)
     is_known = hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
-    order = None if is_known or not found else call_order(model)
+    order = None if is_known or not found else dry_run.call_order(model)
     if order is None or all(map(order.is_called, found.values())):
         return found
     return {site.path: site.module for site in order.called(model_blocks.block_sites(model))}

@@ -25,7 +25,7 @@ from weft.errors import ModelError
 from weft.private_torch import named_modules
 from weft.structure import hugging_face
 from weft.structure.blocks import Site, block_sites, has_params, is_never_called, join_path
-from weft.structure.call_order import CallOrder, call_order
+from weft.structure.dry_run import CallOrder, call_order
 from weft.structure.layers import KnownModel, find_lm_head, table_params
 from weft.structure.private_torch import children
 

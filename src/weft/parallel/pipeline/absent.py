@@ -20,7 +20,7 @@ from weft.parallel.layers import StandIn
 from weft.parallel.pipeline.carried import NOTHING, Carried, slot_of
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local, refuse
 from weft.parallel.pipeline.survey import (
-    Route,
+    StageRoute,
     Survey,
     Value,
     kind_of,
@@ -45,7 +45,7 @@ class Flow:
 
     def __init__(self, stage: int, survey: Survey):
         self.stage, self.survey = stage, survey
-        self.route: Route | None = None
+        self.route: StageRoute | None = None
         self._calls = 0
         self._incoming: dict[Value, torch.Tensor] = {}
         self._entering: list[torch.Tensor] = []
@@ -58,7 +58,7 @@ class Flow:
         """Whether a forward is running."""
         return self.route is not None
 
-    def begin(self, route: Route, incoming: Carried | None) -> None:
+    def begin(self, route: StageRoute, incoming: Carried | None) -> None:
         """Begin a forward. incoming: what was received; None on the first stage."""
         self.end()
         self.route = route

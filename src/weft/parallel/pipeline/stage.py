@@ -12,7 +12,7 @@ from weft.data.batch import map_tensors
 from weft.parallel.pipeline.absent import Absent, Flow, Left, Relay, put
 from weft.parallel.pipeline.carried import Carried
 from weft.parallel.pipeline.remote import local
-from weft.parallel.pipeline.survey import Route, Survey, without_towers
+from weft.parallel.pipeline.survey import StageRoute, Survey, without_towers
 from weft.structure import Chain, blocks
 
 #: (model, batch) -> output.
@@ -66,7 +66,7 @@ class Stage:
         pairs = zip(self._chain.sites, self._survey.stages, strict=True)
         return tuple(site for site, stage in pairs if stage == self.index)
 
-    def survey(self, forward: ForwardFn, batch: Any) -> Route:
+    def survey(self, forward: ForwardFn, batch: Any) -> StageRoute:
         """Return what crosses between stages for a batch of this structure. The same on all ranks.
 
         Raises:

@@ -4,8 +4,8 @@ The model is copied before it is cut, with its modules on the meta device. Its f
 modules return remote tensors. From the calls and from what they were made of follows, for each stage, which tensors it
 must receive:
 
-- the arguments of its first call that depend on earlier stages (`Route.entry`): mostly one, the stream;
-- outputs of modules of earlier stages that it reads besides (`Route.values`): a skip connection, an auxiliary loss.
+- the arguments of its first call that depend on earlier stages (`StageRoute.entry`): mostly one, the stream;
+- outputs of modules of earlier stages that it reads besides (`StageRoute.values`): a skip connection, an auxiliary loss.
 
 All ranks compute the same routes, so nothing is agreed on. A stage that meets a remote tensor in spite of this refuses.
 """
@@ -45,7 +45,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EntryCall:
     """The first call of a stage that needs earlier stages. leaves: numbers of its tensor arguments that it receives."""
 
     call: int
@@ -53,14 +53,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class StageRoute:
     """What crosses between stages in a forward.
 
     calls: the module of each call. entry, values: by stage that receives. last: by stage, its last call.
     """
 
     calls: tuple[int, ...]
-    entry: Mapping[int, Entry]
+    entry: Mapping[int, EntryCall]
     values: Mapping[int, tuple[Value, ...]]
     last: Mapping[int, int]
 
@@ -84,9 +84,9 @@ class Survey:
         self._calls: list[_Call] = []
         for number, site in enumerate(sites):
             blocks.children(site.parent)[site.key] = Surveyed(site.module, site.path, number, self)
-        self._routes: dict[Any, Route] = {}
+        self._routes: dict[Any, StageRoute] = {}
 
-    def route(self, forward: ForwardFn, batch: Any, *, training: bool) -> Route:
+    def route(self, forward: ForwardFn, batch: Any, *, training: bool) -> StageRoute:
         """Return what crosses between stages for a batch of this structure.
 
         Raises:
@@ -97,7 +97,7 @@ class Survey:
             self._routes[key] = self._survey(forward, batch, training)
         return self._routes[key]
 
-    def _survey(self, forward: ForwardFn, batch: Any, training: bool) -> Route:
+    def _survey(self, forward: ForwardFn, batch: Any, training: bool) -> StageRoute:
         device = next((tensor.device for tensor in tensors_in(batch)), torch.device("cpu"))
         for module in (self._model, *(probe.module for probe in self.probes)):
             module.train(training)
@@ -141,7 +141,7 @@ class Survey:
         self._calls.append(_Call(site, tensors, marker.created))
         return remote_outputs(self.probes[site], args, kwargs, number, device, {})
 
-    def _routed(self, outputs: list[torch.Tensor]) -> Route:
+    def _routed(self, outputs: list[torch.Tensor]) -> StageRoute:
         of_call = [self.stages[call.site] for call in self._calls]
         num_stages = 1 + max(self.stages, default=0)
         walk = _Walk(self._calls, of_call, self.paths)
@@ -163,7 +163,7 @@ class Survey:
         }  # fmt: skip
         last = {stage: call for call, stage in enumerate(of_call)}
         self._check_blocks(of_call, num_stages)
-        return Route(tuple(call.site for call in self._calls), entry, values, last)
+        return StageRoute(tuple(call.site for call in self._calls), entry, values, last)
 
     def _check_blocks(self, of_call: list[int], num_stages: int) -> None:
         missing = set(range(num_stages)) - set(of_call)
@@ -183,7 +183,7 @@ class _Walk:
         self._stage, self._entered, self._received = 0, 0, set[int]()
         self.found: set[Value] = set()
 
-    def entry(self, stage: int) -> Entry | None:
+    def entry(self, stage: int) -> EntryCall | None:
         """Return the first call of a stage that depends on earlier stages; None if there is none."""
         for number, call in enumerate(self._calls):
             if self._of_call[number] != stage:
@@ -195,10 +195,10 @@ class _Walk:
                 if self.found:
                     leaves.append(leaf)
             if leaves:
-                return Entry(number, tuple(leaves))
+                return EntryCall(number, tuple(leaves))
         return None
 
-    def begin(self, stage: int, entry: Entry | None) -> None:
+    def begin(self, stage: int, entry: EntryCall | None) -> None:
         """Begin with a stage: what its own calls need besides its entry."""
         self._stage, self.found = stage, set()
         self._received, self._entered = set(), 0
@@ -266,7 +266,7 @@ class Surveyed(StandIn):
         return remote_attribute(survey.probes[number], "", name)
 
 
-class Part(StandIn):
+class InnerModule(StandIn):
     """Stands for a module inside of a module of another stage: it has attributes, and cannot be called."""
 
     def __init__(self, probe: Probe, inner: str):
@@ -296,7 +296,7 @@ def kind_of(stand_in: StandIn) -> type:
 
 
 def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
-    """Return an attribute of a module that is not on this stage: weights as remote tensors, modules as `Part`.
+    """Return an attribute of a module that is not on this stage: weights as remote tensors, modules as `InnerModule`.
 
     Args:
         probe: of the module of the chain.
@@ -320,7 +320,7 @@ def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
         )
     if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, RemoteTensor):
         return RemoteTensor.of(value, torch.device("cpu"), probe.path)
-    return Part(probe, blocks.join_path(inner, name)) if isinstance(value, nn.Module) else value
+    return InnerModule(probe, blocks.join_path(inner, name)) if isinstance(value, nn.Module) else value
 
 
 def remote_outputs(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from weft.structure import blocks, call_order, hugging_face, layers
+from weft.structure import blocks, dry_run, hugging_face, layers
 
 #: A layer outside the blocks becomes a unit from this share of all parameters on.
 LARGE_SHARE = 1 / 64
@@ -40,7 +40,11 @@ def find_units(model: nn.Module) -> list[Unit]:
     for module in model.modules():
         for owned in (*module.children(), *module.parameters(recurse=False)):
             owners.setdefault(id(owned), set()).add(module)
-    order = None if hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel) else call_order(model)
+    order = (
+        None
+        if hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
+        else dry_run.call_order(model)
+    )
     large = LARGE_SHARE * sum(param.numel() for param in model.parameters())
 
     def is_closed(module: nn.Module) -> bool:
