@@ -13,7 +13,7 @@ from tests.parallel.pipeline.flows import FLOWS, REFUSED, FlowCase, Model, batch
 from weft.errors import ModelError
 from weft.parallel.pipeline.carried import Carried
 from weft.parallel.pipeline.stage import Stage
-from weft.parallel.pipeline.survey import Survey
+from weft.parallel.pipeline.survey import ValueSurvey
 from weft.structure import find_chain
 from weft.testing.parity import train_plain
 
@@ -29,7 +29,7 @@ def loss_of(output: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def staged(model: Model, cuts: list[int], num_batches: int = 1) -> torch.Tensor:
     """Run a model as stages in one process, forward and backward. Return the sum of losses."""
     chain = find_chain(model)
-    survey = Survey(model, chain, [*cuts, len(chain.blocks)])
+    survey = ValueSurvey(model, chain, [*cuts, len(chain.blocks)])
     stages = [
         Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(cuts) + 1)
     ]

@@ -13,7 +13,7 @@ from weft.parallel.pipeline.absent import Absent, without_tensors
 from weft.parallel.pipeline.carried import Carried
 from weft.parallel.pipeline.split import _cost, stage_counts
 from weft.parallel.pipeline.stage import Stage
-from weft.parallel.pipeline.survey import Survey
+from weft.parallel.pipeline.survey import ValueSurvey
 from weft.spec.plan import Plan
 from weft.structure import find_chain
 from weft.testing import DecoderCase
@@ -32,7 +32,7 @@ CASES = {
 
 def stages_of(model: nn.Module, cuts: list[int]) -> list[Stage]:
     chain = find_chain(model)
-    survey = Survey(model, chain, [*cuts, len(chain.blocks)])
+    survey = ValueSurvey(model, chain, [*cuts, len(chain.blocks)])
     return [Stage(model, chain, survey, index, takes_gradient=index > 0, trains=True) for index in range(len(cuts) + 1)]
 
 

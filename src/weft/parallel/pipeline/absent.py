@@ -21,8 +21,8 @@ from weft.parallel.pipeline.carried import NOTHING, Carried, slot_of
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local, refuse
 from weft.parallel.pipeline.survey import (
     StageRoute,
-    Survey,
     Value,
+    ValueSurvey,
     kind_of,
     remote_attribute,
     remote_outputs,
@@ -43,7 +43,7 @@ class Flow:
         survey: of the model.
     """
 
-    def __init__(self, stage: int, survey: Survey):
+    def __init__(self, stage: int, survey: ValueSurvey):
         self.stage, self.survey = stage, survey
         self.route: StageRoute | None = None
         self._calls = 0

@@ -12,7 +12,7 @@ from weft.errors import ModelError, PlanError
 from weft.mesh import ENDS, Mesh
 from weft.parallel.pipeline.absent import Absent, put, without_tensors
 from weft.parallel.pipeline.stage import Stage
-from weft.parallel.pipeline.survey import Survey
+from weft.parallel.pipeline.survey import ValueSurvey
 from weft.parallel.placement import Placement, merge_placements
 from weft.spec import shares
 from weft.spec.plan import Plan
@@ -44,7 +44,7 @@ def split_model(model: nn.Module, mesh: Mesh) -> Split:
     chain_names = set(chain.everywhere)
     counts = stage_counts(chain, plan)
     stops = list(accumulate(counts))
-    survey = Survey(model, chain, stops)
+    survey = ValueSurvey(model, chain, stops)
     every = [_stage(model, chain, index, survey) for index in range(len(counts))]
     own = {index: every[index] for index in stages_of(plan.schedule, plan.pp, plan.virtual_stages, rank)}
     names = _names(model)
@@ -86,7 +86,7 @@ def _cost(sites: Sequence[blocks.Site]) -> float:
     return float(sum(param.numel() for param in params - tables if param.ndim >= 2)) or 1e-9
 
 
-def _stage(model: nn.Module, chain: Chain, index: int, survey: Survey) -> Stage:
+def _stage(model: nn.Module, chain: Chain, index: int, survey: ValueSurvey) -> Stage:
     pairs = list(zip(chain.sites, survey.stages, strict=True))
     everywhere = any(model.get_parameter(name).requires_grad for name in chain.everywhere)
     return Stage(

@@ -12,7 +12,7 @@ from weft.data.batch import map_tensors
 from weft.parallel.pipeline.absent import Absent, Flow, Left, Relay, put
 from weft.parallel.pipeline.carried import Carried
 from weft.parallel.pipeline.remote import local
-from weft.parallel.pipeline.survey import StageRoute, Survey, without_towers
+from weft.parallel.pipeline.survey import StageRoute, ValueSurvey, without_towers
 from weft.structure import Chain, blocks
 
 #: (model, batch) -> output.
@@ -35,7 +35,7 @@ class Stage:
     """
 
     def __init__(
-        self, model: nn.Module, chain: Chain, survey: Survey, index: int, *, takes_gradient: bool, trains: bool
+        self, model: nn.Module, chain: Chain, survey: ValueSurvey, index: int, *, takes_gradient: bool, trains: bool
     ):  # fmt: skip
         self.index = index
         self.takes_gradient, self.trains = takes_gradient, trains

@@ -65,7 +65,7 @@ class StageRoute:
     last: Mapping[int, int]
 
 
-class Survey:
+class ValueSurvey:
     """Routes of a model by form of the batch.
 
     Args:
@@ -248,7 +248,7 @@ class _Walk:
 class Surveyed(StandIn):
     """Stands for a module of the chain in the copied model."""
 
-    def __init__(self, module: nn.Module, path: str, number: int, survey: Survey):
+    def __init__(self, module: nn.Module, path: str, number: int, survey: ValueSurvey):
         super().__init__(module, path)
         self.__dict__["_survey"] = number, survey
 
