@@ -5,7 +5,7 @@ modules return remote tensors. From the calls and from what they were made of fo
 must receive:
 
 - the arguments of its first call that depend on earlier stages (`StageRoute.entry`): mostly one, the stream;
-- outputs of modules of earlier stages that it reads besides (`StageRoute.values`): a skip connection, an auxiliary loss.
+- outputs of modules of earlier stages that it reads besides (`StageRoute.values`), such as a skip.
 
 All ranks compute the same routes, so nothing is agreed on. A stage that meets a remote tensor in spite of this refuses.
 """
