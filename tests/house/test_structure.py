@@ -15,7 +15,6 @@ CHANGES = re.compile(
     r"|(?<!self)\.forward\s*=|\.(?:eval|train)\(|__dict__\.|\.data\s*=|requires_grad_?\s*[=(]\s*(?:True|False)|register_\w*hook\("
 )
 EXCEPTIONS = {
-    "chain.py": "`_calls` removes its hooks",
     "dry_run.py": "`_unchanged` puts back all attributes that a forward in evaluation changed",
     "hugging_face.py": "`experts_at_once` puts back how the experts of a config are multiplied",
     "surgery.py": "the one place where a module's class is replaced, for rooms that change models",

@@ -54,6 +54,10 @@ def references():
 def test_loss_gradients_buffers_and_random_numbers_are_as_without(name, setting, references):
     model, call = MODELS[name]()
     names = list(model.state_dict())
+    if (name, setting) == ("plain-cnn", "full"):
+        with pytest.raises(ModelError, match="it recomputes one repeated block at a time"):
+            apply_recompute(model, Plan(recompute=setting))
+        return
     apply_recompute(model, Plan(recompute=setting))
     assert list(model.state_dict()) == names
     if setting == "attention" and name not in HAVE_ATTENTION:
@@ -308,6 +312,71 @@ def test_none_leaves_the_model_as_it_is():
     assert [type(module) for module in model.modules()] == kinds
 
 
+class Experts(nn.Module):
+    """A block that holds a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(expert(x) for expert in self.experts)
+
+
+class Pair(nn.Module):
+    """A block of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Holder(nn.Module):
+    """Holds modules under the given names."""
+
+    def __init__(self, **modules: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 2)
+        for name, module in modules.items():
+            setattr(self, name, module)
+        self.head = nn.Linear(2, 4)
+
+
+CONTAINERS = {
+    "ModuleDict with numbers": (lambda: {"l": nn.ModuleDict({"0": Experts(), "1": Experts()})}, ["l.0", "l.1"]),
+    "ModuleDict with names": (lambda: {"l": nn.ModuleDict({"a": Experts(), "b": Experts()})}, ["l.a", "l.b"]),
+    "ModuleDict of parts": (
+        lambda: {"l": nn.ModuleDict({"wte": nn.Embedding(4, 2), "h": nn.ModuleList([Experts(), Experts()])})},
+        ["l.h.0", "l.h.1"],
+    ),
+    "ModuleList of ModuleLists": (
+        lambda: {"l": nn.ModuleList([nn.ModuleList([nn.LayerNorm(2), Experts()]) for _ in range(2)])},
+        ["l.0.0", "l.0.1", "l.1.0", "l.1.1"],
+    ),
+    "ModuleList of ModuleDicts": (
+        lambda: {"l": nn.ModuleList([nn.ModuleDict({"n": nn.LayerNorm(2), "f": Experts()}) for _ in range(2)])},
+        ["l.0.n", "l.0.f", "l.1.n", "l.1.f"],
+    ),
+    "numbered attributes": (lambda: {"layer0": Experts(), "layer1": Experts()}, ["layer0", "layer1"]),
+    "attributes": (lambda: {"first": Pair(), "second": Pair()}, ["first", "second"]),
+    "Sequential": (lambda: {"l": nn.Sequential(Experts(), Experts())}, ["l.0", "l.1"]),
+    "Sequential of Sequentials": (
+        lambda: {"l": nn.Sequential(nn.Sequential(Experts(), Experts()), nn.Sequential(Experts()))},
+        ["l.0.0", "l.0.1", "l.1.0"],
+    ),
+    "linear layers": (lambda: {"fc1": nn.Linear(2, 2), "fc2": nn.Linear(2, 2)}, []),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_blocks_in_containers_of_every_kind(name):
+    build, expected = CONTAINERS[name]
+    assert list(repeated_blocks(Holder(**build()))) == expected
+
+
 def test_blocks_of_models_of_every_kind():
     found = {name: list(repeated_blocks(build()[0])) for name, build in MODELS.items()}
     assert found["llama"] == [f"blocks.{index}" for index in range(4)]
@@ -315,9 +384,127 @@ def test_blocks_of_models_of_every_kind():
     assert found["hf-qwen2"] == [f"model.layers.{index}" for index in range(3)]
     assert found["cnn"] == ["1.0", "1.1", "2.0"]
     assert found["plain-cnn"] == []
-    experts = nn.ModuleList([nn.Module(), nn.Module()])
-    for layer in experts:
-        layer.experts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     shared = nn.Linear(2, 2)
-    assert list(repeated_blocks(nn.Sequential(experts))) == ["0.0", "0.1"]
+    assert list(repeated_blocks(nn.Sequential(nn.ModuleList([Experts(), Experts()])))) == ["0.0", "0.1"]
     assert list(repeated_blocks(nn.ModuleList([shared, nn.ReLU(), shared]))) == ["0"]
+
+
+class Stateful(Pair):
+    """Keeps state in forward: a counter, a running buffer, a list and a tensor that the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.sizes, self.aux = 0, [], None
+        self.register_buffer("mean", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.sizes.append(len(x))
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        out = super().forward(x) * self.calls / len(self.sizes) * 1.5**self.calls + self.mean
+        self.aux = out.square().mean()
+        return out
+
+
+class Counts(Pair):
+    """Keeps a counter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize("kind", [Stateful, Counts])
+@pytest.mark.parametrize("recompute", ["full", "selective", "60%"])
+def test_state_that_forward_keeps_advances_once(recompute, kind):
+    """Two forwards come before their backwards, so a replay finds later state."""
+
+    def train(recompute: str):
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(), kind()).double()
+        apply_recompute(model, Plan(recompute=recompute))
+        found = []
+        for step in range(4):
+            xs = [torch.randn(3, 2, generator=torch.Generator().manual_seed(step + n)).double() for n in range(2)]
+            losses = [model(x).sum() + sum(getattr(block, "aux", None) or 0 for block in model) for x in xs]
+            for loss in losses:
+                loss.backward()
+            found += [loss.item() for loss in losses]
+        state = [(block.calls, getattr(block, "sizes", None)) for block in model]
+        return found, state, [param.grad for param in model.parameters()], list(model.buffers())
+
+    for found, expected in zip(train(recompute), train("none"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_full_recompute_without_blocks_is_an_error():
+    with pytest.raises(ModelError, match=r"recompute=full: it recomputes one repeated block at a time, and Linear has"):
+        apply_recompute(nn.Linear(2, 2), Plan(recompute="full"))
+
+
+class Stack(nn.Module):
+    """Wide blocks in a container."""
+
+    def __init__(self, hold) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.layers = hold([nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers:
+            for part in [layer] if not isinstance(layer, nn.ModuleList) else layer:
+                x = x + part(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        nn.ModuleList,
+        lambda blocks: nn.ModuleDict({str(number): block for number, block in enumerate(blocks)}),
+        lambda blocks: nn.ModuleList(nn.ModuleList([block]) for block in blocks),
+    ],
+    ids=["ModuleList", "ModuleDict", "ModuleList of ModuleLists"],
+)
+def test_blocks_in_every_container_keep_less(hold):
+    """Blocks in a ModuleDict kept everything before."""
+
+    def kept(recompute: str) -> int:
+        model = Stack(hold)
+        apply_recompute(model, Plan(recompute=recompute))
+        found: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = model(torch.randn(256, 8))
+        del output
+        return sum(found.values())
+
+    assert kept("full") < kept("none") / 3
+
+
+class TakenApart(nn.Module):
+    """Calls the parts of its blocks, and not the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block.down(block.up(x).relu())
+        return x
+
+
+def test_parts_are_recomputed_if_blocks_are_not_called():
+    model = TakenApart()
+    recompute = apply_recompute(model, Plan(recompute="full"))
+    assert list(recompute.policies) == ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]

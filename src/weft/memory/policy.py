@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.comm.links import unobserved
 from weft.errors import ModelError
+from weft.memory.block_state import BlockState
 from weft.memory.selective import OWN_HOOKS, SelectiveChoice, selective_contexts
 from weft.structure import hugging_face
 
@@ -65,16 +66,25 @@ def run_block(policy: Policy, block: nn.Module, forward: Forward, args: Sequence
     selective = policy.name == "selective"
     choice = SelectiveChoice(policy.saved)
     keeping, replaying = choice.contexts() if selective else _no_contexts()
+    around: list[Callable[[], AbstractContextManager[Any]]] = []
     if policy.buffers:
-        # Batch statistics and their like count a batch once: the replay writes into copies.
-        replaying = _Both(spare_buffers(block, policy.buffers), replaying)
+        # Batch statistics and their like count a batch once: the replay reads and writes copies of this moment.
+        copies = [block.get_buffer(name).detach().clone() for name in policy.buffers]
+        around.append(partial(spare_buffers, block, policy.buffers, copies))
+    state = BlockState.of(block)
+    if state is not None:
+        around.append(state.restored)
     # Forward reads more than its arguments, and another microbatch may have changed it before the replay.
-    replaying = _Both(state_of(block), replaying)
+    draws = state_of(block)
+    around.append(lambda: draws)
+    replaying = _Replay(around, replaying)
     pair = keeping, replaying
     settings = {**(OWN_HOOKS if selective else {}), **_kept_randomness()}
     outputs = checkpoint(forward, block, *args, use_reentrant=False, context_fn=lambda: pair, **settings, **kwargs)
     if selective:
         choice.keep_as_autograd_does(keeping.storage)
+    if state is not None:
+        state.compare(policy.buffers)
     return outputs
 
 
@@ -127,12 +137,15 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def spare_buffers(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """While inside, the named buffers are copies: what is written into them is lost."""
+def spare_buffers(
+    module: nn.Module, names: Sequence[str], values: Sequence[torch.Tensor] | None = None
+) -> Iterator[None]:
+    """While inside, the named buffers are copies: what is written into them is lost. values: the copies."""
     owners = [(module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]) for path in names]
     originals = [getattr(owner, name) for owner, name in owners]
-    for (owner, name), tensor in zip(owners, originals, strict=True):
-        setattr(owner, name, tensor.clone() if tensor is not None else None)
+    copies = [tensor.clone() if tensor is not None else None for tensor in values or originals]
+    for (owner, name), copied in zip(owners, copies, strict=True):
+        setattr(owner, name, copied)
     try:
         yield
     finally:
@@ -152,17 +165,18 @@ def _no_contexts() -> tuple[Any, Any]:
     return contextlib.nullcontext(), contextlib.nullcontext()
 
 
-class _Both:
-    """Two contexts, entered one in the other."""
+class _Replay:
+    """Contexts of a replay, the last outermost. Those of `around` are made for each replay: backward may run twice."""
 
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]):
-        self._contexts = outer, inner
+    def __init__(self, around: Sequence[Callable[[], AbstractContextManager[Any]]], inner: AbstractContextManager[Any]):
+        self._around, self._inner = around, inner
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
+            for make in reversed(self._around):
+                stack.enter_context(make())
+            stack.enter_context(self._inner)
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:

@@ -31,7 +31,8 @@ from weft.memory.trace import BlockTrace, PolicyCost, Storages, num_bytes, stora
 from weft.mesh import Axis
 from weft.private_torch import tree_leaves, uncompiled
 from weft.spec.plan import RECOMPUTES, Plan
-from weft.structure import become, repeated_blocks, revert
+from weft.structure import become, dry_run, hugging_face, layers, repeated_blocks, revert
+from weft.structure import blocks as model_blocks
 from weft.units import counted, format_bytes, parse_bytes
 
 #: What makes two blocks the same: class, parameters and inputs, the latter two as name or order, shape and dtype.
@@ -56,7 +57,13 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
     for module in model.modules():
         revert(module, _RecomputedModel)
         revert(module, _RecomputedBlock)
-    blocks = (repeated_blocks(model) or {"": model}) if plan.recompute != "none" else {}
+    blocks = (_called_blocks(model) or {"": model}) if plan.recompute != "none" else {}
+    if "" in blocks and plan.recompute_policy == "full" and plan.pp == 1:
+        raise ModelError(
+            f"recompute={plan.recompute}: it recomputes one repeated block at a time, and {type(model).__name__} has "
+            f"none, so it would save nothing. Put its layers into modules that are repeated in an nn.ModuleList, "
+            f"nn.ModuleDict or nn.Sequential, or use recompute=selective or recompute=none."
+        )
     if plan.recompute_blocks:
         blocks = _first_blocks(blocks, plan)
     recompute = Recompute(plan.recompute, blocks, axis)
@@ -72,6 +79,16 @@ def apply_recompute(model: nn.Module, plan: Plan, axis: Axis | None = None) -> R
     if recompute.is_budget and "" not in blocks:
         become(model, _RecomputedModel, _model_members, recompute=recompute)
     return recompute
+
+
+def _called_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks; of a block that is not called itself, the parts that are called."""
+    found = repeated_blocks(model)
+    is_known = hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
+    order = None if is_known or not found else dry_run.call_order(model)
+    if order is None or all(map(order.is_called, found.values())):
+        return found
+    return {site.path: site.module for site in order.called(model_blocks.block_sites(model))}
 
 
 def _first_blocks(blocks: dict[str, nn.Module], plan: Plan) -> dict[str, nn.Module]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from weft.memory.block_state import spare_attributes
 from weft.memory.policy import Forward, Policy, is_attention, spare_buffers, state_of, without_cache, without_graph
 from weft.memory.selective import is_heavy
 from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves, tree_map
@@ -110,9 +111,12 @@ def trace_block(block: nn.Module, forward: Forward, args: Sequence[Any], kwargs:
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         before = dict(block.named_buffers())
-        with spare_buffers(block, buffers), state_of(block), torch.no_grad():
+        with spare_attributes(block), spare_buffers(block, buffers), state_of(block), torch.no_grad():
             forward(block, *args, **kwargs)  # the first run of a kernel is slow: choosing it, page faults
-        with spare_buffers(block, buffers), _Recording(_clock(device)) as record, torch.enable_grad():
+        with (
+            spare_attributes(block), spare_buffers(block, buffers), _Recording(_clock(device)) as record,
+            torch.enable_grad(),
+        ):  # fmt: skip
             with state_of(block):
                 outputs = storages_of(forward(block, *args, **kwargs))
             changed = [name for name, tensor in block.named_buffers() if not torch.equal(tensor, before[name])]

@@ -261,3 +261,7 @@ def plain_call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     """Call a function of torch without asking the classes of its arguments."""
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
+
+
+#: A context in which tensor subclasses act as plain tensors.
+without_overrides = torch._C.DisableTorchFunctionSubclass

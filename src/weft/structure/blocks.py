@@ -6,7 +6,9 @@ want blocks (`repeated_blocks`), ZeRO 3 also wants large layers outside of them,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,6 +17,7 @@ from weft.structure.private_torch import children
 
 LISTS = (nn.ModuleList, nn.ModuleDict)
 CONTAINERS = (nn.Sequential, *LISTS)
+_NUMBERED = re.compile(r"(.*?)\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,63 @@ def outermost(model: nn.Module, is_wanted: Callable[[Site], bool]) -> list[Site]
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks by module path, in the order of the modules; empty where there are none.
+    """Return the repeated blocks by module path, in the order of registration; empty if there are none.
 
-    They are the children of the outermost ModuleLists. A model without any has the composite children of its
-    Sequentials (a residual network's stages are made so). A block never lies inside another, and a block that is
-    listed under several paths has the first.
+    A block is a module that is called. The blocks are the outermost ones of these:
+
+    - entries of ModuleLists, and of ModuleDicts with numbers as keys or with two entries of one class;
+    - composite children of Sequentials (a residual network's stages are made so);
+    - composite modules of one class with numbered names (`layer0`, `layer1`) or, without other blocks, any names.
+
+    Lists inside of a list, and modules without a forward, are never called: their entries are the blocks. A block
+    never lies inside another, and a block that is listed under several paths has the first.
     """
-    in_lists = outermost(model, lambda site: isinstance(site.parent, nn.ModuleList))
-    return {site.path: site.module for site in in_lists or outermost(model, _is_in_sequential)}
+    return {site.path: site.module for site in block_sites(model)}
+
+
+def block_sites(model: nn.Module) -> list[Site]:
+    """Return the sites of `repeated_blocks`."""
+    lists = _open_lists(model)
+    listed = outermost(model, lambda site: site.parent in lists and not is_never_called(site.module))
+    found = listed
+    for is_wanted in (_is_in_sequential, _is_numbered):
+        around = outermost(model, is_wanted)
+        if around and _inside(found, around):
+            found = around
+    return found or outermost(model, _is_sibling)
+
+
+def _inside(sites: Sequence[Site], around: Sequence[Site]) -> bool:
+    """Return whether each of the sites lies in one of the others. True without sites."""
+    return all(any(site.path.startswith(f"{outer.path}.") for outer in around) for site in sites)
+
+
+def _open_lists(model: nn.Module) -> set[nn.Module]:
+    """Return the modules whose entries are blocks: lists, and what is never called inside of them."""
+    found: set[nn.Module] = set()
+
+    def open_all(module: nn.Module) -> None:
+        found.add(module)
+        for child in module.children():
+            if is_never_called(child):
+                open_all(child)
+
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and _is_repeated(module)):
+            open_all(module)
+    return found
+
+
+def _is_repeated(entries: nn.ModuleDict) -> bool:
+    """Return whether a ModuleDict holds blocks, and not parts of different kinds by name."""
+    kinds = Counter(type(child) for child in map(original, entries.children()) if _is_composite(child))
+    numbers = [key for key in entries if key.isdecimal()]
+    return len(numbers) == len(entries) > 0 or max(kinds.values(), default=0) > 1
+
+
+def is_never_called(module: nn.Module) -> bool:
+    """Return whether a module has no forward: ModuleList, ModuleDict, ParameterList and classes without one."""
+    return type(module).forward is nn.Module.forward and "forward" not in vars(module)
 
 
 def _is_in_sequential(site: Site) -> bool:
@@ -74,9 +126,36 @@ def _is_in_sequential(site: Site) -> bool:
     sequentials = (part for part in site.module.modules() if isinstance(part, nn.Sequential))
     return (
         isinstance(site.parent, nn.Sequential)
-        and not is_layer(site.module)
+        and _is_composite(site.module)
         and all(is_layer(child) for part in sequentials for child in part.children())
     )
+
+
+def _is_numbered(site: Site) -> bool:
+    """Return whether a composite module has a numbered name, and a sibling of its class has the next."""
+    match = _NUMBERED.fullmatch(site.key)
+    is_open = isinstance(site.parent, CONTAINERS) or isinstance(site.module, nn.Sequential)
+    if match is None or is_open or not _is_composite(site.module):
+        return False
+    kind = type(site.module)
+    alike = [key for key, child in children(site.parent).items() if child is not None and type(original(child)) is kind]
+    names = [key for key in alike if (other := _NUMBERED.fullmatch(key)) is not None and other[1] == match[1]]
+    return len(names) > 1
+
+
+def _is_sibling(site: Site) -> bool:
+    """Return whether a composite module has a sibling of its class."""
+    alike = sum(type(original(child)) is type(site.module) for child in site.parent.children())
+    return alike > 1 and _is_composite(site.module)
+
+
+def original(module: nn.Module) -> nn.Module:
+    """Return the module that a stand-in of a pipeline stands for, or else the module itself."""
+    return getattr(module, "stands_for", module)
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return not is_layer(module) and not is_never_called(module)
 
 
 def is_layer(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from weft.spec.schedule.transfers import Key, Transfer
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 #: Numbers in what is said of an activation: how many tensors; of each its slot, format, number of dimensions, sizes.
 _MAX_DIMS = 8
-_MAX_PARTS = 6
+_MAX_PARTS = 32
 _OF_PART = 3 + _MAX_DIMS
 #: Sends that may be under way before the oldest is waited for: a sender seldom is so far ahead.
 _MOST_SENDS = 64

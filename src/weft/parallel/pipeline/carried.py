@@ -1,4 +1,4 @@
-"""What crosses from one stage to the next: the block's input, and what else its chain of blocks hands on."""
+"""What crosses from one stage to the next: arguments of its first call, and other values that later stages read."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ from typing import NamedTuple
 
 import torch
 
-#: The slot of what the block before gave: the first argument of a block, or the one that is called so.
+#: The slot of the first argument: of what the block before returned.
 STREAM = 0
-#: The slot of what waits for the first block of the second chain, while the first chain is under way.
-ASIDE = -1
+#: The slot of a tensor without meaning, if a stage needs nothing of the earlier ones.
+NOTHING = -1
+#: Slots of values are below this.
+_VALUES = -2
 #: Where tensors of several formats lie in one message: at multiples of so many bytes.
 _ALIGNED = 16
 
 
+def slot_of(place: int, *, is_value: bool = False) -> int:
+    """Return the slot of an argument of the entered call, or of a value, by its place among these."""
+    return _VALUES - place if is_value else place
+
+
 class Carried(NamedTuple):
-    """Tensors by slot: `STREAM`, `ASIDE`, or the place of a parameter of the block that is entered."""
+    """Tensors by slot (`slot_of`)."""
 
     slots: tuple[int, ...]
     tensors: tuple[torch.Tensor, ...]
@@ -24,10 +31,6 @@ class Carried(NamedTuple):
     def one(cls, tensor: torch.Tensor) -> Carried:
         """The stream alone."""
         return cls((STREAM,), (tensor,))
-
-    def at(self, slot: int) -> torch.Tensor | None:
-        """The tensor of a slot; None where nothing travels there."""
-        return self.tensors[self.slots.index(slot)] if slot in self.slots else None
 
     def detach(self) -> Carried:
         """The same numbers without their history."""

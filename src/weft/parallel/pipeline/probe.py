@@ -1,113 +1,255 @@
-"""What is known of blocks before any runs: names of their arguments, and whether they give one tensor or several.
+"""What a module returns, without running it on numbers: one call of a copy on the meta device.
 
-A stand-in for a block must give what the block gives: a model that unpacks (hidden states, position bias) fails on a
-tensor. The block's class is asked once, by a call on the meta device of a copy that no technique has changed.
+A module that cannot be called so, such as experts whose tokens are counted, is called with zeros once. If that fails
+too, its output is taken to be like its first argument; the stage that holds the module checks it (`check`).
+
+A stand-in must return what its module returns: a tensor, a tuple, a dict or a dataclass, with the same shapes. What a
+module does besides returning is found as well: attributes that it sets (`self.aux`) are outputs like any other, and a
+module that leaves a tensor elsewhere or changes its arguments is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import inspect
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.private_torch import tree_map
-from weft.structure import Chain, class_before
+from weft.data.batch import map_tensors, parts_of, tensors_in
+from weft.errors import ModelError
+from weft.parallel.pipeline.remote import RemoteTensor, to_meta
+from weft.private_torch import TorchDispatchMode, storage_key, version_of
+from weft.structure import hugging_face
 
-#: What a convolution is called with beside its input.
-_CONVOLUTIONS = {nn.Conv1d: nn.functional.conv1d, nn.Conv2d: nn.functional.conv2d, nn.Conv3d: nn.functional.conv3d}
-
-
-class Probes:
-    """Of the blocks of a chain, by path, as they came."""
-
-    def __init__(self, modules: Mapping[str, nn.Module]):
-        self._names = {path: _names(module) for path, module in modules.items()}
-        self._copies: dict[type, nn.Module] = {}
-        self._lengths: dict[type, int] = {}  # of the tuple that a block gives; 0: a tensor
-        for module in modules.values():
-            kind = class_before(module)
-            if kind not in self._copies and _may_give_several(module):
-                self._copies[kind] = _copy_on_meta(module)
-
-    @classmethod
-    def of(cls, chain: Chain) -> Probes:
-        """Those of a chain of a model that is not cut yet."""
-        return cls({site.path: site.module for site in chain.blocks})
-
-    def parameters(self, path: str) -> dict[str, int]:
-        """By name, the place of each parameter of a block's forward."""
-        return self._names.get(path, {})
-
-    def name(self, path: str, slot: int) -> str:
-        """The parameter at a place."""
-        return next(name for name, place in self.parameters(path).items() if place == slot)
-
-    def as_given_by(self, module: nn.Module, given: torch.Tensor, args: Any, kwargs: Any) -> Any:
-        """A tensor in the form in which a module gives its output: alone, or first in a tuple of as many."""
-        convolve = _CONVOLUTIONS.get(type(module))  # pyright: ignore[reportArgumentType] - any class may be asked for
-        if convolve is not None:
-            return _convolved(module, convolve, given, args)
-        kind = class_before(module)
-        if kind not in self._copies:
-            return given
-        if kind not in self._lengths:
-            self._lengths[kind] = _length(self._copies[kind], args, kwargs)
-        length = self._lengths[kind]
-        return (given, *[None] * (length - 1)) if length else given
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def _names(module: nn.Module) -> dict[str, int]:
-    takes = inspect.signature(module.forward).parameters.values()
-    named = [each.name for each in takes if each.kind in (each.POSITIONAL_OR_KEYWORD, each.POSITIONAL_ONLY)]
-    return {name: place for place, name in enumerate(named)}
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Outputs of a call on the meta device.
 
-
-def _may_give_several(module: nn.Module) -> bool:
-    said = inspect.signature(module.forward).return_annotation
-    return said is not torch.Tensor and str(said) not in ("Tensor", "torch.Tensor")
-
-
-def _copy_on_meta(module: nn.Module) -> nn.Module:
-    tensors = [*module.parameters(), *module.buffers()]
-    memo: dict[int, Any] = {
-        id(each): nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
-        if isinstance(each, nn.Parameter)
-        else torch.empty_like(each, device="meta")
-        for each in tensors
-    }
-    return copy.deepcopy(module, memo).float().eval()
-
-
-def _length(module: nn.Module, args: Any, kwargs: Any) -> int:
-    """Of the tuple that a block gives; 0 for a tensor, and where the block cannot be asked.
-
-    All in fp32: the block was copied before its weights got the formats of the run, and in fp16 some look at values.
+    value: what it returned. set_tensors: attributes with tensors that it set, by (path in the module, name).
+    set_others: other attributes that it changed. is_guess: whether the first argument stands in for the output.
     """
 
-    def moved(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.detach().to("meta", torch.float32 if leaf.is_floating_point() else leaf.dtype)
-        return leaf if isinstance(leaf, bool | int | float | str) else None  # no cache may see the call
-
-    try:
-        with torch.no_grad(), torch.device("meta"):
-            made = module(*tree_map(moved, args), **tree_map(moved, kwargs))
-    except Exception:  # the model's own code, called with what it may not expect
-        return 0
-    return len(made) if isinstance(made, tuple) else 0  # pyright: ignore[reportUnknownArgumentType] - the model's own
+    value: Any
+    set_tensors: tuple[tuple[tuple[str, str], Any], ...] = ()
+    set_others: tuple[tuple[str, str], ...] = ()
+    is_guess: bool = False
 
 
-def _convolved(module: Any, convolve: Any, given: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    """Zeros of the shape that a convolution would give: what follows may ask for that, and nothing more counts."""
-    if not args or not isinstance(args[0], torch.Tensor) or module.padding_mode != "zeros":
-        return given
-    x, weight = torch.empty(args[0].shape, device="meta"), torch.empty(module.weight.shape, device="meta")
-    try:
-        shape = convolve(x, weight, None, module.stride, module.padding, module.dilation, module.groups).shape
-    except RuntimeError:
-        return given
-    return given.flatten()[:1].mul(0).view([1] * len(shape)).expand(shape)
+class Probe:
+    """Calls a module of a copied model on the meta device, once for each form of its arguments."""
+
+    def __init__(self, module: nn.Module, path: str):
+        self.module, self.path = module, path
+        self.state: set[tuple[str, str]] = set()  # attributes without tensors that its calls change
+        self.guesses = False
+        self._returns_first = False
+        self._known: dict[Any, Returned] = {}
+
+    def returned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
+        """Return the outputs for arguments of this form.
+
+        Raises:
+            ModelError: if the module changes its arguments or leaves a tensor where no stage finds it.
+        """
+        form = self.module.training, _form((args, kwargs))
+        if form not in self._known:
+            self._known[form] = self._call(args, kwargs)
+            self.state.update(self._known[form].set_others)
+        return self._known[form]
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
+        if self._returns_first:
+            return self._guessed(args, kwargs)
+        found = self._attempt(self.module, _without_caches(map_tensors(_plain, (args, kwargs))), on_meta=True)
+        if found is None:
+            found = self._with_zeros(args, kwargs)
+        return self._guessed(args, kwargs) if found is None else found
+
+    def _with_zeros(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned | None:
+        """Call a copy of the module whose weights and arguments are zeros."""
+        device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
+        memo: dict[int, Any] = {
+            id(each): nn.Parameter(torch.zeros_like(each, device=device), requires_grad=False)
+            if isinstance(each, nn.Parameter) else torch.zeros_like(each, device=device)
+            for each in _held(self.module)
+        }  # fmt: skip
+
+        def zeros(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(_plain(tensor), device=device)
+
+        module = copy.deepcopy(self.module, memo)
+        given = _without_caches(map_tensors(zeros, (args, kwargs)))
+        first = next(tensors_in(given), None)
+        found = self._attempt(module, given, on_meta=False)
+        if found is not None and isinstance(found.value, torch.Tensor) and first is not None:
+            is_alike = found.value.shape == first.shape and not found.set_tensors and not found.set_others
+            self._returns_first = is_alike
+        return found
+
+    def _attempt(self, module: nn.Module, given: Any, *, on_meta: bool) -> Returned | None:
+        """Call a module and look for what it does besides returning; None if the call fails."""
+        before, sizes = _attributes(module), _sizes(given)
+        versions = [(each, version_of(each)) for each in tensors_in(given)]
+        objects = [(each, dict(vars(each))) for each in _objects(given)]
+        with _Made() as made:
+            try:
+                value = _run(module, *given, on_meta=on_meta)
+            except ModelError:
+                raise
+            except Exception:  # the model's own code, called without numbers
+                return None
+        changed = any(version_of(each) != version for each, version in versions) or _sizes(given) != sizes
+        if changed or any(vars(each) != was for each, was in objects):
+            raise ModelError(
+                f"pp: {self.path!r} changes one of its arguments in place, and other stages would not see that. "
+                f"Return the new value instead, or use pp=1."
+            )
+        tensors, others = _changes(module, before)
+        outputs = [*tensors_in(value), *(each for _, found in tensors for each in tensors_in(found))]
+        if made.is_kept_besides([*outputs, *tensors_in(given), *_held(module)]):
+            raise ModelError(
+                f"pp: {self.path!r} leaves a tensor outside of itself, such as in a list of losses, and other stages "
+                f"would not see that. Return it, or set it as an attribute of the module, or use pp=1."
+            )
+        return Returned(map_tensors(to_meta, value), tensors, others)
+
+    def _guessed(self, args: Any, kwargs: Any) -> Returned:
+        first = next(tensors_in((args, kwargs)), None)
+        if first is None:
+            raise ModelError(
+                f"pp: {self.path!r} cannot be called without numbers, so other stages do not know what it returns. "
+                f"Use pp=1."
+            )
+        self.guesses = True
+        return Returned(_plain(first), is_guess=True)
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Compare what the module itself returned with what other stages took it to return.
+
+        Raises:
+            ModelError: if it differs.
+        """
+        expected = next(tensors_in((args, kwargs)), None)
+        is_alike = isinstance(output, torch.Tensor) and expected is not None and output.shape == expected.shape
+        if self.guesses and not is_alike:
+            raise ModelError(
+                f"pp: {self.path!r} cannot be called without numbers and does not return a tensor of the shape of its "
+                f"first argument, so other stages do not know what it returns. Use pp=1."
+            )
+
+
+def _run(module: nn.Module, args: Any, kwargs: Any, *, on_meta: bool) -> Any:
+    device = torch.device("meta") if on_meta else contextlib.nullcontext()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), device, hugging_face.experts_at_once(module):
+        return module(*args, **kwargs)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return to_meta(tensor.received if isinstance(tensor, RemoteTensor) and tensor.received is not None else tensor)
+
+
+def _without_caches(value: Any) -> Any:
+    """None in place of key-value caches: no call on the meta device may fill one."""
+    if isinstance(value, dict):
+        return {name: _without_caches(each) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_without_caches, value))
+    return None if hugging_face.is_cache(value) else value
+
+
+def _form(value: Any) -> Any:
+    """Structure, shapes and formats of arguments: hashable."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return tuple((str(name), _form(each)) for name, each in value.items())
+    if (parts := parts_of(value)) is not None:
+        return type(value), tuple(map(_form, parts))
+    return value if isinstance(value, _PLAIN) else type(value)
+
+
+def _sizes(value: Any) -> list[int]:
+    parts = parts_of(value)
+    return [] if parts is None else [len(parts), *(size for part in parts for size in _sizes(part))]
+
+
+def _objects(value: Any) -> Iterator[Any]:
+    """Objects of other classes among arguments, whose attributes a module may change."""
+    parts = parts_of(value)
+    for part in parts or ():
+        yield from _objects(part)
+    is_other = parts is None and not isinstance(value, (*_PLAIN, torch.Tensor, nn.Module, type))
+    if is_other and hasattr(value, "__dict__") and not callable(value):
+        yield value
+
+
+def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Plain attributes of a module and of those inside, with the contents of lists and dicts."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if not name.startswith("_"):
+                found[path, name] = list(value) if isinstance(value, list) else value
+            if name.startswith("_") and not isinstance(value, dict):
+                found[path, name] = list(value) if isinstance(value, list) else value
+    return found
+
+
+def _changes(
+    module: nn.Module, before: dict[tuple[str, str], Any]
+) -> tuple[tuple[tuple[tuple[str, str], Any], ...], tuple[tuple[str, str], ...]]:
+    """Attributes that a call changed: those that now hold tensors, and all others."""
+    tensors: list[tuple[tuple[str, str], Any]] = []
+    others: list[tuple[str, str]] = []
+    missing = object()
+    for key, value in _attributes(module).items():
+        was = before.get(key, missing)
+        if was is value or (isinstance(value, list) and isinstance(was, list) and _is_same(value, was)):
+            continue
+        if not isinstance(value, list) and next(tensors_in(value), None) is not None:
+            tensors.append((key, map_tensors(to_meta, value)))
+        elif isinstance(value, torch.Tensor | list) or was is missing or type(was) is not type(value) or was != value:
+            others.append(key)
+    return tuple(tensors), tuple(others)
+
+
+def _is_same(value: list[Any], was: list[Any]) -> bool:
+    return len(value) == len(was) and all(one is other for one, other in zip(value, was, strict=True))
+
+
+def _held(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Tensors that a module holds in any attribute."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for part in module.modules():
+        for value in vars(part).values():
+            yield from tensors_in(value)
+
+
+class _Made(TorchDispatchMode):
+    """Notes the tensors that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._made += [weakref.ref(each) for each in tensors_in(made)]
+        return made
+
+    def is_kept_besides(self, known: list[torch.Tensor]) -> bool:
+        """Return whether one of them is still alive and shares no memory with the known tensors."""
+        alive = [each for reference in self._made if (each := reference()) is not None]
+        with contextlib.suppress(NotImplementedError):
+            storages = {storage_key(each.untyped_storage()) for each in known}
+            return any(storage_key(each.untyped_storage()) not in storages for each in alive)
+        return False

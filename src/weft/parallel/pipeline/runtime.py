@@ -127,6 +127,7 @@ class Pipeline:
     def step(self, work: StepWork, phases: Phases) -> None:
         """Run forward and backward of all microbatches. A collective over the axis of stages."""
         self._begin(work.microbatches, self._arrived_by)
+        self._survey(work.forward, work.microbatches)
         began = self._computed = time.perf_counter()
         self.events = []
         # A receive whose shape is not known yet holds the host up, so it keeps the order that all ranks have in common.
@@ -155,6 +156,7 @@ class Pipeline:
         self._begin([])
         for batch in batches:
             self._kinds = [self._boundary.kind_of(batch)]
+            self._survey(forward, [batch])
             for index, stage in self.stages.items():
                 if index and (source := self.schedule.owner(index - 1)) != self._axis.rank:
                     self._move(Transfer("receive", "activation", index, 0, source))
@@ -173,6 +175,12 @@ class Pipeline:
         self._weights.clear()
         self._made.clear()
         self._kinds = [self._boundary.kind_of(batch) for batch in batches]
+
+    def _survey(self, forward: ForwardFn, batches: Sequence[Any]) -> None:
+        """Find out what crosses between stages, and refuse what cannot, before any rank waits for another."""
+        stage = next(iter(self.stages.values()))
+        for batch in batches:
+            stage.survey(forward, batch)
 
     def _move(self, transfer: Transfer) -> None:
         """Begin one end of a transfer; none where no gradient is needed."""

@@ -225,7 +225,8 @@ class AxisMap:
         adjacent = tuple(f"{axis}/{times}" for axis in cut) if times > 1 else ()
         extra = (*adjacent, *(axis for axis in placement.partial if axis not in (*cut, *_DATA, "cp")))
         beside = () if is_expert else adjacent if "tp" in cut else ("tp",)
-        equal = ("dp_replicate", *beside, *((ENDS,) if ENDS in extra else ()))
+        of_stages = tuple(name for name in (ENDS, "pp") if name in extra)
+        equal = ("dp_replicate", *beside, *of_stages)
         same = self._joined((*shard, *equal))
         if not self._sharded:
             equal = (*equal, *shard)
@@ -247,7 +248,7 @@ class AxisMap:
             cut=self.mesh[cut] if cut else self._nobody("tp"),
             extra=self._joined(extra) if extra else self._nobody("tp"),
             share=(sums.index(self.mesh.rank), len(sums)),
-            waits=ENDS in extra,
+            waits=bool(of_stages),
             holders=sums,
         )
 

@@ -272,10 +272,24 @@ def lay_out(
     return buckets
 
 
-def put_in_order(buckets: list[Bucket], slots: Sequence[Slot]) -> None:
-    """Buckets of several kinds in the order in which backward completes them; those that wait for other stages last."""
+def put_in_order(buckets: list[Bucket], slots: Sequence[Slot], saved_name: Callable[[str], str]) -> None:
+    """Sort buckets of several kinds by the order in which backward completes them.
+
+    Those that wait for other stages come last. Their order follows from their names, which are the same on all stages.
+
+    Args:
+        buckets: sorted in place.
+        slots: in the order of the model.
+        saved_name: gives a parameter's name in checkpoints.
+    """
     position = {id(slot): index for index, slot in enumerate(reversed(slots))}
-    buckets.sort(key=lambda bucket: (bucket.over.waits, max(position[id(slot)] for slot in bucket.slots)))
+
+    def order(bucket: Bucket) -> tuple[bool, str, int]:
+        if bucket.over.waits:
+            return True, max(saved_name(slot.name) for slot in bucket.slots), bucket.index
+        return False, "", max(position[id(slot)] for slot in bucket.slots)
+
+    buckets.sort(key=order)
     for index, bucket in enumerate(buckets):
         bucket.index = index
 

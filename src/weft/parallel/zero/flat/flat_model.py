@@ -348,12 +348,14 @@ class FlatModel:
         options: dict[str, Any] = {"whole": whole, "host": self._on_host, "bucket_bytes": self._bucket_bytes}
         for axes in dict.fromkeys(self._kinds.values()):
             alike = [slot for slot in self._slots if self._kinds[slot] is axes]
+            if axes.waits:  # stages register their modules in different orders
+                alike.sort(key=lambda slot: self.axes.saved_name(slot.name), reverse=True)
             found = lay_out(alike, self._formats, self.precision.master, axes.shard, **options)
             for bucket in found:
                 bucket.axes = axes
                 bucket.differs = axes.shard.size > 1 and self.axes.mesh.plan.gather == "diff4"
             buckets += found
-        put_in_order(buckets, self._slots)
+        put_in_order(buckets, self._slots, self.axes.saved_name)
         for bucket in buckets:
             if bucket.on_host and self._host is not None:
                 bucket.host = HostPart(self._host, bucket.length, bucket.master.dtype)

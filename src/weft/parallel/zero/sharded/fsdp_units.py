@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from weft.structure import blocks
+from weft.structure import blocks, dry_run, hugging_face, layers
 
 #: A layer outside the blocks becomes a unit from this share of all parameters on.
 LARGE_SHARE = 1 / 64
@@ -33,19 +33,26 @@ def find_units(model: nn.Module) -> list[Unit]:
     """Units below the root, in the order in which the model lists them. No unit lies inside another.
 
     A module that is registered at several places, and called from each, is one unit. A module that shares a
-    parameter with one outside of it is none: a tied embedding and head stay with the root, gathered together.
+    parameter with one outside of it is none: a tied embedding and head stay with the root, gathered together. Neither
+    is a module whose weights are read outside of its calls, such as a block of which another module calls a part.
     """
     owners: dict[int, set[nn.Module]] = {}  # of each parameter and each module, by its id
     for module in model.modules():
         for owned in (*module.children(), *module.parameters(recurse=False)):
             owners.setdefault(id(owned), set()).add(module)
+    order = (
+        None
+        if hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
+        else dry_run.call_order(model)
+    )
     large = LARGE_SHARE * sum(param.numel() for param in model.parameters())
 
     def is_closed(module: nn.Module) -> bool:
         """Whether no parameter or module in it is also one of a module outside."""
         inside = set(module.modules())
         below = (child for child in inside if child is not module and blocks.has_params(child))
-        return all(owners[id(owned)] <= inside for owned in (*module.parameters(), *below))
+        is_alone = all(owners[id(owned)] <= inside for owned in (*module.parameters(), *below))
+        return is_alone and not (order is not None and order.is_read(module))
 
     def is_unit(site: blocks.Site) -> bool:
         fits = _is_large_layer(site, large) if blocks.is_layer(site.module) else _is_block(site)

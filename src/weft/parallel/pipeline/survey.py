@@ -1,0 +1,436 @@
+"""What each stage of a pipeline receives: read from one forward of the whole model without numbers.
+
+The model is copied before it is cut, with its modules on the meta device. Its forward is called with the batch; the
+modules return remote tensors. From the calls and from what they were made of follows, for each stage, which tensors it
+must receive:
+
+- the arguments of its first call that depend on earlier stages (`StageRoute.entry`): mostly one, the stream;
+- outputs of modules of earlier stages that it reads besides (`StageRoute.values`), such as a skip.
+
+All ranks compute the same routes, so nothing is agreed on. A stage that meets a remote tensor in spite of this refuses.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.data.batch import map_tensors, parts_of, tensors_in
+from weft.errors import ModelError
+from weft.parallel.layers import StandIn
+from weft.parallel.pipeline.probe import Probe
+from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local
+from weft.structure import Chain, blocks
+
+#: Number of a call, and of the tensor among its outputs.
+Value = tuple[int, int]
+#: (model, batch) -> output.
+ForwardFn = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of a module: its number in the chain, its tensor arguments, and when it happened."""
+
+    site: int
+    tensors: list[torch.Tensor]
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntryCall:
+    """The first call of a stage that needs earlier stages. leaves: numbers of its tensor arguments that it receives."""
+
+    call: int
+    leaves: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoute:
+    """What crosses between stages in a forward.
+
+    calls: the module of each call. entry, values: by stage that receives. last: by stage, its last call.
+    """
+
+    calls: tuple[int, ...]
+    entry: Mapping[int, EntryCall]
+    values: Mapping[int, tuple[Value, ...]]
+    last: Mapping[int, int]
+
+
+class ValueSurvey:
+    """Routes of a model by form of the batch.
+
+    Args:
+        model: before it is cut. It stays as it is.
+        chain: of the model.
+        stops: for each stage, the number of blocks before its end.
+    """
+
+    def __init__(self, model: nn.Module, chain: Chain, stops: Sequence[int]):
+        self.stages = stages_of_sites(chain, stops)
+        self.paths = [site.path for site in chain.sites]
+        self._towers = chain.towers
+        self._model, self._local = _copied(model, chain)
+        sites = [_same_site(self._model, site) for site in chain.sites]
+        self.probes = [Probe(site.module, site.path) for site in sites]
+        self._calls: list[_Call] = []
+        for number, site in enumerate(sites):
+            blocks.children(site.parent)[site.key] = Surveyed(site.module, site.path, number, self)
+        self._routes: dict[Any, StageRoute] = {}
+
+    def route(self, forward: ForwardFn, batch: Any, *, training: bool) -> StageRoute:
+        """Return what crosses between stages for a batch of this structure.
+
+        Raises:
+            ModelError: if a stage would need a value that it cannot receive.
+        """
+        key = _structure(batch), training
+        if key not in self._routes:
+            self._routes[key] = self._survey(forward, batch, training)
+        return self._routes[key]
+
+    def _survey(self, forward: ForwardFn, batch: Any, training: bool) -> StageRoute:
+        device = next((tensor.device for tensor in tensors_in(batch)), torch.device("cpu"))
+        for module in (self._model, *(probe.module for probe in self.probes)):
+            module.train(training)
+        for each in self._local:
+            each.real_device = device
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != device:
+                    setattr(module, name, buffer.to(device))
+        self._calls.clear()
+        cuda = [device] if device.type == "cuda" else []
+        drawn = random.getstate()
+        handle = self._model.register_forward_pre_hook(self._without_towers, with_kwargs=True)
+        try:
+            with torch.random.fork_rng(devices=cuda), torch.no_grad():
+                state = torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)
+                output = forward(self._model, batch)
+                after = torch.get_rng_state(), *(torch.cuda.get_rng_state(each) for each in cuda)
+        finally:
+            handle.remove()
+            was_drawn = random.getstate() != drawn
+            random.setstate(drawn)
+        if was_drawn or not all(map(torch.equal, state, after)):
+            raise ModelError(
+                f"pp: forward of {type(self._model).__name__} draws random numbers outside of its blocks, and each "
+                f"stage would draw others. Draw them in the data or in a block, or use pp=1."
+            )
+        route = self._routed(list(tensors_in(output)))
+        self._calls.clear()
+        return route
+
+    def _without_towers(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return without_towers(model, self._towers, args, kwargs)
+
+    def called(self, site: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note the call of a module, and return remote tensors in the form of its outputs."""
+        args, kwargs = map_tensors(local, args), map_tensors(local, kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        number, device = len(self._calls), _device_of(tensors)
+        marker = RemoteTensor.of(torch.empty(0, device="meta"), device, "")
+        self._calls.append(_Call(site, tensors, marker.created))
+        return remote_outputs(self.probes[site], args, kwargs, number, device, {})
+
+    def _routed(self, outputs: list[torch.Tensor]) -> StageRoute:
+        of_call = [self.stages[call.site] for call in self._calls]
+        num_stages = 1 + max(self.stages, default=0)
+        walk = _Walk(self._calls, of_call, self.paths)
+        entry = {stage: found for stage in range(1, num_stages) if (found := walk.entry(stage)) is not None}
+        needs: dict[int, set[Value]] = {}
+        for stage in range(num_stages):
+            walk.begin(stage, entry.get(stage))
+            following = entry.get(stage + 1)
+            if following is not None:
+                walk.need([self._calls[following.call].tensors[leaf] for leaf in following.leaves])
+            if stage == num_stages - 1:
+                walk.need(outputs)
+            needs[stage] = walk.found
+        values = {
+            stage: tuple(sorted({
+                value for later in range(stage, num_stages) for value in needs[later] if of_call[value[0]] < stage
+            }))
+            for stage in range(1, num_stages)
+        }  # fmt: skip
+        last = {stage: call for call, stage in enumerate(of_call)}
+        self._check_blocks(of_call, num_stages)
+        return StageRoute(tuple(call.site for call in self._calls), entry, values, last)
+
+    def _check_blocks(self, of_call: list[int], num_stages: int) -> None:
+        missing = set(range(num_stages)) - set(of_call)
+        if missing:
+            path = next(path for path, stage in zip(self.paths, self.stages, strict=True) if stage in missing)
+            raise ModelError(
+                f"pp: forward never calls {path!r}, so a stage of the pipeline would have nothing to do. Call every "
+                f"block, or use pp=1."
+            )
+
+
+class _Walk:
+    """Finds which outputs of earlier stages go into tensors of a stage."""
+
+    def __init__(self, calls: list[_Call], of_call: list[int], paths: list[str]):
+        self._calls, self._of_call, self._paths = calls, of_call, paths
+        self._stage, self._entered, self._received = 0, 0, set[int]()
+        self.found: set[Value] = set()
+
+    def entry(self, stage: int) -> EntryCall | None:
+        """Return the first call of a stage that depends on earlier stages; None if there is none."""
+        for number, call in enumerate(self._calls):
+            if self._of_call[number] != stage:
+                continue
+            leaves: list[int] = []
+            for leaf, tensor in enumerate(call.tensors):
+                self._stage, self._received, self.found = stage, set(), set()
+                self.need([tensor])
+                if self.found:
+                    leaves.append(leaf)
+            if leaves:
+                return EntryCall(number, tuple(leaves))
+        return None
+
+    def begin(self, stage: int, entry: EntryCall | None) -> None:
+        """Begin with a stage: what its own calls need besides its entry."""
+        self._stage, self.found = stage, set()
+        self._received, self._entered = set(), 0
+        if entry is not None:
+            call = self._calls[entry.call]
+            self._received = {id(call.tensors[leaf]) for leaf in entry.leaves}
+            self._entered = call.created
+        for number, call in enumerate(self._calls):
+            if self._of_call[number] == stage:
+                entering = entry.leaves if entry is not None and number == entry.call else ()
+                self.need([each for leaf, each in enumerate(call.tensors) if leaf not in entering], number)
+
+    def need(self, tensors: Iterable[torch.Tensor], reader: int | None = None) -> None:
+        """Add the outputs of earlier stages that these tensors are made of."""
+        waiting = [(each, True) for each in tensors if is_remote(each)]
+        seen: set[tuple[int, bool]] = set()
+        while waiting:
+            tensor, is_late = waiting.pop()
+            assert isinstance(tensor, RemoteTensor)
+            if (id(tensor), is_late) in seen or (is_late and id(tensor) in self._received):
+                continue
+            seen.add((id(tensor), is_late))
+            if tensor.value is not None:
+                self._need_value(tensor.value, reader)
+            elif tensor.source and not tensor.parents:
+                raise ModelError(
+                    f"pp: forward reads a weight of {tensor.source!r} without calling that module, and only one stage "
+                    f"holds it. Call the module, or use pp=1."
+                )
+            waiting += [(parent, tensor.created > self._entered) for parent in tensor.parents]
+
+    def _need_value(self, value: Value, reader: int | None) -> None:
+        stage = self._of_call[value[0]]
+        if stage > self._stage:
+            source = self._paths[self._calls[value[0]].site]
+            what = "its output" if reader is None else repr(self._paths[self._calls[reader].site])
+            again = " again" if reader is not None and reader > value[0] else ""
+            raise ModelError(
+                f"pp: {what} is computed{again} on stage {self._stage}, from the output of {source!r} on a later one. "
+                f"A block must run once, or only one after another with blocks of its own stage. Use a split that "
+                f"keeps these blocks on one stage, or pp=1."
+            )
+        if stage < self._stage:
+            self.found.add(value)
+
+
+class Surveyed(StandIn):
+    """Stands for a module of the chain in the copied model."""
+
+    def __init__(self, module: nn.Module, path: str, number: int, survey: ValueSurvey):
+        super().__init__(module, path)
+        self.__dict__["_survey"] = number, survey
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] - isinstance asks for it
+        return kind_of(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Note the call and return remote tensors."""
+        number, survey = self.__dict__["_survey"]
+        return survey.called(number, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        number, survey = self.__dict__["_survey"]
+        return remote_attribute(survey.probes[number], "", name)
+
+
+class InnerModule(StandIn):
+    """Stands for a module inside of a module of another stage: it has attributes, and cannot be called."""
+
+    def __init__(self, probe: Probe, inner: str):
+        super().__init__(probe.module.get_submodule(inner), f"{probe.path}.{inner}")
+        self.__dict__["_part"] = probe, inner
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride] - isinstance asks for it
+        return kind_of(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse."""
+        del args, kwargs
+        raise ModelError(
+            f"pp: forward calls {self.path!r} without calling the block around it, and only one stage holds it. Call "
+            f"the block, or use pp=1."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        probe, inner = self.__dict__["_part"]
+        return remote_attribute(probe, inner, name)
+
+
+def kind_of(stand_in: StandIn) -> type:
+    """Return the class that isinstance is to see: of the module that it stands for."""
+    return type(stand_in.stands_for) if "_for" in stand_in.__dict__ else type(stand_in)
+
+
+def remote_attribute(probe: Probe, inner: str, name: str) -> Any:
+    """Return an attribute of a module that is not on this stage: weights as remote tensors, modules as `InnerModule`.
+
+    Args:
+        probe: of the module of the chain.
+        inner: path in it.
+        name: of the attribute.
+
+    Raises:
+        ModelError: if the module's calls change the attribute.
+    """
+    value = getattr(probe.module.get_submodule(inner), name)
+    if (inner, name) in probe.state:
+        path = ".".join(filter(None, (probe.path, inner, name)))
+        raise ModelError(
+            f"pp: forward reads {path!r}, which that module "
+            f"changes when it runs on another stage. Return the value from the block, or use pp=1."
+        )
+    if probe.guesses and (value is None or isinstance(value, float)):
+        raise ModelError(
+            f"pp: forward reads {name!r} of {probe.path!r}, which another stage holds and which cannot be called "
+            f"without numbers, so its value there is not known. Return it from the block, or use pp=1."
+        )
+    if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, RemoteTensor):
+        return RemoteTensor.of(value, torch.device("cpu"), probe.path)
+    return InnerModule(probe, blocks.join_path(inner, name)) if isinstance(value, nn.Module) else value
+
+
+def remote_outputs(
+    probe: Probe, args: Any, kwargs: Any, call: int, device: torch.device, received: Mapping[Value, torch.Tensor]
+) -> Any:  # fmt: skip
+    """Return what a module would return, in remote tensors; received values have their numbers.
+
+    Attributes with tensors that the module sets are set on it in the same way.
+
+    Args:
+        probe: of the module.
+        args: of the call.
+        kwargs: of the call.
+        call: its number.
+        device: reported by the remote tensors.
+        received: tensors that this stage received.
+    """
+    returned = probe.returned(args, kwargs)
+    count = iter(range(2**31))
+
+    def remote(meta: torch.Tensor) -> torch.Tensor:
+        value = call, next(count)
+        if value in received:
+            return received[value]
+        made = RemoteTensor.of(meta, device, probe.path)
+        made.value = value
+        return made
+
+    output = map_tensors(remote, returned.value)
+    for (path, name), found in returned.set_tensors:
+        setattr(probe.module.get_submodule(path), name, map_tensors(remote, found))
+    return output
+
+
+def without_towers(
+    model: nn.Module, towers: Sequence[str], args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a forward in which images and sounds have been written into the stream already."""
+    names = inspect.signature(model.forward).parameters
+    placed = [None if name in towers else each for name, each in zip(names, args, strict=False)]
+    return (*placed, *args[len(placed) :]), {name: None if name in towers else each for name, each in kwargs.items()}
+
+
+def stages_of_sites(chain: Chain, stops: Sequence[int]) -> list[int]:
+    """Return the stage of each module in `chain.sites`."""
+    last = len(stops) - 1
+    found = [0] * len(chain.before)
+    first = 0
+    for stage, stop in enumerate(stops):
+        found += [stage] * len(chain.upto(stop, first))
+        first = stop
+    return found + [last] * len(chain.after)
+
+
+def _device_of(tensors: list[torch.Tensor]) -> torch.device:
+    return next((each.device for each in tensors), torch.device("cpu"))
+
+
+def _structure(batch: Any) -> Any:
+    """Structure and formats of a batch without its sizes: hashable."""
+    if isinstance(batch, torch.Tensor):
+        return batch.dim(), batch.dtype
+    parts = parts_of(batch)
+    if parts is None:
+        return type(batch)
+    return type(batch), tuple(map(str, batch)) if isinstance(batch, Mapping) else (), *map(_structure, parts)
+
+
+def _same_site(model: nn.Module, site: blocks.Site) -> blocks.Site:
+    parent = site.path.rpartition(".")[0]
+    return blocks.Site(model.get_submodule(parent) if parent else model, site.key, site.path)
+
+
+def _copied(model: nn.Module, chain: Chain) -> tuple[nn.Module, list[RemoteTensor]]:
+    """Return a copy of a model with its modules on the meta device, and its weights outside of these."""
+    memo: dict[int, Any] = {}
+    for site in chain.sites:
+        for part in site.module.modules():
+            attributes = (value for value in vars(part).values() if isinstance(value, torch.Tensor))
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False), *attributes):
+                memo.setdefault(id(tensor), _on_meta(tensor))
+    for param in model.parameters():
+        memo.setdefault(id(param), _on_meta(param))
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:  # the model's own attributes
+        raise ModelError(
+            f"pp: {type(model).__name__} cannot be copied ({str(error)[:80]}), and its forward is first followed in a "
+            f"copy. Keep what cannot be copied out of the model, or use pp=1."
+        ) from error
+    sites = [_same_site(copied, site) for site in chain.sites]
+    return copied, _make_local(copied, {part for site in sites for part in site.module.modules()})
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+    return torch.empty_like(tensor, device="meta")
+
+
+def _make_local(model: nn.Module, inside: set[nn.Module]) -> list[RemoteTensor]:
+    """Replace weights that every stage holds, and buffers without numbers, by remote tensors without a source."""
+    found: list[RemoteTensor] = []
+    for module in model.modules():
+        if module in inside:
+            continue
+        params = dict(module.named_parameters(recurse=False))
+        params |= {name: each for name, each in module.named_buffers(recurse=False) if each.is_meta}
+        for name, param in params.items():
+            delattr(module, name)
+            module.__dict__[name] = RemoteTensor.of(param, torch.device("cpu"), "")
+            found.append(module.__dict__[name])
+    return found
