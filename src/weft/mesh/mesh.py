@@ -222,7 +222,7 @@ def join_group(ranks: tuple[int, ...], purpose: str = "axis") -> dist.ProcessGro
 
 def _start_single_rank() -> None:
     """Start the default process group of a process that trains alone; fully_shard needs one."""
-    dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend="gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage] - documented by torch
 
 
 def build_mesh(
