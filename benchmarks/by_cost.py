@@ -25,15 +25,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft.data.order import permutation
-from weft.mesh import build_mesh
-from weft.optim import build_optimizer
-from weft.parallel import parallelize
-from weft.spec import RunConfig
-from weft.spec.plan import Plan
-from weft.train import Microbatches, TrainStep, prepare_run
-from weft.train.microbatch import costs_of
-from weft.train.tasks import find_task
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
+from weft.data.order.stream import permutation
+from weft.optim.build import build_optimizer
+from weft.parallel.parallelize import parallelize
+from weft.train.batching_by_cost import costs_of
+from weft.train.microbatches import Microbatches
+from weft.train.preparation import prepare_run
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.registry import find_task
 
 STEP, ROWS, MEGABATCH = 64, 16, 50
 

@@ -29,25 +29,25 @@ from typing import Any
 
 import torch
 
-from weft.calibrate import calibrate
 from weft.calibrate.compute import Place, calls_of
-from weft.calibrate.run import typical
-from weft.comm import Ledger
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.monitor.times import Meter
-from weft.parallel import parallelize
-from weft.planner import estimate
-from weft.planner.measured import Profile, here, load_profile
-from weft.planner.search import Question
-from weft.planner.space import Columns
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.testing import RankPool
-from weft.testing.memory import peak_of_step
-from weft.train import TrainStep
-from weft.train.step import live_bytes
+from weft.calibrate.run import calibrate, typical
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.monitor.step_times import Meter
+from weft.parallel.parallelize import parallelize
+from weft.planner.estimator import estimate
+from weft.planner.measured import profile_tables as here
+from weft.planner.measured.machine_profile import Profile, load_profile
+from weft.planner.search.question import Question
+from weft.planner.space.columns import Columns
+from weft.train.step.errors import live_bytes
+from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.memory import peak_of_step
+from weft.verify.rank_pool import RankPool
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=8, num_heads=8, num_kv_heads=4, ffn_dim=768, max_seq_len=1024)
 EXPERTS = replace(MODEL, num_experts=8, top_k=2, expert_ffn_dim=384, num_layers=4)

@@ -36,15 +36,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from weft.checkpoint import Together, load_checkpoint, save_pieces, verify_checkpoint
-from weft.comm import StoreTalk
-from weft.memory import HostCopies
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.testing import RankPool
-from weft.train import TrainStep
-from weft.train.state import pieces, resume, together
+from weft.checkpoint.folders import Together
+from weft.checkpoint.load import load_checkpoint, verify_checkpoint
+from weft.checkpoint.save import save_pieces
+from weft.comm.mesh import build_mesh
+from weft.comm.store import StoreTalk
+from weft.config.plan import Plan
+from weft.memory.offload import HostCopies
+from weft.parallel.parallelize import parallelize
+from weft.train.model_state import pieces, resume
+from weft.train.state_io import together
+from weft.train.step.train_step import TrainStep
+from weft.verify.rank_pool import RankPool
 
 LAYERS = 15
 

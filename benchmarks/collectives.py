@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weft.comm import all_gather, all_reduce, barrier, reduce_scatter
-from weft.comm.meet import TRANSPORTS, join
-from weft.mesh import Axis, build_mesh
-from weft.spec.plan import Plan
-from weft.testing import RankPool
+from weft.comm.collectives import all_gather, all_reduce, barrier, reduce_scatter
+from weft.comm.connect import TRANSPORTS, join
+from weft.comm.mesh import Axis, build_mesh
+from weft.config.plan import Plan
+from weft.verify.rank_pool import RankPool
 
 SIZES = {"64 KB": 1 << 16, "1 MB": 1 << 20, "16 MB": 1 << 24, "64 MB": 1 << 26}
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")

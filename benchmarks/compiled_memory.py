@@ -21,12 +21,12 @@ import torch
 from torch import nn
 
 import weft
-from weft.models import build_decoder
-from weft.spec.model import decoder_spec
-from weft.structure import repeated_blocks
-from weft.testing.memory import saved_bytes
+from weft.config.model_spec import decoder_spec
+from weft.models.inspect.blocks import repeated_blocks
+from weft.models.registry import build_decoder
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.units import format_bytes
+from weft.verify.memory import saved_bytes
 
 RIVALS = ("eager", "torch.compile", "compile=on")
 

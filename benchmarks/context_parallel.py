@@ -26,15 +26,14 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from weft.comm import all_reduce
 from weft.comm.autograd import gather_from
-from weft.mesh import Mesh, build_mesh
-from weft.parallel.context.kernel import Scoring
-from weft.parallel.context.order import SequenceOrder
-from weft.parallel.context.pieces import Borders, Sight
-from weft.parallel.context.ways import View, attend_cut
-from weft.spec.plan import Plan
-from weft.testing import RankPool
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import Mesh, build_mesh
+from weft.config.plan import Plan
+from weft.parallel.context.kernels import Borders, Scoring, Sight
+from weft.parallel.context.modes import View, attend_cut
+from weft.parallel.context.sequence_order import SequenceOrder
+from weft.verify.rank_pool import RankPool
 
 MODES = ("gather", "ring", "ulysses")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import env
-from weft.monitor import read_events
+from weft.monitor.events import read_events
 
 CONFIG = """
 plan = "dp_shard=2 zero=3"

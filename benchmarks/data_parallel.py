@@ -29,15 +29,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.spec import DecoderSpec
-from weft.spec.model import ModelSpec
-from weft.spec.plan import Plan
-from weft.testing import RankPool
-from weft.train import Microbatches, TrainStep
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_spec import ModelSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.rank_pool import RankPool
 
 SIZES = {
     "2m": DecoderSpec(

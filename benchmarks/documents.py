@@ -16,10 +16,10 @@ import time
 import torch
 import transformers
 
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.parallel.layers.documents import borders_of
-from weft.spec.plan import Plan
+from weft.parallel.parallelize import parallelize
 
 
 def main() -> None:

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import env
-from weft.cli.launcher.drill.drill_kinds import KINDS
-from weft.cli.launcher.drill.drill_verb import ROWS_NAME
+from weft.cli.drill import KINDS, ROWS_NAME
 
 PLANS = ("dp_shard=2 zero=3", "tp=2 dp_replicate=2", "pp=2 dp_replicate=2")
 CONFIG = """

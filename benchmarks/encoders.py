@@ -39,7 +39,7 @@ def patches_of(folder: Path, most: int) -> list[int]:
 
 def level(folder: Path, most: int) -> None:
     """Print how level the ranks' work is."""
-    from weft.parallel.layers.spread import ItemCost, deal_items
+    from weft.parallel.layers.distributed_encoders import ItemCost, deal_items
 
     patches, cost = patches_of(folder, most), ItemCost(2.0 * PARAMS, 4.0 * WIDTH * DEPTH)
     print(f"{len(patches)} pictures of {min(patches)} to {max(patches)} patches, {RANKS} ranks, {STEPS} steps")
@@ -66,7 +66,7 @@ def calls() -> None:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     import transformers
 
-    from weft.parallel.layers import attend_by_borders
+    from weft.parallel.layers.encoder_items import attend_by_borders
 
     def tower() -> torch.nn.Module:
         torch.manual_seed(0)

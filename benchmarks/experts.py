@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.comm import Ledger
-from weft.mesh import build_mesh
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
 from weft.models.experts import Experts
-from weft.parallel.expert.spread import spread_experts
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.testing import RankPool
+from weft.parallel.expert import spread_experts
+from weft.verify.rank_pool import RankPool
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -18,14 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.planner.foresight import Band, time_bands
-from weft.planner.scoring import score
-from weft.planner.scoring.families import circumstances
-from weft.planner.scoring.prediction import Prediction
-from weft.planner.scoring.rows import PublishedRun, read_runs
-from weft.planner.scoring.scores import predict_run
-from weft.planner.search import Candidate, Question, answer
-from weft.planner.search.figures import flops_per_token
+from weft.planner.scoring.metrics import Prediction, circumstances
+from weft.planner.scoring.published_runs import PublishedRun, read_runs
+from weft.planner.scoring.scores import predict_run, score
+from weft.planner.search.best_plans import answer
+from weft.planner.search.candidate import Candidate, flops_per_token
+from weft.planner.search.question import Question
+from weft.planner.uncertainty import Band, time_bands
 from weft.units import format_seconds
 
 RUNS = Path(__file__).with_name("famous_runs.csv")

@@ -31,7 +31,7 @@ import soxr
 from PIL import Image
 from spoken_words import EVAL_SPEEDS, add, changed
 
-from weft.monitor import read_events
+from weft.monitor.events import read_events
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SPEEDS = (0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15)

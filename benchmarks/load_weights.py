@@ -17,17 +17,18 @@ from pathlib import Path
 
 from torch import Tensor
 
-from weft.testing import RankPool
+from weft.verify.rank_pool import RankPool
 
 
 def load(plan_text: str, folder: str) -> tuple[float, ...]:
     """Return a rank's share, bytes read and growth of peak memory (MiB), and time and processor time (s)."""
-    from weft.mesh import build_mesh
-    from weft.models import as_shapes
-    from weft.parallel import data_parallel, parallelize
-    from weft.spec.plan import Plan
-    from weft.structure import hugging_face
-    from weft.train.tasks import pretrained_source
+    from weft.comm.mesh import build_mesh
+    from weft.config.plan import Plan
+    from weft.models.decoder import as_shapes
+    from weft.models.inspect import hugging_face
+    from weft.parallel.parallelize import parallelize
+    from weft.parallel.state.gradients import data_parallel
+    from weft.train.tasks.published_weights import pretrained_source
 
     mesh = build_mesh(Plan.parse(plan_text))
     with as_shapes(vectors=True):

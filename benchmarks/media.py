@@ -36,9 +36,16 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from weft.data import Prefetch
-from weft.data.media import SOUND, DecodedAhead, Look, MediaRecords, Pictures, RecordColumns, Sounds, find_records
-from weft.data.media.sound import Hearing, LogMel, mel_filters
+from weft.data.media.audio import Hearing
+from weft.data.media.audio_features import LogMel, mel_filters
+from weft.data.media.audio_source import Sounds
+from weft.data.media.decode_workers import DecodedAhead
+from weft.data.media.files import RecordColumns
+from weft.data.media.image_source import Pictures
+from weft.data.media.images import Look
+from weft.data.media.media_records import MediaRecords, find_records
+from weft.data.media.records import SOUND
+from weft.data.order.loader import Prefetch
 
 MEAN = torch.tensor((123.675, 116.28, 103.53)).view(3, 1, 1)
 STD = torch.tensor((58.395, 57.12, 57.375)).view(3, 1, 1)

@@ -24,16 +24,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.comm import Ledger
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.testing import RankPool
-from weft.train import TrainStep
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.units import format_bytes
+from weft.verify.rank_pool import RankPool
 
 SIZES = {
     "small": DecoderSpec(
@@ -142,7 +142,7 @@ def build_torch(options: argparse.Namespace, kind: str) -> tuple[nn.Module, Call
 def build_weft(
     options: argparse.Namespace, kind: str, ledger: Ledger | None = None
 ) -> tuple[nn.Module, Callable[[int], torch.Tensor], Step]:
-    from weft.parallel.tensor.head import expect_labels
+    from weft.parallel.tensor.language_head import expect_labels
 
     plan = Plan(tp=options.ranks, sp=kind == "weft-tp-sp")
     mesh = build_mesh(plan, record=ledger.record) if ledger else build_mesh(plan)

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 
-from weft.spec.plan import Plan
-from weft.structure.hugging_face import model_of_config
-from weft.testing.spawn import RankPool
-from weft.testing.verify import Settings, Verifier, find_subject
+from weft.config.plan import Plan
+from weft.models.inspect.hugging_face import model_of_config
+from weft.verify.rank_pool import RankPool
+from weft.verify.subject import Settings, find_subject
+from weft.verify.verifier import Verifier
 
 PLANS = {
     "zero=2": "dp_shard=2 zero=2",

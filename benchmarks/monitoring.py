@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import env
-from weft.monitor import read_events
+from weft.monitor.events import read_events
 
 CONFIG = """
 [model]
@@ -142,8 +142,8 @@ def mlflow(folder: Path) -> Callable[[dict[str, Any]], None]:
 
 def ours(folder: Path) -> Callable[[dict[str, Any]], None]:
     """What our loop does in training's thread: a line of events.jsonl, and the queue of figures."""
-    from weft.monitor import EventLog
-    from weft.monitor.figures import Collector, OwnBoard, StepFigures
+    from weft.monitor.events import EventLog
+    from weft.monitor.metrics import Collector, OwnBoard, StepFigures
 
     log = EventLog(folder / "rival-weft" / "events.jsonl")
     collector = Collector(0, "here", OwnBoard(), 1.0, publish=log.write)

@@ -33,7 +33,7 @@ COPIED = ("src", "tests", "docs", "benchmarks")
 EVERYTHING = ["tests/parity"]
 CONTROL = "control"
 #: So long a rank may keep silent: in a tree with a fault some wait for ever, on a busy machine all are slow.
-PATIENCE = ("src/weft/testing/spawn.py", "timeout_s: float = 120.0", "timeout_s: float = 240.0")
+PATIENCE = ("src/weft/verify/rank_pool.py", "timeout_s: float = 120.0", "timeout_s: float = 240.0")
 
 
 #: Of one fault and the tests that were run: its name, the tests, the outcome, who said it, the seconds, the sources.
@@ -63,7 +63,7 @@ def read_faults() -> list[Fault]:
 
 def control_of(tests: tuple[str, ...]) -> Fault:
     """No fault at all."""
-    return Fault(f"{CONTROL} {' '.join(tests)}", "src/weft/optim/clip.py", "if max_norm > 0", "if max_norm > 0", tests)
+    return Fault(f"{CONTROL} {' '.join(tests)}", "src/weft/optim/build.py", "if max_norm > 0", "if max_norm > 0", tests)
 
 
 def sources_digest() -> str:

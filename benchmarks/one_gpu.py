@@ -288,7 +288,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def peak_tflops() -> float | None:
     """The device's dense bf16 peak from Weft's table; None where it has none."""
-    from weft.spec.cluster import device_by_torch_name
+    from weft.config.cluster import device_by_torch_name
 
     known = device_by_torch_name(torch.cuda.get_device_name())
     return dict(known.peaks)["bf16"] / 1e12 if known else None

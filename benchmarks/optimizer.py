@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from weft.optim import AdamRule, Lane, step_lane
 from weft.optim.muon import orthogonalise
+from weft.optim.one_pass import AdamRule, Lane, step_lane
 
 FACTOR, LR, BETAS, EPS, DECAY = 0.37, 1e-3, (0.9, 0.95), 1e-8, 0.1
 #: A decoder's matrices: how many of one shape.
@@ -31,8 +31,8 @@ MUON = {"24 x 256 x 256": (24, 256, 256), "12 x 256 x 704": (12, 256, 704), "6 x
 PAPER = """
 import json, sys
 from weft.models import build_decoder
-from weft.testing.paper.plans import PaperModel, plan_report
-from weft.testing.paper.streams import device_here
+from weft.gpu_sim.decoder_plans import PaperModel, plan_report
+from weft.gpu_sim.cuda import device_here
 
 PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
 device = device_here()
@@ -104,7 +104,7 @@ def tell(title: str, steps: dict[str, Callable[[], object]], rounds: int) -> Non
 
 def on_paper(layers: int) -> None:
     """Print kernels and bytes of gradients, norm and step."""
-    from weft.testing.paper import script_on_paper
+    from weft.gpu_sim.plans import script_on_paper
 
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "count.py"

@@ -26,20 +26,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.data import prepare_data
-from weft.engines.torch_engine import TorchEngine
-from weft.models import build_decoder
-from weft.monitor.screen import make_display
-from weft.spec.config import DataSection, ModelSection, RunConfig
-from weft.spec.config.run_config import LaunchSection, TrainSection
-from weft.spec.model import resolve_decoder
-from weft.spec.plan import Plan
-from weft.testing import RankPool
-from weft.train import RunFolder, Trainer
+from weft.config.model_spec import resolve_decoder
+from weft.config.plan import Plan
+from weft.config.run_config import DataSection, ModelSection, RunConfig, TrainSection
+from weft.config.sections import LaunchSection
+from weft.data.store.prepare import prepare_data
+from weft.models.registry import build_decoder
+from weft.monitor.live import make_display
 from weft.train.engine import EngineJob
-from weft.train.run.recorder import RunRecorder
-from weft.train.task import Share
-from weft.train.tasks import DecoderTask
+from weft.train.folder import RunFolder
+from weft.train.observers import RunRecorder
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.decoder import DecoderTask
+from weft.train.torch_engine import TorchEngine
+from weft.train.trainer import Trainer
+from weft.verify.rank_pool import RankPool
 
 
 class _Prepared(DecoderTask):

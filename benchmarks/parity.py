@@ -36,7 +36,7 @@ from tests.parity.plans import (
 )
 from weft.cli.verify import read_part
 from weft.errors import CommError, ConfigError
-from weft.testing import RankPool
+from weft.verify.rank_pool import RankPool
 
 #: The longest (s) that ranks may take for one plan, with every model.
 PATIENCE_S = 900.0

@@ -24,16 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.monitor.times import Meter
-from weft.parallel import data_parallel, parallelize
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.pipeline_schedule import build_schedule
+from weft.config.plan import SCHEDULES, Plan
+from weft.models.registry import build_decoder
+from weft.monitor.step_times import Meter
+from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.runtime import Pipeline, StepWork, pipeline_of
+from weft.parallel.state.gradients import data_parallel
 from weft.planner.cost.pipeline import Durations, simulate
-from weft.spec import DecoderSpec
-from weft.spec.plan import SCHEDULES, Plan
-from weft.spec.schedule import build_schedule
-from weft.testing import RankPool
+from weft.verify.rank_pool import RankPool
 
 #: torch's class of the same schedule.
 THEIRS = {

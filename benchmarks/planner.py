@@ -21,11 +21,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from weft.planner import estimate
-from weft.planner.search import Question, answer
-from weft.planner.search.clock import clocked
-from weft.planner.space import Space, Tally, enumerate_space
-from weft.spec.rules.plan_rules import LASTING
+from weft.config.plan_rules import LASTING
+from weft.planner.estimator import estimate
+from weft.planner.search.best_plans import answer
+from weft.planner.search.pipeline_clock import clocked
+from weft.planner.search.question import Question
+from weft.planner.space.enumerate import Space, Tally, enumerate_space
 
 CASES = (("llama3-8b", "8xh100", 1.0), ("llama3-70b", "8x8xh100", 1.0), ("llama3-405b", "2048x8xh100", 3.0))
 

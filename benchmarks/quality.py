@@ -28,13 +28,13 @@ from torch.multiprocessing.spawn import spawn
 
 import weft
 from weft.cli.console import table
-from weft.comm import Ledger
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import data_parallel
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.train.tasks import model_forward, token_cross_entropy
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.state.gradients import data_parallel
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 RANKS, BATCH, LENGTH = 2, 8, 64
 MODEL = DecoderSpec(

@@ -19,14 +19,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from weft.memory import Recompute, apply_recompute
-from weft.models import build_decoder
-from weft.spec.model import decoder_spec
-from weft.spec.plan import Plan
-from weft.structure import repeated_blocks
-from weft.testing.memory import LiveTensors
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import Plan
+from weft.memory.recompute import Recompute, apply_recompute
+from weft.models.inspect.blocks import repeated_blocks
+from weft.models.registry import build_decoder
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 from weft.units import format_bytes
+from weft.verify.memory import LiveTensors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -35,10 +35,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from weft.cli.console import table
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.spec.plan import Plan
-from weft.train.step import TrainStep
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.step.train_step import TrainStep
 
 NET, WIDTH, LAYERS, ROWS = "10.78.0", 1024, 10, 16
 #: Turns that are not counted: the first gradients, and PowerSGD's exact steps.

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from weft import env
-from weft.checkpoint import list_checkpoints
+from weft.checkpoint.load import list_checkpoints
 from weft.cli.console import table
-from weft.monitor import read_events
-from weft.train import RunFolder
+from weft.monitor.events import read_events
+from weft.train.folder import RunFolder
 
 CONFIG = """
 [model]

@@ -26,13 +26,14 @@ from learning import need, stamps, write
 from torch import nn
 from torch.nn import functional as F
 
-from weft.mesh import build_mesh
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.models.vision import build_image_model
-from weft.monitor import read_events
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.testing import RankPool
-from weft.train import Microbatches, TrainStep
+from weft.monitor.events import read_events
+from weft.parallel.parallelize import parallelize
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
+from weft.verify.rank_pool import RankPool
 
 CLASSES, SIDE, RANKS = 100, 64, 2
 FROZEN = 'optimizer.groups=[{match = "vision.*", lr = 0}]'

@@ -12,12 +12,12 @@ from pathlib import Path
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from weft.deepspeed.keys import Group, groups
-from weft.spec.config import RunConfig
-from weft.spec.plan import PLAN_FIELDS
-from weft.spec.plan.plan_field import PlanField
-from weft.spec.rules.config_rules import CONFIG_RULES
-from weft.spec.rules.plan_rules import RULES
+from weft.config.config_rules import CONFIG_RULES
+from weft.config.plan import PLAN_FIELDS
+from weft.config.plan_field import PlanField
+from weft.config.plan_rules import RULES
+from weft.config.run_config import RunConfig
+from weft.interop.deepspeed_keys import Group, groups
 
 REFERENCE = Path(__file__).parent / "reference"
 DEEPSPEED = Path(__file__).parent / "how-to" / "from_deepspeed.md"

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from weft.spec.plan import Plan
-from weft.spec.shares import bucket_bytes
-from weft.testing import RankPool
-from weft.testing.memory.per_parameter import (
+from weft.config.partitioning import bucket_bytes
+from weft.config.plan import Plan
+from weft.verify.memory import (
     FULLEST,
     LAYOUTS,
     PRECISIONS,
@@ -25,6 +24,7 @@ from weft.testing.memory.per_parameter import (
     planned_peak,
     planned_saving,
 )
+from weft.verify.rank_pool import RankPool
 
 PAGE = Path(__file__).parent / "reference" / "memory.md"
 HEAD = """<!-- Written by docs/memory.py; change the code, not this page. -->

@@ -6,8 +6,10 @@ python examples/03_from_python.py
 import tempfile
 from pathlib import Path
 
-from weft.spec.files.config_file import load_config
-from weft.train import generate_text, prepare_run, run_rank
+from weft.config.files import load_config
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import run_rank
+from weft.train.tasks.generation import generate_text
 
 with tempfile.TemporaryDirectory() as folder:
     text = Path(folder) / "rhyme.txt"

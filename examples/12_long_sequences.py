@@ -7,9 +7,9 @@ torchrun --nproc-per-node 2 examples/12_long_sequences.py      the same numbers,
 import torch
 
 import weft
+from weft.config.decoder_shape import DecoderSpec
 from weft.env import rank_env
-from weft.models import build_decoder
-from weft.spec import DecoderSpec
+from weft.models.registry import build_decoder
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 spec = DecoderSpec(vocab_size=64, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, max_seq_len=512)

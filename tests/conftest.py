@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from weft.checkpoint.targets import StorePath
-from weft.testing import RankPool
+from weft.checkpoint.object_store import StorePath
+from weft.verify.rank_pool import RankPool
 
 torch.set_num_threads(1)
 
@@ -119,4 +119,4 @@ def prepares_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_server(*words: object) -> None:
         raise OSError("no server of ranks in this test")
 
-    monkeypatch.setattr("weft.cli.launcher.starting.choice.ForkServer", no_server)
+    monkeypatch.setattr("weft.cli.launch.start_method.ForkServer", no_server)

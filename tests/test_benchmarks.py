@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.test_doors import modules
+from tests.repo.source import modules
 from weft import env
 
 ROOT = Path(__file__).parents[1]
@@ -77,9 +77,12 @@ def test_a_benchmark_names_what_there_is(path: Path):
     ("text", "told"),
     [
         ("import weft.nothing", "line 1: no module weft.nothing"),
-        ("from weft.mesh import Nothing", "line 1: weft.mesh has no Nothing"),
-        ("from weft.mesh import build_mesh\nbuild_mesh(places=3)", "line 2: build_mesh takes plan, "),
-        ("from weft.optim import clip_factor\nclip_factor(1.0, 2.0, 3.0)", "line 2: clip_factor takes norm, max_norm"),
+        ("from weft.mesh import Nothing", "line 1: weft.comm has no Nothing"),
+        ("from weft.comm.mesh import build_mesh\nbuild_mesh(places=3)", "line 2: build_mesh takes plan, "),
+        (
+            "from weft.optim.build import clip_factor\nclip_factor(1.0, 2.0, 3.0)",
+            "line 2: clip_factor takes norm, max_norm",
+        ),
     ],
 )
 def test_what_a_script_names_in_vain_is_found(text: str, told: str):

@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.cli.doctor.gpus import cores as doctor_cores
-from weft.engines import near_gpu
+from weft.cli.doctor import cores as doctor_cores
+from weft.comm.gpu_settings import Topology, choose_cores, read_cores, said
 from weft.env import RankEnv
-from weft.mesh.cores import Topology, choose_cores, said
-from weft.mesh.cores.topology import read_cores
+from weft.train import torch_engine as near_gpu
 
 GPUS = [f"0000:{bus:02x}:00.0" for bus in (0x3B, 0x5E, 0x86, 0xAF)]
 ALL = frozenset(range(32))
@@ -104,7 +103,7 @@ def test_the_older_files_of_control_groups_are_read_too(tmp_path):
 
 BOUND = """
 import os, threading
-from weft.mesh.cores import bind, cores_of_rank
+from weft.comm.gpu_settings import bind, cores_of_rank
 both = os.sched_getaffinity(0)
 own, placed = threading.Event(), threading.Event()
 seen = {}

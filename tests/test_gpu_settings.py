@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
+from weft.comm.gpu_settings import VARIABLES, library_settings, multiply_as_planned, prepare_gpu
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import PlanError, WeftWarning
-from weft.mesh import build_mesh, library_settings
-from weft.mesh.gpu_settings import VARIABLES, multiply_as_planned, prepare_gpu
-from weft.spec.plan import Plan
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY")
 

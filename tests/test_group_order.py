@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.testing import covering, legal
-from weft.testing.matrix import row_of
-from weft.train.step import TrainStep
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.matrix import covering, legal, row_of
 
 TOKENS, VOCABULARY = 16, 64
 

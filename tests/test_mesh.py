@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weft import env
-from weft.comm import all_reduce
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import Mesh, build_mesh, join_group, join_ranks, leave_ranks, loopback_store, members_of
+from weft.config.plan import AXES, Plan
 from weft.errors import CommError, PlanError
-from weft.mesh import Mesh, build_mesh, join_group, join_ranks, leave_ranks, loopback_store
-from weft.mesh.places import members_of
-from weft.spec.plan import AXES, Plan
-from weft.testing import RankPool
+from weft.verify.rank_pool import RankPool
 
 sizes = st.tuples(*[st.integers(1, 3)] * len(AXES))
 
@@ -80,7 +79,8 @@ def test_a_plan_for_more_ranks_than_started_is_refused():
 
 def sum_along_axes(plan_text: str) -> dict[str, float]:
     """On each rank: the sum of 2**rank over each axis and the joined data axis."""
-    from weft.comm import Ledger, all_reduce
+    from weft.comm.collectives import all_reduce
+    from weft.comm.ledger import Ledger
 
     ledger = Ledger()
     mesh = build_mesh(Plan.parse(plan_text), record=ledger.record)
@@ -143,7 +143,7 @@ def test_experts_and_the_axes_they_are_spread_over_do_not_join():
 
 
 def sum_along_experts(plan_text: str) -> list[float]:
-    from weft.comm import all_reduce
+    from weft.comm.collectives import all_reduce
 
     mesh = build_mesh(Plan.parse(plan_text))
     axes = (mesh["ep"], mesh["beside_ep"], mesh["dp_replicate", "beside_ep"], mesh.batch)
@@ -238,8 +238,8 @@ def limits_of_groups() -> tuple[float, float, float]:
     """Seconds that collectives wait over all ranks, as a new group is told, and over one made while that is 77."""
     from unittest.mock import patch
 
+    from weft.comm import mesh as module
     from weft.comm.private_torch import backend_of, timeout_s
-    from weft.mesh import mesh as module
     from weft.private_torch import default_timeout
 
     mesh, cpu = build_mesh(Plan.parse("tp=2 dp_shard=2")), torch.device("cpu")

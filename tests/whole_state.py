@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weft.checkpoint.arrays import torch_formats
-from weft.checkpoint.parts import Part
-from weft.train.state import pieces, resume
+from weft.checkpoint.read import Part
+from weft.checkpoint.safetensors_files import torch_formats
+from weft.train.model_state import pieces, resume
 
 Groups = Mapping[str, Mapping[str, torch.Tensor]]
 

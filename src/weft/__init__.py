@@ -35,42 +35,46 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from weft.comm.mesh import build_mesh
+    from weft.config.cluster import ClusterSpec
+    from weft.config.layout import Layout
+    from weft.config.model_spec import ModelSpec
+    from weft.config.plan import Plan
+    from weft.config.run_config import RunConfig
     from weft.errors import WeftError, WeftWarning
-    from weft.mesh import build_mesh
-    from weft.parallel.randomness import bernoulli, rand_like, randint_like, randn_like
-    from weft.planner.tell import search
-    from weft.spec import ClusterSpec, Layout, ModelSpec, RunConfig
-    from weft.spec.plan import Plan
-    from weft.structure.cost import describe
-    from weft.train import Microbatches, TrainStep
+    from weft.models.inspect.describe import describe
+    from weft.parallel.random.draws import bernoulli, rand_like, randint_like, randn_like
+    from weft.planner.report.explanation import search
+    from weft.train.losses import group_loss
+    from weft.train.microbatches import Microbatches
     from weft.train.script import Run, init
-    from weft.train.step import group_loss
-    from weft.train.task import trace
+    from weft.train.step.train_step import TrainStep
+    from weft.train.tasks.description import trace
 
 __getattr__ = loads(
     __name__,
     {
-        "Plan": ".spec.plan",
-        "ModelSpec": ".spec.model",
-        "ClusterSpec": ".spec.cluster",
-        "Layout": ".spec.layout",
-        "RunConfig": ".spec.config",
+        "Plan": ".config.plan",
+        "ModelSpec": ".config.model_spec",
+        "ClusterSpec": ".config.cluster",
+        "Layout": ".config.layout",
+        "RunConfig": ".config.run_config",
         "WeftError": ".errors",
         "WeftWarning": ".errors",
-        "describe": ".structure.cost",
-        "group_loss": ".train.step",
-        "bernoulli": ".parallel.randomness",
-        "rand_like": ".parallel.randomness",
-        "randint_like": ".parallel.randomness",
-        "randn_like": ".parallel.randomness",
-        "search": ".planner.tell",
-        "trace": ".train.task",
-        "build_mesh": ".mesh",
-        "Mesh": ".mesh",
-        "Microbatches": ".train",
+        "describe": ".models.inspect.describe",
+        "group_loss": ".train.losses",
+        "bernoulli": ".parallel.random.draws",
+        "rand_like": ".parallel.random.draws",
+        "randint_like": ".parallel.random.draws",
+        "randn_like": ".parallel.random.draws",
+        "search": ".planner.report.explanation",
+        "trace": ".train.tasks.description",
+        "build_mesh": ".comm.mesh",
+        "Mesh": ".comm.mesh",
+        "Microbatches": ".train.microbatches",
         "init": ".train.script",
         "Run": ".train.script",
-        "TrainStep": ".train",
+        "TrainStep": ".train.step.train_step",
     },
 )
 

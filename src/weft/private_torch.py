@@ -1,7 +1,7 @@
 """Private names of torch that more than one floor uses, and those of the mesh; and types that torch leaves out.
 
 A floor that needs a private name alone keeps it in its own file of this name; no other file of Weft touches one.
-`tests/house/test_private_torch.py` checks that, and names what a release of torch has moved. Read in torch 2.11 and
+`tests/repo/test_private_torch.py` checks that, and names what a release of torch has moved. Read in torch 2.11 and
 2.13, where not said otherwise.
 """
 

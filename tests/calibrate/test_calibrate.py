@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from weft.calibrate import calibrate
 from weft.calibrate.compute import PROBES
-from weft.calibrate.run import typical
-from weft.calibrate.traffic import COLLECTIVES
+from weft.calibrate.links import COLLECTIVES
+from weft.calibrate.run import calibrate, typical
 from weft.cli.app import run
 from weft.errors import ConfigError
-from weft.planner.measured.here import this_host
 from weft.planner.measured.laws import Laws
-from weft.planner.measured.profile import Measurement, load_profile
+from weft.planner.measured.machine_profile import Measurement, load_profile
+from weft.planner.measured.profile_tables import this_host
 from weft.planner.search.question import Question
 
 

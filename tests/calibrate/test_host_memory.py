@@ -5,19 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.planner.measured.host.live_bytes import host_memory
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
+from weft.planner.measured.host_memory import host_memory
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase
-from weft.testing.memory import peak_of_step
-from weft.testing.parity import local_microbatches
-from weft.train import TrainStep
+from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.memory import peak_of_step
+from weft.verify.parity import DecoderCase, local_microbatches
 
 SPEC = DecoderSpec(vocab_size=1024, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=192, max_seq_len=128)
 SEQ_LEN, ROWS = 128, 4

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from weft import env
-from weft.calibrate import calibrate_links
+from weft.calibrate.links import calibrate_links
 from weft.cli.app import run
 from weft.errors import ConfigError
-from weft.planner.measured.here import this_host
-from weft.planner.measured.link_times import OPS, LinkProfile
+from weft.planner.measured.links import OPS, LinkProfile
+from weft.planner.measured.profile_tables import this_host
 
 
 def test_it_needs_ranks_and_says_how_to_start_them(capsys: pytest.CaptureFixture[str]) -> None:

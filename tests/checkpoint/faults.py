@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint import save_checkpoint
+from weft.checkpoint.save import save_checkpoint
 
 FAILED = 3
 DONE = 0

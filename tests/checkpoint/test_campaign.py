@@ -18,19 +18,13 @@ import fsspec
 import pytest
 import torch
 
-from weft.checkpoint import (
-    SavedPiece,
-    Together,
-    load_checkpoint,
-    newest_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-    save_pieces,
-    verify_checkpoint,
-)
+from weft.checkpoint.folders import Together
+from weft.checkpoint.load import load_checkpoint, newest_checkpoint, verify_checkpoint
 from weft.checkpoint.manifest import commit_text
-from weft.checkpoint.parts import Deal, Part
-from weft.checkpoint.targets import Location, located
+from weft.checkpoint.object_store import Location, located
+from weft.checkpoint.prune import prune_checkpoints
+from weft.checkpoint.read import Deal, Part
+from weft.checkpoint.save import SavedPiece, save_checkpoint, save_pieces
 from weft.cli.app import run
 from weft.errors import CheckpointError
 

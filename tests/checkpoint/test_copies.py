@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weft.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
-from weft.checkpoint.targets import CopyServer, copies_at, target_at
-from weft.checkpoint.targets.copy_server import PIECE, ask
+from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint
+from weft.checkpoint.open_target import target_at
+from weft.checkpoint.peer_copies import PIECE, CopyServer, ask, copies_at
+from weft.checkpoint.save import save_checkpoint
 from weft.errors import CheckpointError
 
 
@@ -121,7 +122,7 @@ def test_what_goes_over_a_line_has_no_token_and_serves_no_second_time(servers):
 
 
 def test_a_copy_for_a_host_that_is_gone_fails_in_words(servers, monkeypatch):
-    monkeypatch.setattr("weft.checkpoint.targets.store_path._PAUSE_S", 0.01)
+    monkeypatch.setattr("weft.checkpoint.object_store._PAUSE_S", 0.01)
     root = copies_at([server.home for server in servers], 0)
     servers[1].close()
     with pytest.raises(CheckpointError, match=r"checkpoint\.peer_every: "):

@@ -14,14 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.checkpoint import (
-    list_checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-    verify_checkpoint,
-)
+from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint, verify_checkpoint
+from weft.checkpoint.prune import prune_checkpoints
+from weft.checkpoint.save import save_checkpoint
 from weft.errors import CheckpointError
 
 from .faults import DONE, FAILED, at_contact, content, die, disk_full, in_fork, names, save
@@ -207,7 +202,7 @@ def test_two_writers_at_once_do_not_meet(tmp_path):
     ready, go = os.pipe(), os.pipe()
 
     def hold() -> int:
-        import weft.checkpoint.folders as folders
+        from weft.checkpoint import folders
 
         with folders.writer_lock(tmp_path):
             os.write(ready[1], b"x")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.checkpoint import SavedPiece, Together, save_pieces
+from weft.checkpoint.folders import Together
+from weft.checkpoint.save import SavedPiece, save_pieces
 from weft.errors import CheckpointError
 
 STEP = "step_00000003"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint, verify_checkpoint
+from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint, verify_checkpoint
+from weft.checkpoint.save import save_checkpoint
 from weft.errors import CheckpointError
 
 from .faults import save
@@ -223,7 +224,7 @@ def test_tensors_are_read_when_asked_for(tmp_path, monkeypatch):
     path = save(tmp_path, 1)
     opened: list[str] = []
     checkpoint = load_checkpoint(path)
-    import weft.checkpoint.read as read
+    from weft.checkpoint import read_tensors as read
 
     original = read.open_tensors
     monkeypatch.setattr(read, "open_tensors", lambda file: opened.append(file.name) or original(file))

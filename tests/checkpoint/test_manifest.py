@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.checkpoint import load_checkpoint, newest_checkpoint, verify_checkpoint
+from weft.checkpoint.load import load_checkpoint, newest_checkpoint, verify_checkpoint
 from weft.checkpoint.manifest import FileEntry, Manifest, TensorEntry, commit_text, parse_manifest
 from weft.errors import CheckpointError
 

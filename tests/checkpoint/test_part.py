@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from weft.checkpoint.parts import Deal, Part, deal_out, meet
+from weft.checkpoint.read import Deal, Part, deal_out, meet
 
 
 def random_part(chance: random.Random) -> Part:
@@ -76,7 +76,7 @@ def test_the_span_of_a_box_has_all_of_it(seed):
 @pytest.mark.parametrize("seed", range(200))
 def test_every_element_is_dealt_to_one_rank(seed, monkeypatch):
     chance = random.Random(seed)
-    monkeypatch.setattr("weft.checkpoint.parts.part.LEAST_SHARE", chance.choice([1, 4]))
+    monkeypatch.setattr("weft.checkpoint.read.LEAST_SHARE", chance.choice([1, 4]))
     lengths, times, length = chance.randint(1, 4), chance.randint(1, 4), chance.randint(1, 12)
     ranks = list(range(100, 100 + lengths * times))
     numel = chance.randint(0, lengths * length)

@@ -5,13 +5,9 @@ import gc
 import pytest
 import torch
 
-from weft.checkpoint import (
-    list_checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint
+from weft.checkpoint.prune import prune_checkpoints
+from weft.checkpoint.save import save_checkpoint
 from weft.errors import CheckpointError
 
 from .faults import names, save

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError, safe_open
 
-from weft.checkpoint.arrays import RangedTensors
 from weft.checkpoint.pretrained import stored_weights
+from weft.checkpoint.safetensors_files import RangedTensors
 from weft.errors import CheckpointError
 
 A = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

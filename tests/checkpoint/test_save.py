@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from weft.checkpoint import load_checkpoint, save_checkpoint, verify_checkpoint
+from weft.checkpoint.load import load_checkpoint, verify_checkpoint
+from weft.checkpoint.save import save_checkpoint
 from weft.errors import CheckpointError
 
 DTYPES = [

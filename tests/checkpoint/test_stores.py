@@ -19,25 +19,16 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from weft import env
-from weft.checkpoint import (
-    SavedPiece,
-    Together,
-    list_checkpoints,
-    load_checkpoint,
-    newest_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-    save_pieces,
-    set_aside,
-    verify_checkpoint,
-)
-from weft.checkpoint.parts import Deal, Part
-from weft.checkpoint.targets import located
+from weft.checkpoint.folders import Together
+from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint, verify_checkpoint
+from weft.checkpoint.object_store import located
+from weft.checkpoint.prune import prune_checkpoints, set_aside
+from weft.checkpoint.read import Deal, Part
+from weft.checkpoint.save import SavedPiece, save_checkpoint, save_pieces
 from weft.cli.app import run
-from weft.cli.ckpt.verbs import app
+from weft.cli.ckpt import app
 from weft.errors import CheckpointError
-from weft.train.foreign.dcp_files import read_dcp
-from weft.train.foreign.taken import Taken
+from weft.train.foreign_files import Taken, read_dcp
 
 from .faults import content
 
@@ -158,7 +149,7 @@ def test_an_imported_checkpoint_goes_to_a_store(root, tmp_path, capsys, monkeypa
         read_dcp(source, taken)
         taken.close()
 
-    monkeypatch.setattr("weft.train.foreign.into_weft.run_confined", read)
+    monkeypatch.setattr("weft.train.foreign_checkpoint.run_confined", read)
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"model": {"w": torch.ones(3)}, "step": 4}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert said(capsys, "import", str(tmp_path / "dcp"), str(root))[0] == 0
@@ -320,7 +311,8 @@ def test_a_writer_killed_in_its_upload_leaves_nothing_that_counts(s3, tmp_path):
     root = s3 / "killed"
     save(root, 1)
     script = (
-        "import torch, time; from weft.checkpoint import save_checkpoint; from weft.checkpoint.targets import located\n"
+        "import torch, time; from weft.checkpoint.save import save_checkpoint\n"
+        "from weft.checkpoint.object_store import located\n"
         "look = lambda group, values: (print('x', flush=True), time.sleep(0.2))\n"
         f"save_checkpoint(located('{root}'), 2, {{'model': {{'w': torch.zeros(30_000_000)}}}}, {{}}, look=look)"
     )

@@ -4,8 +4,7 @@ import hashlib
 import os
 import time
 
-from weft.checkpoint.arrays import sha256_of
-from weft.checkpoint.arrays.tensor_file import DigestingFile
+from weft.checkpoint.safetensors_files import DigestingFile, sha256_of
 
 
 class SlowDigest:

@@ -18,9 +18,9 @@ from tests.train.apart_runs import steps_of
 from tests.train.conftest import SMALL
 from tests.train.conftest import text as text  # a fixture
 from weft import env
-from weft.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint
-from weft.monitor import read_events
-from weft.train import RunFolder
+from weft.checkpoint.load import list_checkpoints, load_checkpoint, newest_checkpoint
+from weft.monitor.events import read_events
+from weft.train.folder import RunFolder
 
 pytestmark = pytest.mark.full
 LIMIT_S = 180

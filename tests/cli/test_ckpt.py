@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weft.checkpoint import load_checkpoint, save_checkpoint
+from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.save import save_checkpoint
 from weft.cli.app import run
-from weft.models.adapters import add_adapter, load_adapter
-from weft.train.state import adapter_state
+from weft.models.adapters import add_adapter
+from weft.models.peft_files import load_adapter
+from weft.train.model_state import adapter_state
 
 
 def saved(root: Path, step: int, scale: float = 1.0, **state: object) -> Path:
@@ -243,8 +245,8 @@ def test_an_adapter_is_exported_alone_or_merged_into_its_base(norm, tmp_path, ca
 
 
 def test_rounding_to_bf16_is_torchs():
-    from weft.checkpoint.arrays import block_of, tensor_of
-    from weft.cli.ckpt.whole_weights import converted
+    from weft.checkpoint.safetensors_files import block_of, tensor_of
+    from weft.cli.export import converted
 
     numbers = torch.cat([torch.randn(10_000) * 10.0**k for k in (-40, -3, 0, 37)])
     numbers = torch.cat([numbers, torch.tensor([torch.nan, torch.inf, -torch.inf, 3.4e38, -0.0])])

@@ -10,8 +10,8 @@ import tomllib
 import pytest
 
 from weft.cli.app import run
-from weft.spec.config import RunConfig
-from weft.spec.files.config_file import load_config
+from weft.config.files import load_config
+from weft.config.run_config import RunConfig
 
 
 def test_show_prints_a_file_that_loads_back(capsys, tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.cli import app as main
-from weft.spec.files.config_file import load_config
+from weft.config.files import load_config
 
 DS_CONFIG = {
     "train_batch_size": 32,

@@ -80,7 +80,7 @@ def test_prepare_then_verify(toml: str, tmp_path: Path) -> None:
 def test_damage_that_no_start_has_seen_is_told_with_what_to_type(toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run("prepare", toml)
     monkeypatch.setattr(
-        "weft.data.prepared.prepared_data.verify_split", lambda *_: ["tokens-00000.bin does not match its digest"]
+        "weft.data.store.prepared.verify_split", lambda *_: ["tokens-00000.bin does not match its digest"]
     )
     with pytest.raises(DataError, match=r"Type rm -r (\S+) and run the command again") as caught:
         run("verify", toml)

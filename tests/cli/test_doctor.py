@@ -12,10 +12,13 @@ import types
 import pytest
 
 from weft import env
-from weft.cli.doctor import gpus, machine, network, software
-from weft.cli.doctor import verb as doctor_verb
-from weft.cli.doctor.line import CheckLine, examine
-from weft.cli.doctor.verb import text
+from weft.cli import doctor as doctor_verb
+from weft.cli import doctor as gpus
+from weft.cli import doctor as machine
+from weft.cli import doctor as network
+from weft.cli import doctor as software
+from weft.cli.doctor import text
+from weft.cli.doctor_ranks import CheckLine, examine
 
 
 @pytest.fixture(scope="module")

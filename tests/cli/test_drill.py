@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 
 from weft import env
-from weft.cli.launcher.drill.drill_kinds import KINDS, NEED_TWO_RANKS, chosen
-from weft.cli.launcher.drill.drill_verb import report
-from weft.cli.launcher.drill.trial import DrillRow, Trial, state_of
+from weft.cli.drill import KINDS, NEED_TWO_RANKS, DrillRow, Trial, chosen, report, state_of
+from weft.config.plan import Plan
 from weft.errors import ConfigError
-from weft.monitor import StepRecord
-from weft.spec.plan import Plan
-from weft.train import RunFolder, injected
-from weft.train.injected import ACTS, DAMAGES, Fault, FaultHook, asked_fault
+from weft.monitor.events import StepRecord
+from weft.train import injected_faults as injected
+from weft.train.folder import RunFolder
+from weft.train.injected_faults import ACTS, DAMAGES, Fault, FaultHook, asked_fault
 
 #: Faults that happen at another moment than after a step, or outside of the ranks.
 ELSEWHERE = {"kill_in_save", "loader", "nan_gradient", "port_taken"}

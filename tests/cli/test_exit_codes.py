@@ -12,17 +12,9 @@ from pathlib import Path
 import pytest
 
 from weft.cli import app as command
-from weft.cli.launcher.failure import Failure
-from weft.cli.launcher.launch import RankFailed, Stopped
-from weft.errors import (
-    CheckpointError,
-    CommError,
-    ConfigError,
-    LaunchError,
-    OutOfMemory,
-    TrainingHalted,
-    WeftError,
-)
+from weft.cli.launch.failure import Failure
+from weft.cli.launch.launch import RankFailed, Stopped
+from weft.errors import CheckpointError, CommError, ConfigError, LaunchError, OutOfMemory, TrainingHalted, WeftError
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
 

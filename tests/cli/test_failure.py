@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from weft.cli.launcher.failure import Failure, first_failure, write_failure
+from weft.cli.launch.failure import Failure, first_failure, write_failure
 from weft.errors import CommError, DataError
 
 

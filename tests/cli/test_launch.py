@@ -20,18 +20,19 @@ import pytest
 
 from weft.cli.app import show_error
 from weft.cli.console import say
-from weft.cli.launcher.failure import Failure, write_failure
-from weft.cli.launcher.launch import launch_ranks
-from weft.cli.launcher.starting import Programs, fork_client
-from weft.cli.launcher.switchboard import switchboard
+from weft.cli.launch import fork_server as fork_client
+from weft.cli.launch.failure import Failure, write_failure
+from weft.cli.launch.launch import launch_ranks
+from weft.cli.launch.start import Programs
+from weft.cli.launch.switchboard import switchboard
 from weft.errors import LaunchError, WeftError
-from weft.train.run import run_lock
+from weft.train.folder import run_lock
 
 LIMIT_S = 40.0
 
 # Launchers are forked from a server that has imported torch once: a second saved in each test.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["weft.mesh.mesh", "tests.cli.test_launch"])
+FORKSERVER.set_forkserver_preload(["weft.comm.mesh", "tests.cli.test_launch"])
 
 
 def launcher(
@@ -75,8 +76,8 @@ RANK = """
 import contextlib, ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from weft import env
-from weft.cli.launcher.switchboard import launcher_line
-from weft.cli.launcher.rank import run_as_rank
+from weft.cli.launch.switchboard import launcher_line
+from weft.cli.launch.rank import run_as_rank
 from weft.errors import DataError
 logs = Path(sys.argv[1])
 def ready():
@@ -113,8 +114,8 @@ def main(said=""):
     place, line = env.rank_env(), launcher_line()
     run_as_rank(logs, place, body, line)
 if env.rank_env() is None:
-    from weft.cli.launcher import rank
-    from weft.cli.launcher.starting import fork_server
+    from weft.cli.launch import rank
+    from weft.cli.launch import fork_server
     rank.main = main
     if not MEETS:
         fork_server._host_store = host_nothing
@@ -575,7 +576,7 @@ def start_twice(command: list[str], logs: Path, kill: bool, unfit: bool, told: P
 
 #: A server that holds open what stands for the device's file here.
 UNFIT = """
-from weft.cli.launcher.starting import fork_server
+from weft.cli.launch import fork_server
 fork_server._STARTED_CUDA = "/dev/null"
 kept = open("/dev/null")
 """
@@ -619,9 +620,9 @@ def test_a_program_that_cannot_start_is_one_sentence(launch):
 def test_ranks_of_one_machine_listen_on_the_loopback_interface_only(launch):
     body = """
         import torch
-        from weft.comm import all_reduce
-        from weft.mesh.mesh import build_mesh, join_ranks, leave_ranks
-        from weft.spec.plan import Plan
+        from weft.comm.collectives import all_reduce
+        from weft.comm.mesh import build_mesh, join_ranks, leave_ranks
+        from weft.config.plan import Plan
         join_ranks(place, torch.device("cpu"))
         all_reduce(torch.ones(1), build_mesh(Plan(dp_replicate=2)).data)
         ready()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from weft.comm import mesh, missing_ranks
+from weft.comm.mesh import open_store
 from weft.env import RankEnv
 from weft.errors import CommError, LaunchError
-from weft.mesh import mesh, missing_ranks, open_store
 
 UNSET = "`unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT`"
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from weft.cli import app as main
-from weft.cli.launcher.launch import Stopped
+from weft.cli.launch.launch import Stopped
 from weft.errors import CommError, ConfigError, Problem, TrainingHalted, WeftError
 
 #: What nobody should pay for who only asks.

@@ -15,12 +15,12 @@ import pytest
 
 from tests.data.record_pictures import add, labelled
 from weft.cli.app import run
-from weft.cli.launcher.world import count_ranks
-from weft.cli.planning.plan_verb import NOTHING_FITS
-from weft.planner.tell.write_config import learning_rate
-from weft.spec.cluster import device
-from weft.spec.files.config_file import load_config
-from weft.spec.plan import Plan
+from weft.cli.launch.launch import count_ranks
+from weft.cli.plan import NOTHING_FITS
+from weft.config.cluster import device
+from weft.config.files import load_config
+from weft.config.plan import Plan
+from weft.planner.report.write_config import learning_rate
 
 SMALL = ["plan", "small", "4xa100", "--seq-len", "1024", "--global-batch", "48"]
 

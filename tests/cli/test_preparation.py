@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.launcher.starting import Preparation, Programs
-from weft.cli.launcher.starting.fork_client import ForkServer
-from weft.cli.launcher.starting.prepared_run import outcome
+from weft.cli.launch.fork_server import ForkServer
+from weft.cli.launch.start import Preparation, Programs, outcome
+from weft.config.run_config import RunConfig
 from weft.errors import (
     CheckpointError,
     ConfigError,
@@ -19,8 +19,7 @@ from weft.errors import (
     UnfitError,
     WeftError,
 )
-from weft.spec import RunConfig
-from weft.train import RunFolder
+from weft.train.folder import RunFolder
 
 
 class OwnError(UnfitError):
@@ -58,7 +57,7 @@ def test_what_was_asked_comes_over_whole():
 
 
 #: What each preparation needs: else each fork would load it.
-LOADED = ["weft.cli.launcher.starting.prepared_run", "weft.train.run.preparation"]
+LOADED = ["weft.cli.launch.start", "weft.train.preparation"]
 #: A task of the user's own: what its file does stands for what may go wrong in a preparation.
 ACTS = {
     "tells": (

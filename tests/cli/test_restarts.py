@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from weft.checkpoint import list_checkpoints
-from weft.cli.launcher import RankFailed, Restarts
-from weft.cli.launcher.failure import Failure
-from weft.cli.launcher.restarts import cause_of, for_ranks, for_those_there
+from weft.checkpoint.load import list_checkpoints
+from weft.cli.launch.failure import Failure
+from weft.cli.launch.launch import RankFailed
+from weft.cli.launch.restarts import Restarts, cause_of, for_ranks, for_those_there
+from weft.config.run_config import RunConfig
 from weft.errors import CheckpointError, CommError, ConfigError, DataError, OutOfMemory, TrainingHalted
-from weft.monitor import read_events
-from weft.monitor.alerts.hold_place import GO_ON, HELD
-from weft.spec import RunConfig
-from weft.train import RunFolder
-from weft.train.loop.left_out import LEFT_OUT, leave_out, steps_left_out, stretches
+from weft.monitor.alerts import GO_ON, HELD
+from weft.monitor.events import read_events
+from weft.train.folder import RunFolder
+from weft.train.hooks import LEFT_OUT, leave_out, steps_left_out, stretches
 
 DIED = Failure(1, -9)
 DATA = Failure(0, 1, kind="ValueError", message="torn", step=7, in_data=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from weft.cli.app import run
-from weft.spec.files import format_config, load_config
-from weft.train import RunFolder
-from weft.train.run import circumstances
+from weft.config.files import format_config, load_config
+from weft.train.folder import RunFolder
+from weft.train.rank_run import circumstances
 
 PLAN = "dp_shard=2 zero=2"
 
@@ -49,8 +49,8 @@ def test_nothing_changed(started, capsys):
 def test_settings_plan_data_and_versions(started, capsys, monkeypatch):
     assert changes(capsys, str(started), "optimizer.lr=0.5") == [["config.optimizer.lr", "0.001", "0.5"]]
     assert changes(capsys, str(started), "plan=dp_replicate=*") == [["plan", PLAN, "dp_replicate=2"]]
-    monkeypatch.setattr("weft.train.run.surroundings.platform.python_version", lambda: "3.99.0")
-    monkeypatch.setattr("weft.train.run.surroundings.platform.node", lambda: "elsewhere")
+    monkeypatch.setattr("weft.train.rank_run.platform.python_version", lambda: "3.99.0")
+    monkeypatch.setattr("weft.train.rank_run.platform.node", lambda: "elsewhere")
     text = (started / "data.json").read_text()
     (started / "data.json").write_text(text.replace("ab", "cd"))
     found = {key: now for key, _, now in changes(capsys, str(started))}

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from weft import env
-from weft.monitor import read_events
+from weft.monitor.events import read_events
 
 pytestmark = pytest.mark.full
 

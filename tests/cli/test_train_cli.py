@@ -13,15 +13,15 @@ import pytest
 import typer
 
 from weft.cli import train as verb
-from weft.cli.command_words import split_words
-from weft.cli.launcher.world import count_ranks, threads_variables, usable_cores
-from weft.comm.word import FirstWord
+from weft.cli.console import split_words
+from weft.cli.launch.launch import count_ranks, threads_variables, usable_cores
+from weft.comm.mesh import open_store
+from weft.comm.store import FirstWord
+from weft.config.files import load_config
+from weft.config.run_config import RunConfig
 from weft.env import RankEnv
 from weft.errors import ConfigError, LaunchError, PlanError, WeftError
-from weft.mesh import open_store
-from weft.spec.config import RunConfig
-from weft.spec.files.config_file import load_config
-from weft.train.run import run_lock
+from weft.train.folder import run_lock
 
 pytestmark = pytest.mark.usefixtures("no_place")
 
@@ -120,7 +120,7 @@ def test_cores_are_divided_unless_the_user_has_spoken(monkeypatch):
 
 
 def test_started_alone_it_starts_its_ranks(monkeypatch):
-    pytest.importorskip("weft.spec.files.config_file")
+    pytest.importorskip("weft.config.files")
     started: list[RunConfig] = []
     monkeypatch.setattr(verb, "train_here", started.append)
     verb.train(["train.steps=70"])
@@ -128,7 +128,7 @@ def test_started_alone_it_starts_its_ranks(monkeypatch):
 
 
 def test_started_by_torchrun_it_is_a_rank(monkeypatch):
-    pytest.importorskip("weft.spec.files.config_file")
+    pytest.importorskip("weft.config.files")
     places = []
     monkeypatch.setattr(verb, "train_as_rank", lambda config, place: places.append(place))
     monkeypatch.setenv("RANK", "1")
@@ -141,7 +141,7 @@ AS_RANK = """
 import sys
 from pathlib import Path
 from weft import env
-from weft.cli.launcher.rank import run_as_rank
+from weft.cli.launch.rank import run_as_rank
 from weft.errors import DataError, TrainingHalted
 def body(terminal):
     print("into the log")

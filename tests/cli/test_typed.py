@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.cli.launcher.typed import typed_command
-from weft.train import RunFolder
-from weft.train.run.telling import with_setting
+from weft.cli.launch.rank import typed_command
+from weft.train.folder import RunFolder
+from weft.train.reporting import with_setting
 
 
 @pytest.mark.parametrize(

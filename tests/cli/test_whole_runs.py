@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from weft import env
-from weft.monitor import read_events
-from weft.train import RunFolder
+from weft.monitor.events import read_events
+from weft.train.folder import RunFolder
 
 pytestmark = pytest.mark.full
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.comm.wire import chance_key, find_wire
-from weft.comm.wire.block_codes import scales_of
+from weft.comm.wire.coder import chance_key
+from weft.comm.wire.codes import scales_of
+from weft.comm.wire.wire_format import find_wire
 
 INT8 = find_wire("int8")
 

@@ -9,12 +9,13 @@ import torch
 
 from tests.choice import gate_runs
 from tests.comm.reference import combined, data
-from weft.comm import Ledger, all_gather, all_reduce, barrier, broadcast, reduce_scatter
-from weft.comm.links.segment import NUM_SLOTS, SLOT_BYTES
-from weft.comm.meet import join
-from weft.mesh import Axis, build_mesh
-from weft.spec.plan import Plan
-from weft.testing import RankPool
+from weft.comm.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from weft.comm.connect import join
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import Axis, build_mesh
+from weft.comm.transports.shared_memory import NUM_SLOTS, SLOT_BYTES
+from weft.config.plan import Plan
+from weft.verify.rank_pool import RankPool
 
 SHARED, EXCHANGE, BACKEND, STAGED = "shared memory", "gloo exchange", "backend", "staged through the host"
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

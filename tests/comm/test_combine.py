@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.comm.reference import combined, data
-from weft.comm.links.combine import BLOCK_BYTES, Combiner
-from weft.comm.links.link import Operation
-from weft.comm.links.signature import DTYPES, KINDS, OPS, explain_signature, sign
+from weft.comm.transports.link import BLOCK_BYTES, DTYPES, KINDS, OPS, Combiner, Operation, explain_signature, sign
 
 
 @pytest.mark.parametrize("own", [0, 1, 2, 4])

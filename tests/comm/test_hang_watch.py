@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from weft.comm import all_reduce, barrier
-from weft.comm.meet import TRANSPORTS, join
-from weft.comm.watch import StoreKey, Watch, hang_watch
-from weft.mesh import Mesh, build_mesh
-from weft.spec.plan import Plan
+from weft.comm import hang_watch
+from weft.comm.collectives import all_reduce, barrier
+from weft.comm.connect import TRANSPORTS, join
+from weft.comm.hang_watch import Watch
+from weft.comm.mesh import Mesh, build_mesh
+from weft.comm.signed_store import StoreKey
+from weft.config.plan import Plan
 
 WARN_AFTER_S = 0.4
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.comm.wire import find_wire
+from weft.comm.wire.wire_format import find_wire
+from weft.config.plan import Plan
 from weft.errors import PlanError
-from weft.spec.plan import Plan
 
 
 def sent(name: str, x_RN: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

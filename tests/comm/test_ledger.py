@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from weft.comm import Ledger
+from weft.comm.ledger import Ledger
 
 
 def test_the_ledger_adds_calls_bytes_and_seconds_by_axis_and_operation():

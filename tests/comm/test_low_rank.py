@@ -7,10 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.comm import start_all_reduce, start_reduce_scatter
-from weft.comm.wire import Coders, Matrix, find_wire, matrices_of
-from weft.mesh import build_mesh
-from weft.spec.plan import Plan
+from weft.comm.collectives import start_all_reduce, start_reduce_scatter
+from weft.comm.mesh import build_mesh
+from weft.comm.wire.coder import Coders
+from weft.comm.wire.low_rank import Matrix, matrices_of
+from weft.comm.wire.wire_format import find_wire
+from weft.config.plan import Plan
 
 ROWS, COLUMNS = 96, 80
 NUMEL = 40 + ROWS * COLUMNS + 24

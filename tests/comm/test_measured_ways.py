@@ -11,12 +11,14 @@ import torch
 
 from tests.comm.reference import data
 from tests.comm.test_two_level import on_hosts
-from weft.comm import Ledger, all_gather, barrier, reduce_scatter, start_all_reduce, transports
+from weft.comm.collectives import all_gather, barrier, reduce_scatter, start_all_reduce
+from weft.comm.connect import transports
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ConfigError
-from weft.mesh import build_mesh
-from weft.planner.measured.here import this_host
-from weft.planner.measured.link_times import LinkProfile, LinkSample
-from weft.spec.plan import Plan
+from weft.planner.measured.links import LinkProfile, LinkSample
+from weft.planner.measured.profile_tables import this_host
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.comm import all_reduce, transports
-from weft.mesh import build_mesh
-from weft.spec.plan import Plan
+from weft.comm.collectives import all_reduce
+from weft.comm.connect import transports
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 
 
 def meet(obstacle: str) -> tuple[str, str, float]:

@@ -9,18 +9,13 @@ import threading
 import pytest
 import torch
 
-from weft.comm import all_reduce, broadcast
-from weft.comm.peer.meeting import (
-    MeetingDoor,
-    MeetingLine,
-    MeetingPlace,
-    MeetingRounds,
-    SocketLink,
-    address_towards,
-)
-from weft.comm.wire import Coders, find_wire
+from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.mesh import Axis
+from weft.comm.replica_client import MeetingDoor, SocketLink
+from weft.comm.replica_rendezvous import MeetingLine, MeetingPlace, MeetingRounds, address_towards
+from weft.comm.wire.coder import Coders
+from weft.comm.wire.wire_format import find_wire
 from weft.errors import CommError, ConfigError, LaunchError
-from weft.mesh import Axis
 
 
 class Told:

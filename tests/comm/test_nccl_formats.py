@@ -7,7 +7,10 @@ from collections import deque
 import pytest
 import torch
 
-from weft.comm.links import NCCL_FORMATS, BackendLink, Operation, backend, nccl_formats
+from weft.comm.transports import backend
+from weft.comm.transports import backend as nccl_formats
+from weft.comm.transports.backend import NCCL_FORMATS, BackendLink
+from weft.comm.transports.link import Operation
 
 OTHERS = (torch.int16, torch.uint16, torch.uint32, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2)
 

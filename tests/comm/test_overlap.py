@@ -8,11 +8,18 @@ import pytest
 import torch
 
 from tests.comm.reference import combined, data
-from weft.comm import all_reduce, barrier, reduce_scatter, start_all_gather, start_all_reduce, start_reduce_scatter
-from weft.comm.links.segment import NUM_SLOTS, SLOT_BYTES
-from weft.comm.meet import join
-from weft.mesh import build_mesh
-from weft.spec.plan import Plan
+from weft.comm.collectives import (
+    all_reduce,
+    barrier,
+    reduce_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from weft.comm.connect import join
+from weft.comm.mesh import build_mesh
+from weft.comm.transports.shared_memory import NUM_SLOTS, SLOT_BYTES
+from weft.config.plan import Plan
 
 SHARED, EXCHANGE, BACKEND = "shared memory", "gloo exchange", "backend"
 

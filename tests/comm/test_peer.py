@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.comm import Ledger, all_reduce, start_all_reduce
-from weft.comm.autograd import functions as autograd
-from weft.comm.links.segment import SLOT_BYTES
-from weft.comm.meet import join
+from weft.comm import autograd
+from weft.comm.collectives import all_reduce, start_all_reduce
+from weft.comm.connect import join
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import Axis, build_mesh
 from weft.comm.peer import all_to_all, shift, start_receive, start_send
+from weft.comm.transports.shared_memory import SLOT_BYTES
+from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.mesh import Axis, build_mesh
-from weft.spec.plan import Plan
 
 TRANSPORTS = ("shared memory", "gloo exchange", "backend", "staged through the host")
 
@@ -62,7 +63,7 @@ def test_rows_reach_their_ranks(ranks2, ranks4, transport):
 def messages(size: int, is_staged: bool) -> tuple[list[float], dict[str, tuple[int, int]]]:
     with pytest.MonkeyPatch.context() as patch:
         if is_staged:
-            patch.setattr("weft.comm.peer.messages._needs_host", lambda *_: True)
+            patch.setattr("weft.comm.peer._needs_host", lambda *_: True)
         return sent_messages(size)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.comm import (
+from weft.comm.collectives import (
     all_gather,
     all_reduce,
     barrier,
@@ -22,11 +22,11 @@ from weft.comm import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from weft.comm.meet import join
+from weft.comm.connect import join
+from weft.comm.mesh import Axis, build_mesh
+from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.mesh import Axis, build_mesh
-from weft.spec.plan import Plan
-from weft.testing import RankPool
+from weft.verify.rank_pool import RankPool
 
 SHARED, EXCHANGE = "shared memory", "gloo exchange"
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.comm.wire import RowCodes, RowStretch
-from weft.spec import wire_spec
+from weft.comm.wire.codes import RowCodes, RowStretch
+from weft.config.wire_formats import wire_spec
 
 SPEC = wire_spec("int8")
 SHAPES = st.lists(

@@ -7,10 +7,13 @@ import torch
 
 from tests.comm.reference import data
 from tests.comm.test_two_level import on_hosts
-from weft.comm import Ledger, join, sends_short_summands, start_reduce_scatter, transports
-from weft.comm.links import BackendLink, Parts
-from weft.mesh import build_mesh
-from weft.spec.plan import Plan
+from weft.comm.collectives import start_reduce_scatter
+from weft.comm.connect import join, sends_short_summands, transports
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.comm.transports.backend import BackendLink
+from weft.comm.transports.scattered_tensor import Parts
+from weft.config.plan import Plan
 
 NUMEL, GAP = 1200, 7
 

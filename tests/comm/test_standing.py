@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from weft.comm.watch.standing import Standing, find_culprits, process_state, report, unfinished_on_device
+from weft.comm.hang_watch import Standing, find_culprits, process_state, report, unfinished_on_device
 
 NOW = time.mktime((2026, 3, 1, 14, 3, 11, 0, 0, -1))
 REST = "The wait ends at 14:32:11 (launch.timeout=30m); Python stacks are in logs."

@@ -8,9 +8,9 @@ import threading
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from weft.comm import StoreTalk
-from weft.comm import store_talk as module
-from weft.comm.watch import StoreBoard, StoreKey
+from weft.comm import store as module
+from weft.comm.signed_store import StoreKey
+from weft.comm.store import StoreBoard, StoreTalk
 from weft.errors import CheckpointError, CommError, WeftWarning
 
 SECRET = b"of these ranks alone"

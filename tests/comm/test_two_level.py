@@ -7,13 +7,15 @@ import torch
 
 from tests.comm.reference import data
 from tests.comm.test_collectives import same_bits, wrong_values
-from weft.comm import Ledger, all_reduce, barrier, start_all_gather, start_all_reduce, start_reduce_scatter, transports
-from weft.comm.links import Parts
-from weft.comm.two_level import Hosts
+from weft.comm.collectives import all_reduce, barrier, start_all_gather, start_all_reduce, start_reduce_scatter
+from weft.comm.connect import transports
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.comm.transports.scattered_tensor import Parts
+from weft.comm.transports.two_level import Hosts
+from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.mesh import build_mesh
-from weft.spec.plan import Plan
-from weft.testing import RankPool
+from weft.verify.rank_pool import RankPool
 
 TWO_LEVELS, EXCHANGE = "two levels", "gloo exchange"
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)

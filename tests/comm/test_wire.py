@@ -9,18 +9,20 @@ import torch
 
 from tests.comm import block8
 from tests.comm.reference import data
-from weft.comm import Ledger, all_gather, all_reduce, reduce_scatter, start_all_reduce, start_reduce_scatter
-from weft.comm.links.backend import ExchangeLink
-from weft.comm.links.parts import Parts
-from weft.comm.links.shared import SharedLink
-from weft.comm.meet import join
-from weft.comm.wire import Coder, Coders, find_wire
+from weft.comm.collectives import all_gather, all_reduce, reduce_scatter, start_all_reduce, start_reduce_scatter
+from weft.comm.connect import join
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.comm.transports.backend import ExchangeLink
+from weft.comm.transports.scattered_tensor import Parts
+from weft.comm.transports.shared_memory import SharedLink
+from weft.comm.wire.coder import Coder, Coders
+from weft.comm.wire.wire_format import find_wire
+from weft.config.plan import Plan
+from weft.config.wire_formats import WIRES, WireSpec, register, wire_spec
 from weft.errors import CommError, PlanError
-from weft.mesh import build_mesh
-from weft.parallel import Precision
-from weft.spec.plan import Plan
-from weft.spec.wires import WIRES, WireSpec, register, wire_spec
-from weft.testing.wire_oracle import WireOracle
+from weft.parallel.state.precision import Precision
+from weft.verify.oracles import WireOracle
 
 SIZES = (1, 63, 64, 1000, 70001)
 STEPS = 3

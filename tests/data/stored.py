@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.data.shards.split_files import SplitCounts, SplitWriter
+from weft.data.token_files import SplitCounts, SplitWriter
 
 
 @dataclass(frozen=True)

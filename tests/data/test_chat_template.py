@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.data.read import Turn
-from weft.data.tokens.chat_template import ChatTemplate
+from weft.data.text.chat_template import ChatTemplate
+from weft.data.text.turns import Turn
 from weft.errors import DataError
 
 pytest.importorskip("transformers")

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from tests.data.pictures import class_folder
-from weft.data.media import DecodedAhead, Look, Pictures, find_pictures, usual_workers
-from weft.data.media.decoding import decode_pool as pool_module
+from weft.data.media import decode_workers as pool_module
+from weft.data.media.class_folder import find_pictures
+from weft.data.media.decode_workers import DecodedAhead, usual_workers
+from weft.data.media.image_source import Pictures
+from weft.data.media.images import Look
 from weft.errors import DataError
 
 LOOK = Look(16, crops=True, mirrors=True, colour=0.4, noise=3.0)

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from weft.data.read.documents import Document, read_document
-from weft.data.read.records import Broken, Record
-from weft.data.read.schema import Schema
-from weft.data.read.turns import Turn
+from weft.data.text.documents import Document, read_document
+from weft.data.text.records import Broken, Record
+from weft.data.text.schema import Schema
+from weft.data.text.turns import Turn
 
 TEXT = Schema("text", text="text")
 CHAT = Schema("messages", messages="m", role="from", content="value")

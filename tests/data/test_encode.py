@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.data.read.documents import Document
-from weft.data.read.turns import Turn
-from weft.data.tokens import codec
-from weft.data.tokens.encode import encode_documents
-from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.data.text import codec
+from weft.data.text.documents import Document
+from weft.data.text.encode import encode_documents
+from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.data.text.turns import Turn
 
 
 @pytest.fixture(scope="module")

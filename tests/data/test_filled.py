@@ -10,7 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from weft.data.read import Broken, RecordReader, detect_schema, find_files, read_document
+from weft.data.text.documents import read_document
+from weft.data.text.records import Broken, RecordReader
+from weft.data.text.schema import detect_schema
+from weft.data.text.source import find_files
 
 
 def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:

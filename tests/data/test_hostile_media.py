@@ -21,16 +21,16 @@ import soundfile
 import zstandard
 from PIL import Image
 
-from weft.data.media.encoded import Encoded
-from weft.data.media.file_forms import FoundRecord, RecordColumns, media_at, records_in
-from weft.data.media.media_kinds import SOUND
+from weft.data.media import audio as sound_file
+from weft.data.media.audio import Hearing, hear, sound_size
+from weft.data.media.files import FoundRecord, RecordColumns, media_at, records_in
+from weft.data.media.images import Encoded, Look, picture_size, read_picture
 from weft.data.media.media_records import find_records
-from weft.data.media.mixed.record_forms import mixed_in
-from weft.data.media.mixed.sample_parts import MixedColumns
-from weft.data.media.pixels import Look, picture_size, read_picture
-from weft.data.media.sound import Hearing, hear, sound_file, sound_size
-from weft.data.read.records import Broken, RecordReader
-from weft.data.read.source import find_files
+from weft.data.media.mixed_records import mixed_in
+from weft.data.media.mixed_samples import MixedColumns
+from weft.data.media.records import SOUND
+from weft.data.text.records import Broken, RecordReader
+from weft.data.text.source import find_files
 from weft.errors import DataError
 
 LOOK = Look(side=8)

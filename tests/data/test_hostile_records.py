@@ -8,7 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from weft.data.read import Broken, RecordReader, detect_schema, find_files, read_document
+from weft.data.text.documents import read_document
+from weft.data.text.records import Broken, RecordReader
+from weft.data.text.schema import detect_schema
+from weft.data.text.source import find_files
 from weft.errors import DataError
 
 GOOD = {

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.shards.lock import locked, new_folder
+from weft.data.token_files import locked, new_folder
 
-HOLD = "import sys, time; from pathlib import Path; from weft.data.shards.lock import locked\n"
+HOLD = "import sys, time; from pathlib import Path; from weft.data.token_files import locked\n"
 
 
 def hold(path: Path) -> subprocess.Popen[str]:

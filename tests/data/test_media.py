@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from tests.data.pictures import COLOURS, class_folder, picture
-from weft.data.media import ClassFolder, Look, find_pictures
-from weft.data.media import pixels as pixels_module
-from weft.data.media.pixels import read_picture
+from weft.data.media import images as pixels_module
+from weft.data.media.class_folder import ClassFolder, find_pictures
+from weft.data.media.images import Look, read_picture
 from weft.errors import DataError, MissingExtra
 
 

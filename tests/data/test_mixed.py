@@ -10,9 +10,12 @@ import pytest
 
 from tests.data.mixed_records import FORMS, as_paths, mixed, picture, sound
 from tests.data.record_pictures import write_lines
-from weft.data.media import Look
-from weft.data.media.mixed import ByteText, MixedAhead, MixedColumns, MixedItems, MixedSurvey, find_mixed
-from weft.data.media.sound import Hearing, LogMel
+from weft.data.media.audio import Hearing
+from weft.data.media.audio_features import LogMel
+from weft.data.media.images import Look
+from weft.data.media.mixed_items import MixedAhead, MixedItems
+from weft.data.media.mixed_records import MixedSurvey, find_mixed
+from weft.data.media.mixed_samples import ByteText, MixedColumns
 from weft.errors import DataError
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.order.mixture import Mixture
+from weft.data.order.stream import Mixture
 
 shares = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.data.batch import host_values, move_batch
+from weft.data.batches import host_values, move_batch
 
 META = torch.device("meta")
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.order.sample_order import Permutation, derive_key, permutation
+from weft.data.order.stream import Permutation, derive_key, permutation
 
 
 @settings(max_examples=150, deadline=None)

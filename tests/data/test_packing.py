@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.order.packing import ConcatSpans, TableSpans, fit_starts, open_spans, pad_starts, plan_path, write_plan
+from weft.data.order.stream import ConcatSpans, TableSpans, fit_starts, open_spans, pad_starts, plan_path, write_plan
 
 documents = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 lengths = st.integers(2, 17)

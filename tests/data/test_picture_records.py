@@ -13,17 +13,11 @@ from PIL import Image
 from tests.data.pictures import COLOURS
 from tests.data.record_pictures import FORMS, add, as_lines_with_paths, as_tars, labelled, write_lines, write_tar
 from tests.data.test_media import bomb
-from weft.data.media import (
-    Look,
-    MediaRecords,
-    Pictures,
-    RecordColumns,
-    find_records,
-    parse_source,
-    record_files,
-    with_classes,
-)
-from weft.data.prepared import RowTable
+from weft.data.media.files import RecordColumns
+from weft.data.media.image_source import Pictures, parse_source
+from weft.data.media.images import Look
+from weft.data.media.media_records import MediaRecords, find_records, record_files, with_classes
+from weft.data.store.row_table import RowTable
 from weft.errors import DataError
 
 

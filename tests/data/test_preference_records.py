@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from weft.data.order import SampleStream, marked, view_answer, view_sample
-from weft.data.order.loader import build_batch
-from weft.data.prepared.prepare import prepare_data
-from weft.data.read.documents import read_document
-from weft.data.read.records import Broken, Record
-from weft.data.read.schema import Schema, detect_schema
-from weft.data.read.source import find_files
-from weft.data.shards import SplitReader
+from weft.config.run_config import RunConfig
+from weft.data.order.loader import build_batch, marked, view_answer, view_sample
+from weft.data.order.stream import SampleStream
+from weft.data.store.prepare import prepare_data
+from weft.data.text.documents import read_document
+from weft.data.text.records import Broken, Record
+from weft.data.text.schema import Schema, detect_schema
+from weft.data.text.source import find_files
+from weft.data.token_files import SplitReader
 from weft.errors import DataError
-from weft.spec.config import RunConfig
-from weft.train.tasks import token_cross_entropy
+from weft.train.tasks.decoder_loss import token_cross_entropy
 
 PAIR = Schema("preference", prompt="prompt", chosen="chosen", rejected="rejected", role="role", content="content")
 VERDICT = Schema("feedback", prompt="prompt", completion="completion", label="label", role="role", content="content")

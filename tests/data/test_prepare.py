@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
+from weft.config.run_config import EarlyStopSection, RunConfig
 from weft.data.order.stream import SampleStream
-from weft.data.prepared import cached
-from weft.data.prepared.prepare import prepare_data
-from weft.data.prepared.prepared_data import PreparedData, verify_data
+from weft.data.store import prepared as cached
+from weft.data.store.prepare import prepare_data
+from weft.data.store.prepared import PreparedData, verify_data
 from weft.errors import DataError
-from weft.spec.config import RunConfig
-from weft.spec.config.run_config import EarlyStopSection
 
 
 def config(tmp_path: Path, *paths: str | dict[str, Any], kind: str = "bytes", **data: Any) -> RunConfig:
@@ -264,9 +263,9 @@ def test_the_tokenizer_does_not_see_what_is_kept_aside(tmp_path: Path) -> None:
 
 WORKER = """
 import sys
-from weft.data.prepared import cached
-from weft.data.prepared.prepare import prepare_data
-from weft.spec.config.run_config import RunConfig
+from weft.data.store import prepared as cached
+from weft.data.store.prepare import prepare_data
+from weft.config.run_config import RunConfig
 work = []
 prepared = prepare_data(RunConfig.model_validate_json(sys.argv[1]), lambda stage, *_: work.append(stage))
 print(prepared.digest, any(stage.startswith("tokenise") for stage in work))
@@ -312,9 +311,9 @@ def test_a_killed_writer_leaves_nothing_that_counts(tmp_path: Path, text: str) -
 MEMORY = """
 import gzip, json, resource, sys
 from pathlib import Path
-from weft.data.prepared import cached
-from weft.data.prepared.prepare import prepare_data
-from weft.spec.config.run_config import RunConfig
+from weft.data.store import prepared as cached
+from weft.data.store.prepare import prepare_data
+from weft.config.run_config import RunConfig
 folder = Path(sys.argv[1])
 line = "some words that fill a line, number {0}, and a few more of them to make it long enough\\n"
 def peak():
@@ -343,9 +342,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 LONG_LINE = """
 import json, resource, sys
 from pathlib import Path
-from weft.data.prepared import cached
-from weft.data.prepared.prepare import prepare_data
-from weft.spec.config.run_config import RunConfig
+from weft.data.store import prepared as cached
+from weft.data.store.prepare import prepare_data
+from weft.config.run_config import RunConfig
 def prepare(name, size):
     path = Path(sys.argv[1]) / name
     path.write_text(json.dumps({"text": "some words that fill a line and more " * (size // 37)}) + "\\n")

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.data.stored import Stored
-from weft.data.order.preview import marked, view_sample, visible
+from weft.data.order.loader import marked, view_sample, visible
 from weft.data.order.stream import SampleStream
-from weft.data.shards.split_files import SplitWriter
-from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.data.token_files import SplitWriter
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from weft.data import ShardedLoader
+from weft.data.order.user_dataloader import ShardedLoader
 
 
 class Augmented(Dataset):

@@ -15,8 +15,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.read.records import Broken, Record, RecordReader
-from weft.data.read.source import find_files
+from weft.data.text.records import Broken, Record, RecordReader
+from weft.data.text.source import find_files
 from weft.errors import DataError
 
 ROWS = [{"text": "first\nline"}, {"text": 'quoted "x", é 漢字 🎉'}, {"text": ""}]
@@ -79,7 +79,7 @@ def test_a_single_column_with_commas_stays_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compression", COMPRESS)
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_json_array(tmp_path: Path, compression: str, indent: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.data.read.json_array._READ_BYTES", 7)
+    monkeypatch.setattr("weft.data.text.records._READ_BYTES", 7)
     path = tmp_path / f"a.json{compression}"
     rows = [*ROWS, {"text": "x" * 300, "n": [1, {"a": None}]}]
     path.write_bytes(
@@ -103,7 +103,7 @@ def test_a_json_array(tmp_path: Path, compression: str, indent: int | None, monk
     ],
 )
 def test_a_broken_json_array_says_where(tmp_path: Path, content: bytes, found: list[Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr("weft.data.read.json_array._READ_BYTES", 64)
+    monkeypatch.setattr("weft.data.text.records._READ_BYTES", 64)
     (tmp_path / "a.json").write_bytes(content)
     assert values(tmp_path / "a.json", max_record_bytes=1000) == found
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.data.prepared import RowTable, RowWriter, ready_table
+from weft.data.store.row_table import RowTable, RowWriter, ready_table
 from weft.errors import DataError
 
 ROWS = st.lists(st.tuples(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), st.floats(width=32)), max_size=12)

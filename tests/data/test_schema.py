@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from weft.data.read.schema import Schema, detect_schema
-from weft.data.read.source import find_files
+from weft.data.text.schema import Schema, detect_schema
+from weft.data.text.source import find_files
 from weft.errors import DataError
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

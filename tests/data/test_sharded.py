@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from weft.data import ShardedLoader
+from weft.data.order.user_dataloader import ShardedLoader
 from weft.errors import DataError
 
 

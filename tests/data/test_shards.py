@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.stored import store
-from weft.data.shards.split_files import SplitCounts, SplitReader, SplitWriter, verify_split
+from weft.data.token_files import SplitCounts, SplitReader, SplitWriter, verify_split
 from weft.errors import DataError
 
 

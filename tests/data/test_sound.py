@@ -14,19 +14,14 @@ import torch
 
 from tests.data.record_pictures import add, write_lines
 from tests.data.recordings import FORMS, encoded, sound_folder, spoken, tones
-from weft.data.media import SOUND, DecodedAhead, MediaRecords, RecordColumns, Sounds, Survey, find_records, record_files
-from weft.data.media.encoded import Encoded
-from weft.data.media.sound import (
-    Hearing,
-    LogMel,
-    folder_features,
-    hear,
-    log_mel,
-    mel_filters,
-    sound_size,
-)
-from weft.data.media.sound.mel import mel_energy
-from weft.data.media.sound.ogg_header import vorbis_size
+from weft.data.media.audio import Hearing, hear, sound_size, vorbis_size
+from weft.data.media.audio_features import LogMel, folder_features, log_mel, mel_energy, mel_filters
+from weft.data.media.audio_source import Sounds
+from weft.data.media.decode_workers import DecodedAhead
+from weft.data.media.files import RecordColumns
+from weft.data.media.images import Encoded
+from weft.data.media.media_records import MediaRecords, Survey, find_records, record_files
+from weft.data.media.records import SOUND
 from weft.errors import DataError, MissingExtra
 
 

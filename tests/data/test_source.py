@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.data.read.source import find_files
+from weft.config.run_config import STDLIB_SOURCE
+from weft.data.text.source import find_files
 from weft.errors import DataError
-from weft.spec.config import STDLIB_SOURCE
 
 
 def make(folder: Path, *names: str) -> None:

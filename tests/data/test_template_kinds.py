@@ -8,9 +8,9 @@ import re
 import pytest
 
 from tests.data.chat_kinds import KINDS, LESS_SPECIAL, SPECIALS
-from weft.data.read import Turn
-from weft.data.tokens.chat_template import ChatTemplate, RefusedConversation
-from weft.data.tokens.template_sandbox import Sandbox
+from weft.data.text.chat_template import ChatTemplate, RefusedConversation
+from weft.data.text.template_sandbox import Sandbox
+from weft.data.text.turns import Turn
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 MARKS = {"B": "\u27e6", "E": "\u27e7"}

@@ -11,12 +11,12 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from weft.data.read import Turn
-from weft.data.read.schema import detect_schema
-from weft.data.read.source import find_files
-from weft.data.tokens.chat_template import ChatTemplate, RefusedConversation
-from weft.data.tokens.tokenise import ReadLimits, tokenise_source
-from weft.data.tokens.tokenizer import save_json_tokenizer
+from weft.data.text.chat_template import ChatTemplate, RefusedConversation
+from weft.data.text.schema import detect_schema
+from weft.data.text.source import find_files
+from weft.data.text.tokenize import ReadLimits, tokenise_source
+from weft.data.text.tokenizer import save_json_tokenizer
+from weft.data.text.turns import Turn
 from weft.errors import DataError
 
 TURNS = [Turn("user", "q"), Turn("assistant", "a")]

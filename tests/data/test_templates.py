@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from weft.data.read import Turn
-from weft.data.tokens import import_tokenizer
+from weft.data.text.tokenizer import import_tokenizer
+from weft.data.text.turns import Turn
 from weft.errors import DataError
 
 transformers = pytest.importorskip("transformers")

@@ -24,10 +24,11 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Library
 
-from weft.data.read import Document, Turn
-from weft.data.tokens.encode import encode_documents
-from weft.data.tokens.text_windows import TextEncoder, encode_long
-from weft.data.tokens.tokenizer import Tokenizer, import_tokenizer
+from weft.data.text.documents import Document
+from weft.data.text.encode import encode_documents
+from weft.data.text.text_windows import TextEncoder, encode_long
+from weft.data.text.tokenizer import Tokenizer, import_tokenizer
+from weft.data.text.turns import Turn
 
 CORPUS = ["the quick brown fox jumps over the lazy dog, and the foxes jump: 12345 aaaa naïve café 漢字"] * 30
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<tool>"]

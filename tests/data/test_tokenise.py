@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from weft.data.read.schema import Schema, detect_schema
-from weft.data.read.source import find_files
-from weft.data.shards.split_files import SplitReader
-from weft.data.tokens import tokenise as tokenise_module
-from weft.data.tokens.tokenise import ReadLimits, SourceManifest, piece_bytes, tokenise_source
-from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.data.text import tokenize as tokenise_module
+from weft.data.text.schema import Schema, detect_schema
+from weft.data.text.source import find_files
+from weft.data.text.tokenize import ReadLimits, SourceManifest, piece_bytes, tokenise_source
+from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.data.token_files import SplitReader
 from weft.errors import DataError
 
 

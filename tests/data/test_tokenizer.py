@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from weft.data.tokens.bpe import train_bpe
-from weft.data.tokens.codec import SPECIAL_TOKENS
-from weft.data.tokens.tokenizer import Tokenizer, import_tokenizer, save_bytes_tokenizer
+from weft.data.text.codec import SPECIAL_TOKENS
+from weft.data.text.tokenizer import Tokenizer, import_tokenizer, save_bytes_tokenizer, train_bpe
 from weft.errors import DataError
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 5, "naïve café 漢字 🎉 the the the", "<|endoftext|> is a token's name"] * 3
@@ -80,7 +79,7 @@ def test_a_changed_file_is_refused(tmp_path: Path) -> None:
 def test_training_is_the_same_in_another_process(tmp_path: Path) -> None:
     """The library counts in hash maps whose order differs from process to process."""
     code = (
-        "import sys; from pathlib import Path; import weft.data.tokens.bpe as b;"
+        "import sys; from pathlib import Path; import weft.data.text.tokenizer as b;"
         "texts = [Path(b.__file__).read_text(), Path(b.__file__).with_name('tokenizer.py').read_text()];"
         "print(b.train_bpe(Path(sys.argv[1]), texts, 600).digest)"
     )

@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from weft.data.tokens import bounded, import_tokenizer
+from weft.data.text.tokenizer import import_tokenizer
+from weft.data.text.tokenizer_limits import bounded
 from weft.errors import DataError
 
 
@@ -53,7 +54,7 @@ def test_a_chain_of_replacements_does_not_fill_the_memory(tmp_path, kind):
     code = (
         "import sys, resource\n"
         "from pathlib import Path\n"
-        "from weft.data.tokens import import_tokenizer\n"
+        "from weft.data.text.tokenizer import import_tokenizer\n"
         "from weft.errors import DataError\n"
         "try:\n"
         f"    t = import_tokenizer(Path(sys.argv[1]), {str(save(tmp_path / 's', kind))!r})\n"
@@ -84,7 +85,7 @@ def test_what_other_threads_write_is_kept(capfd):
 
 def test_a_call_may_take_its_time_while_the_machine_is_busy_elsewhere(monkeypatch):
     """The limit is on work and not on waiting."""
-    monkeypatch.setattr("weft.data.tokens.limits._BASE_S", 0.2)
+    monkeypatch.setattr("weft.data.text.tokenizer_limits._BASE_S", 0.2)
     waited = threading.Event()
     assert bounded(lambda: waited.wait(0.5) or 1, 0) == 1
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from weft.data.prepared import check_trainable
-from weft.data.prepared.prepare import prepare_data
-from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.config.run_config import RunConfig
+from weft.data.store.prepare import check_trainable, prepare_data
+from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
 from weft.errors import DataError
-from weft.spec.config import RunConfig
 
 
 def checked(

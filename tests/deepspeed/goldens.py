@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.deepspeed import Imported, import_deepspeed
-from weft.spec.files.config_text import format_config
-from weft.spec.rules.config_rules import config_problems
+from weft.config.config_rules import config_problems
+from weft.config.files import format_config
+from weft.interop.deepspeed import Imported, import_deepspeed
 
 FOLDER = Path(__file__).parent
 #: Ranks with which each config is read; None leaves them open.

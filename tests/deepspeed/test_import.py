@@ -7,16 +7,16 @@ import math
 import pytest
 
 from tests.deepspeed.goldens import FOLDER, RANKS, USED, read, refused, told
-from weft.deepspeed import import_deepspeed, plan_from_deepspeed
-from weft.deepspeed.keys import groups, known_keys
+from weft.config.files import format_config, load_config
+from weft.config.plan import Plan
+from weft.config.plan_rules import check
+from weft.config.rule import Rule
+from weft.config.sections import ScheduleSection
 from weft.errors import ConfigError, PlanError
-from weft.optim import LossScale, lr_factor
-from weft.spec.config import ScheduleSection
-from weft.spec.files.config_file import load_config
-from weft.spec.files.config_text import format_config
-from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import check
-from weft.spec.rules.rule import Rule
+from weft.interop.deepspeed import import_deepspeed, plan_from_deepspeed
+from weft.interop.deepspeed_keys import groups, known_keys
+from weft.optim.build import lr_factor
+from weft.optim.loss_scale import LossScale
 
 
 def nested(values: dict[str, object]) -> dict[str, object]:

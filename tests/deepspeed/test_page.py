@@ -6,7 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from weft.deepspeed import import_deepspeed
+from weft.interop.deepspeed import import_deepspeed
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "how-to" / "from_deepspeed.md").read_text()

@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.deepspeed.goldens import FOLDER, RANKS, USED, refused
-from weft.deepspeed import import_deepspeed
-from weft.deepspeed.batch import MICRO, PASSES, TOTAL
-from weft.deepspeed.json_source import read_source
-from weft.deepspeed.keys import known_keys, meant
+from weft.config.files import format_config, load_config
+from weft.config.toml_values import dotted
 from weft.errors import ConfigError
-from weft.spec.files.config_file import load_config
-from weft.spec.files.config_text import format_config
-from weft.spec.written import dotted
+from weft.interop.deepspeed import MICRO, PASSES, TOTAL, import_deepspeed
+from weft.interop.deepspeed_keys import known_keys, meant
+from weft.interop.deepspeed_source import read_source
 
 _scalars = (
     st.none()

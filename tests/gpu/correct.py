@@ -17,12 +17,11 @@ from torch.nn import functional as F
 
 from tests.gpu.cases import Case, Figures, Setting, Skipped, relative, require
 from tests.gpu.training import LARGE, SMALL, Model, batch_of, decoder, foreign, shape_of, step_of, train
-from weft.comm.links import NCCL_FORMATS
-from weft.mesh import build_mesh
-from weft.monitor.times import Meter
-from weft.parallel.context.kernel import Scoring, attend, attend_backward
-from weft.parallel.context.pieces import BOTH_WAYS, CAUSAL
-from weft.spec.plan import Plan
+from weft.comm.mesh import build_mesh
+from weft.comm.transports.backend import NCCL_FORMATS
+from weft.config.plan import Plan
+from weft.monitor.step_times import Meter
+from weft.parallel.context.kernels import BOTH_WAYS, CAUSAL, Scoring, attend, attend_backward
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -191,7 +190,8 @@ def attention_kernels(setting: Setting) -> Figures:
 
 def products_in_float8(setting: Setting) -> Figures:
     """A layer's product and gradients in float8 beside the same roundings multiplied on the CPU, and five steps."""
-    from weft.parallel.layers import Float8, linear
+    from weft.parallel.layers.deferred_gradients import linear
+    from weft.parallel.layers.float8_products import Float8
 
     rows, inside, outside = (48, 32, 64) if setting.small else (4096, 2048, 5632)
     draw = torch.Generator().manual_seed(0)
@@ -219,8 +219,8 @@ def products_in_float8(setting: Setting) -> Figures:
 
 def loss_of_the_head(setting: Setting) -> Figures:
     """The loss that is taken some tokens at a time, beside the one of all logits at once; and what each holds."""
-    from weft.parallel.tensor.cut_linear import SharedLayer
-    from weft.parallel.tensor.head_loss import LossWay, token_loss
+    from weft.parallel.tensor.head import LossWay, token_loss
+    from weft.parallel.tensor.linear import SharedLayer
 
     tokens, dim, vocab = (64, 16, 101) if setting.small else (8192, 2048, 128_256)
     dtype = torch.float32 if setting.small else torch.bfloat16

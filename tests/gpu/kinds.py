@@ -14,16 +14,17 @@ from torch.nn import functional as F
 
 from tests.gpu.cases import Case, Figures, Setting, Skipped, require
 from tests.gpu.training import Numbers
-from weft import Plan, build_mesh
-from weft.models import build_decoder
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
 from weft.models.adapters import add_adapter
+from weft.models.registry import build_decoder
 from weft.models.speech import build_speech_model
 from weft.models.vision import build_image_model
-from weft.parallel import parallelize
-from weft.spec import DecoderSpec
-from weft.testing import DecoderCase, RankPool
-from weft.testing.parity import local_microbatches
-from weft.train import TrainStep
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import DecoderCase, local_microbatches
+from weft.verify.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 #: Both sides of every weight are multiples of what a packed base groups.

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu.cases import Case, Figures, Setting, Skipped, require
-from weft import Plan, build_mesh
-from weft.parallel import parallelize
-from weft.spec import DecoderSpec
-from weft.spec.plan import plan_fields
-from weft.testing import DecoderCase, RankPool, covering, legal, train_plain
-from weft.testing.matrix import row_of, sample
-from weft.testing.parity import local_microbatches, several_buckets
-from weft.train import TrainStep
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan, plan_fields
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
+from weft.verify.matrix import covering, legal, row_of, sample
+from weft.verify.parity import DecoderCase, local_microbatches, several_buckets, train_plain
+from weft.verify.rank_pool import RankPool
 
 SPEC = DecoderSpec(
     vocab_size=64, dim=32, num_layers=4, num_heads=4, num_kv_heads=4, ffn_dim=64, max_seq_len=32, num_experts=4,

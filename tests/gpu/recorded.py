@@ -11,13 +11,14 @@ from tests.gpu.cases import Case, Figures, Setting, require
 from tests.gpu.correct import TOLERANCES
 from tests.gpu.training import SMALL, Numbers, batch_of
 from tests.parity.graph_cases import train
-from weft import Plan, build_mesh
-from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.spec import DecoderSpec
-from weft.testing import OpRecorder
-from weft.train import TrainStep
-from weft.train.tasks import model_forward, token_cross_entropy
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.oracles import OpRecorder
 
 #: GPT-2 with 124 M parameters.
 GPT2 = DecoderSpec(

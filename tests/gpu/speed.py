@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.gpu.cases import Case, Figures, Setting, Skipped, require
-from weft import Plan, build_mesh
-from weft.parallel.tensor.cut_linear import SharedLayer
-from weft.parallel.tensor.head_loss import LossWay, token_loss
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.parallel.tensor.head import LossWay, token_loss
+from weft.parallel.tensor.linear import SharedLayer
 
 ROOT = Path(__file__).parents[2]
 #: Least share of the best rival's tokens/s, and most of a step in which no kernel runs.

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from tests.gpu.cases import Setting, Skipped
-from weft import Plan, build_mesh
-from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.spec import DecoderSpec
-from weft.train import TrainStep
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
 
 SMALL = DecoderSpec(
     vocab_size=101, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64, max_seq_len=64, tied=True

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from weft.memory import Waitable
+from weft.memory.host_link import Waitable
 
 
 class LateCopy:

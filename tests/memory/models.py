@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from weft.models import build_decoder
-from weft.spec import DecoderSpec
+from weft.config.decoder_shape import DecoderSpec
+from weft.models.registry import build_decoder
 
 LLAMA = DecoderSpec(
     vocab_size=61, dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=96, max_seq_len=64, tied=True

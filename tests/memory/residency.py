@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.memory.pool import HostPool
+from weft.memory.offload import HostPool
 
 #: The last one: torch's optimizers divide their tensors by device before they call it.
 MAY_MIX = {"copy_", "_to_copy", "set_", "_fused_adamw_"}

@@ -12,14 +12,13 @@ from torch import nn
 from tests.memory.links import LateLink
 from tests.memory.models import MODELS
 from tests.memory.residency import TwoMemories
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.memory import apply_recompute
-from weft.memory.activations import Activations, offload_activations
+from weft.memory.activation_offload import Activations, offload_activations
 from weft.memory.host_link import PlainLink
-from weft.memory.offload import Host
-from weft.memory.pool import HostPool
-from weft.spec.plan import Plan
-from weft.structure import repeated_blocks
+from weft.memory.offload import Host, HostPool
+from weft.memory.recompute import apply_recompute
+from weft.models.inspect.blocks import repeated_blocks
 
 
 class Block(nn.Module):

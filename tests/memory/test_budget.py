@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.memory.budget import cheapest_choice
+from weft.memory.policy import cheapest_choice
 
 menus = st.lists(
     st.lists(st.tuples(st.integers(0, 60), st.floats(0, 10)), min_size=1, max_size=4), min_size=1, max_size=4

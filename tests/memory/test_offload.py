@@ -13,15 +13,15 @@ from torch import nn
 
 from tests.memory.links import LateLink
 from tests.memory.residency import TwoMemories
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import LaunchError
 from weft.memory.host_link import PlainLink
-from weft.memory.offload import Host, HostPart, choose, offload_lines, open_host, shard_offload, step_on_host
-from weft.memory.pool import HostPool
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero.flat import FlatModel
-from weft.spec.plan import Plan
-from weft.train.step import TrainStep
+from weft.memory.offload import Host, HostPart, HostPool, choose, offload_lines, open_host, shard_offload, step_on_host
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero_flat.model import FlatModel
+from weft.train.step.train_step import TrainStep
 from weft.units import format_bytes
 
 MODULE = importlib.import_module("weft.parallel.parallelize")

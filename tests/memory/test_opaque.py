@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.choice import gate_runs
-from weft.memory import Handle, Opaque
+from weft.memory.opaque import Handle, Opaque
 
 
 class Branching(nn.Module):

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
 from weft.errors import LaunchError
-from weft.memory.offload import open_host
-from weft.memory.pool import HostPool, host_limit
-from weft.spec.config import RunConfig
-from weft.spec.plan import Plan
+from weft.memory.offload import HostPool, host_limit, open_host
 
 
 class Registry:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.spec import DecoderSpec
+from weft.config.decoder_shape import DecoderSpec
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.models import Decoder, build_decoder
-from weft.spec import DecoderSpec
+from weft.config.decoder_shape import DecoderSpec
+from weft.models.decoder import Decoder
+from weft.models.registry import build_decoder
 
 _LLAMA_PARTS = {
     "input_layernorm": "norm1",

@@ -10,20 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from weft.config.decoder_shape import DecoderSpec
 from weft.errors import CheckpointError, ModelError
-from weft.models import build_decoder, initialise
-from weft.models.adapters import (
-    adapted,
-    add_adapter,
-    load_adapter,
-    merge_adapter,
-    merged_tensors,
-    save_adapter,
-    without_adapter,
-)
-from weft.spec import DecoderSpec
-from weft.structure import layers
-from weft.structure.layouts import find_layout
+from weft.models.adapters import adapted, add_adapter, merge_adapter, merged_tensors, without_adapter
+from weft.models.initialize import initialise
+from weft.models.inspect import layers
+from weft.models.inspect.find_layout import find_layout
+from weft.models.peft_files import load_adapter, save_adapter
+from weft.models.registry import build_decoder
 
 #: peft asks transformers what that calls otherwise now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.models import build_decoder
 from weft.models.attention import see_causally
+from weft.models.registry import build_decoder
 
 
 @pytest.mark.parametrize(("num_seen", "num_new"), [(0, 5), (0, 1), (7, 1)])

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.models.experts import Load, Span, attach, count_tokens, move_bias, sequence_loss
-from weft.models.experts.balance import keep_within
+from weft.models.experts import Load, Span, attach, count_tokens, keep_within, move_bias, sequence_loss
 
 E, K, T = 5, 2, 8
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from weft.models import build_decoder
-from weft.models.attention import by_documents as documents
-from weft.models.attention.by_documents import document_attention, find_starts
+from weft.models import attention as documents
+from weft.models.attention import document_attention, find_starts
+from weft.models.registry import build_decoder
 from weft.private_torch import TorchDispatchMode, tree_leaves
 
 IDS_BT = torch.tensor([[0, 0, 0, 1, 1, 2, 3, 3, 3], [0, 0, 0, 0, 0, 0, 0, 1, 1]])

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from weft.errors import ModelError
-from weft.models import build_decoder, generate
+from weft.models.registry import build_decoder
+from weft.models.sampling import generate
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.models.experts import combine_rows, grouped_linear, permute_rows, sort_by_expert, spread_rows
-from weft.models.experts.grouped import grouped_way
+from weft.models.experts import combine_rows, grouped_linear, grouped_way, permute_rows, sort_by_expert, spread_rows
 
 CPU = torch.device("cpu")
 

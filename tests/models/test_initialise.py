@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from weft.errors import ModelError
-from weft.models import build_decoder, initialise
-from weft.models import initialise as _function
-from weft.models.initialise import normal_values
+from weft.models.initialize import initialise, normal_values
+from weft.models.initialize import initialise as _function
+from weft.models.registry import build_decoder
 
 
 def weights(model):
@@ -94,7 +94,7 @@ def test_tied_weights_are_filled_once_under_the_first_name(make_spec):
 def test_blocks_of_a_large_parameter_can_be_made_alone(monkeypatch):
     import importlib
 
-    monkeypatch.setattr(importlib.import_module("weft.models.initialise"), "_BLOCK", 10)
+    monkeypatch.setattr(importlib.import_module("weft.models.initialize"), "_BLOCK", 10)
     blocks = dict(normal_values(3, "embed.weight", 35))
     assert list(blocks) == [0, 10, 20, 30]
     assert [values.numel() for values in blocks.values()] == [10, 10, 10, 5]

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from tests.models.reference import llama_weights
-from weft.models import MoE, build_decoder
-from weft.models.experts import routers
-from weft.spec import DecoderSpec
+from weft.config.decoder_shape import DecoderSpec
+from weft.models.experts import MoE, routers
+from weft.models.registry import build_decoder
 
 SPEC = DecoderSpec(
     vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32,
@@ -111,8 +111,8 @@ def test_the_auxiliary_loss_by_default_is_a_mean_over_the_tokens_of_the_call():
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "50%"])
 def test_recompute_counts_and_balances_once(recompute):
-    from weft.memory import apply_recompute
-    from weft.spec.plan import Plan
+    from weft.config.plan import Plan
+    from weft.memory.recompute import apply_recompute
 
     plain = build_decoder(replace(SPEC, balance="bias", num_shared_experts=1), dtype=torch.float64)
     other = copy.deepcopy(plain)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from weft.config.model_spec import ModelSpec, decoder_spec, model_names
 from weft.errors import ModelError
-from weft.models import build_decoder
-from weft.spec.model import ModelSpec, decoder_spec, model_names
-from weft.structure.cost import describe
+from weft.models.inspect.describe import describe
+from weft.models.registry import build_decoder
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from weft.errors import ModelError
-from weft.models import Cache, Decoder, build_decoder
 from weft.models.attention import takes_groups
+from weft.models.decoder import Decoder
+from weft.models.kv_cache import Cache
+from weft.models.registry import build_decoder
 
 from .reference import gpt2_pair, llama_pair
 
@@ -239,7 +241,7 @@ def test_repeated_heads_give_what_the_grouped_kernel_gives(make_spec, monkeypatc
     ids_BT = random_ids(model.spec, 2, 8)
     documents_BT = torch.tensor([[0] * 3 + [1] * 5] * 2) if documents else None
     grouped_BTV = model(ids_BT, None, documents_BT)
-    monkeypatch.setattr("weft.models.attention.causal.takes_groups", lambda *_: False)
+    monkeypatch.setattr("weft.models.attention.takes_groups", lambda *_: False)
     assert_same(model(ids_BT, None, documents_BT), grouped_BTV)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from weft.config.run_config import RunConfig
 from weft.monitor.alerts import AlertDesk, rules_of
-from weft.spec import RunConfig
 
 #: Kinds of faults, and the alert of the standard set that must find each.
 FAULTS = {

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from tests.monitor.alert_curves import FAULTS, Paper, Score, scored
+from weft.config.run_config import RunConfig
 from weft.monitor.alerts import AlertDesk, AlertRule, backtest, rules_of
-from weft.spec import RunConfig
 
 
 def step(number, at=None, **figures):

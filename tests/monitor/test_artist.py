@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.monitor.screen import Artist, artist
+from weft.monitor import plots as artist
+from weft.monitor.plots import Artist
 
 
 class Drawing:

@@ -10,13 +10,13 @@ import time
 import pytest
 
 from tests.monitor.servers import Recorder, free_port, until
+from weft.config.run_config import RunConfig
+from weft.config.sections import ChannelSection
 from weft.errors import ConfigError
-from weft.monitor import EventLog
 from weft.monitor.alerts import Companion, Wish, WishBox, ask
-from weft.monitor.alerts.channels import AlertMessage, Mailroom, send_message
-from weft.monitor.sinks import SinkTrouble
-from weft.spec import RunConfig
-from weft.spec.config import ChannelSection
+from weft.monitor.channels import AlertMessage, Mailroom, send_message
+from weft.monitor.events import EventLog
+from weft.monitor.sinks.base import SinkTrouble
 
 SECRET = "PLANTED-SECRET-4711"
 MESSAGE = AlertMessage("title", "text\nlast line", {"name": "one", "step": 3})

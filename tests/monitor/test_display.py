@@ -6,11 +6,8 @@ import time
 
 import pytest
 
-from weft.monitor import StepRecord
-from weft.monitor.screen import make_display
-from weft.monitor.screen.display import PlainDisplay
-from weft.monitor.screen.live import LiveDisplay
-from weft.monitor.screen.step_text import Eta, format_clock, format_loss
+from weft.monitor.events import StepRecord
+from weft.monitor.live import Eta, LiveDisplay, PlainDisplay, format_clock, format_loss, make_display
 
 
 def record(step: int, **more) -> StepRecord:

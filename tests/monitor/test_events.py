@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import DataError, TrainingHalted
-from weft.monitor import EventLog, StepRecord, last_per_step, read_events, tail_events
-from weft.monitor.events import number
+from weft.monitor.events import EventLog, StepRecord, last_per_step, number, read_events, tail_events
 
 
 def record(step: int, loss: float = 4.0, **more) -> StepRecord:

@@ -7,7 +7,8 @@ import math
 import threading
 from types import SimpleNamespace
 
-from weft.monitor.figures import Collector, GpuSource, HostSource, OwnBoard, StepFigures, readings
+from weft.monitor.machine_metrics import GpuSource, HostSource
+from weft.monitor.metrics import Collector, OwnBoard, StepFigures, readings
 
 
 class Board:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.monitor import flops_per_token, mfu
+from weft.monitor.guards import flops_per_token, mfu
 
 
 def test_the_convention_is_six_n_and_attention_over_the_whole_sequence():

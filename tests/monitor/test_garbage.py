@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from weft.monitor import GarbageTurns
+from weft.monitor.guards import GarbageTurns
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_it_runs_at_its_steps_alone(collections):
 FREEZES = """
 import gc
 
-from weft.monitor import GarbageTurns
+from weft.monitor.guards import GarbageTurns
 
 assert not gc.get_freeze_count()
 with GarbageTurns(3) as garbage:

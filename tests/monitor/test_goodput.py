@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from weft.monitor import best_interval, goodput
+from weft.monitor.accounting import best_interval, goodput
 
 
 def start(time: float, step: int = 0):

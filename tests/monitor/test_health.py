@@ -5,7 +5,7 @@ import math
 import pytest
 
 from weft.errors import TrainingHalted
-from weft.monitor import NonFiniteGuard
+from weft.monitor.guards import NonFiniteGuard
 
 
 def test_finite_steps_have_no_reason():

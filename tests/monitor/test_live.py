@@ -20,9 +20,8 @@ import pytest
 from rich.cells import cell_len
 from rich.progress_bar import ProgressBar
 
-from weft.monitor import StepRecord
-from weft.monitor.screen import make_display
-from weft.monitor.screen.live import LiveDisplay, LossCurve
+from weft.monitor.events import StepRecord
+from weft.monitor.live import LiveDisplay, LossCurve, make_display
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -218,7 +217,7 @@ def test_the_first_line_says_which_run_and_where_it_is():
 
 def test_a_long_phase_is_named_in_place_of_the_remaining_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("weft.monitor.screen.live.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("weft.monitor.live.time.monotonic", lambda: now[0])
     display = LiveDisplay(io.StringIO(), total_steps=4, start_step=0)
 
     def tail() -> str:

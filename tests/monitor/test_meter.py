@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from weft.monitor.times import Meter, memory_bytes
+from weft.monitor.step_times import Meter, memory_bytes
 
 
 class Ticks:

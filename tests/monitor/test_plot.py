@@ -7,9 +7,9 @@ import zlib
 import pytest
 
 from weft.errors import DataError
-from weft.monitor import StepRecord
-from weft.monitor.screen import plot, plot_loss
-from weft.monitor.screen.plot import smoothed
+from weft.monitor import plots as plot
+from weft.monitor.events import StepRecord
+from weft.monitor.plots import plot_loss, smoothed
 
 
 def step(number: int, loss: float, **more) -> dict[str, object]:

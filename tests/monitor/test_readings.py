@@ -7,9 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.monitor import StepRecord
-from weft.monitor.figures import fold, readings
-from weft.spec.figures import FIGURES
+from weft.config.metrics import FIGURES
+from weft.monitor.events import StepRecord
+from weft.monitor.metrics import fold, readings
 
 
 def values(event):

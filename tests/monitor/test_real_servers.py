@@ -22,7 +22,7 @@ from tests.monitor.servers import Recorder, free_port, until
 from tests.monitor.test_channels import channel
 from tests.monitor.test_sinks import Carried, step
 from weft import env
-from weft.monitor.alerts.channels import AlertMessage, Mailroom
+from weft.monitor.channels import AlertMessage, Mailroom
 
 pytestmark = pytest.mark.full
 

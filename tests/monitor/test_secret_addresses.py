@@ -9,12 +9,12 @@ import time
 import pytest
 
 from tests.monitor.servers import Recorder
+from weft.config.files import parse_config
+from weft.config.secret_urls import hide_secret, holds_secret
+from weft.config.sections import ChannelSection
 from weft.errors import ConfigError
-from weft.monitor.alerts.channels import AlertMessage, send_message
-from weft.monitor.sinks import Poster, SinkTrouble, address_of, secret_of
-from weft.spec.config import ChannelSection
-from weft.spec.files import parse_config
-from weft.spec.written import hide_secret, holds_secret
+from weft.monitor.channels import AlertMessage, send_message
+from weft.monitor.sinks.base import Poster, SinkTrouble, address_of, secret_of
 
 SECRET = "T0PLANTED/B0SECRET/x7Yz-4711"
 MESSAGE = AlertMessage("title", "text", {"name": "one", "step": 3})
@@ -153,7 +153,7 @@ def test_a_handshake_and_a_mail_that_drip_end_in_time():
 
 
 def test_line_breaks_in_a_mail_are_cleaned_and_the_mail_is_sent(monkeypatch):
-    from weft.monitor.alerts.channels import channel as module
+    from weft.monitor import channels as module
 
     sent = []
     monkeypatch.setattr(module, "within", lambda seconds, act, end: act())

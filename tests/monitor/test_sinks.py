@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.monitor.servers import Recorder, free_port, until
+from weft.config.sections import SinkSection
 from weft.errors import ConfigError, MissingExtra
-from weft.monitor import EventLog
-from weft.monitor.sinks import EventFollower, Poster, Pump, SinkJob, SinkTrouble, make_sink, secret_of
+from weft.monitor.events import EventLog
+from weft.monitor.sinks.base import Poster, SinkJob, SinkTrouble, secret_of
 from weft.monitor.sinks.prometheus_sink import NewestFigures
+from weft.monitor.sinks.pump import EventFollower, Pump
+from weft.monitor.sinks.registry import make_sink
 from weft.monitor.sinks.tensorboard_sink import record, scalar_event
-from weft.spec.config import SinkSection
 
 SECRET = "PLANTED-SECRET-0815"
 

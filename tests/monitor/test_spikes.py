@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from weft.monitor.spikes import WINDOW, SpikeWatch
+from weft.monitor.guards import WINDOW, SpikeWatch
 
 
 def told(losses: list[float]) -> list[int]:

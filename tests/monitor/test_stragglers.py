@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.monitor.test_figures import Board
-from weft.monitor.figures import Collector, StepFigures
-from weft.monitor.figures.pace import PaceWriter
-from weft.monitor.figures.straggler_watch import StragglerWatch, median_without
+from weft.monitor.metrics import Collector, PaceWriter, StepFigures
+from weft.monitor.stragglers import StragglerWatch, median_without
 
 STEPS_A_REPORT = 4
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from weft.monitor.screen import busy, tell, wrapped
-from weft.monitor.screen import terminal as terminal_module
+from weft.monitor import terminal as terminal_module
+from weft.monitor.terminal import busy, tell, wrapped
 
 LINE = "time    1500 steps in 4.7 s on 2 ranks: compute 50%, host 28%, communication over dp_replicate 9%"
 

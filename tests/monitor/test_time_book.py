@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from weft.monitor.times import Meter, TimeBook, chrome_trace, draw_times, time_lines
+from weft.monitor.step_times import Meter, TimeBook, chrome_trace, draw_times, time_lines
 
 RANKS = [
     {"compute": 6.0, "stages": 2.0, "over dp_shard": 1.0, "data": 0.1, "optimizer": 0.4, "host": 0.5, "total": 10.0},

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError
-from weft.monitor import Price, TimeLedger
+from weft.monitor.accounting import Price, TimeLedger
 
 WORLD = {"world_size": 4, "plan": "dp_shard=4 compile=on"}
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from weft.config.sections import OptimizerGroup, OptimizerSection
 from weft.errors import ConfigError
-from weft.optim import build_optimizer, check_optimizer, freeze
-from weft.spec.config import OptimizerGroup, OptimizerSection
+from weft.optim.build import build_optimizer, check_optimizer, freeze
 
 
 def model() -> nn.Module:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from weft.optim import Muon, muon
-from weft.optim.muon import COEFFICIENTS, NUM_ITERATIONS, orthogonalise
+from weft.optim import muon
+from weft.optim.muon import COEFFICIENTS, NUM_ITERATIONS, Muon, orthogonalise
 
 
 def model() -> nn.Module:

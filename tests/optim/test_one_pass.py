@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from weft.optim import AdamRule, Lane, SgdRule, StepDecision, clip_factor, step_lane
-from weft.optim.one_pass import adam_kernel, sgd_kernel
+from weft.optim.build import clip_factor
+from weft.optim.one_pass import AdamRule, Lane, SgdRule, adam_kernel, sgd_kernel, step_lane
+from weft.optim.step_decision import StepDecision
 
 
 def test_the_kernels_arithmetic_on_the_host_is_torchs():

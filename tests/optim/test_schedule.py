@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.optim import lr_factor
-from weft.spec.config import ScheduleSection
+from weft.config.sections import ScheduleSection
+from weft.optim.build import lr_factor
 
 schedules = st.builds(
     ScheduleSection,

@@ -7,9 +7,10 @@ import copy
 import torch
 from torch import nn
 
-from weft.mesh import Mesh, build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.spec.plan import Plan
+from weft.comm.mesh import Mesh, build_mesh
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
 
 STAGES = ("dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2")
 
@@ -45,8 +46,8 @@ def laid_out(plan_text: str, model: nn.Module, **options: object) -> tuple[nn.Mo
     """`parallelize` on the ranks that are there."""
     mesh = build_mesh(Plan.parse(plan_text))
     if options:
-        from weft.parallel.placement.gradients import attach
-        from weft.parallel.zero.flat.flat_model import FlatModel
+        from weft.parallel.state.gradients import attach
+        from weft.parallel.zero_flat.model import FlatModel
 
         attach(model, FlatModel(model, mesh, **options))
         return model, mesh

@@ -12,16 +12,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.whole_state import capture, restore
-from weft.comm import Ledger
 from weft.comm.autograd import copy_to, gather_from, gather_slice, scatter_sum, slice_to, sum_over
-from weft.mesh import Axis, Mesh, build_mesh
-from weft.optim import Muon
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.placement.placement import Placement
-from weft.spec.plan import Plan
-from weft.testing import ParityResult
-from weft.train.microbatch.microbatches import Microbatches
-from weft.train.step import TrainStep
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import Axis, Mesh, build_mesh
+from weft.config.plan import Plan
+from weft.optim.muon import Muon
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.state.placement import Placement
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import ParityResult
 
 VOCAB, WIDTH, HIDDEN, HEADS, KV_HEADS, ROWS, EXPERTS = 7, 8, 12, 4, 2, 3, 4
 ALONE = Axis("tp", 1, 0, (0,))

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.comm import Ledger, all_gather, all_reduce
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel.placement.placement import WHOLE
-from weft.parallel.tensor.cut_tensors import cut_tensors
-from weft.parallel.tensor.head import expect_labels
-from weft.spec import DecoderSpec
-from weft.spec.layout import Layout
-from weft.spec.plan import Plan
+from weft.comm.collectives import all_gather, all_reduce
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.layout import Layout
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.state.placement import WHOLE
+from weft.parallel.tensor.apply import cut_tensors
+from weft.parallel.tensor.language_head import expect_labels
 from weft.train.tasks.decoder_loss import token_cross_entropy
 
 VOCAB, DIM, TOKENS = 61, 16, 8

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from tests.parallel.loops import STAGES, laid_out, mlp, plain_weights, rows, weights
-from weft.mesh import build_mesh
-from weft.optim import Muon
-from weft.parallel import data_parallel, parallelize
-from weft.spec.plan import Plan
-from weft.train import TrainStep
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.optim.muon import Muon
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.step.train_step import TrainStep
 
 OPTIMIZERS = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),

@@ -14,19 +14,20 @@ import pytest
 import torch
 from torch import nn
 
-from weft.comm import all_reduce
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero.flat.arrivals import AwaitsWeights
-from weft.parallel.zero.flat.flat_model import FlatModel
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.testing.graphs import counted_graphs
-from weft.train import TrainStep
-from weft.train.script.ema import Ema
-from weft.train.step import mean_loss
-from weft.train.tasks import model_forward, token_cross_entropy
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero_flat.model import FlatModel
+from weft.parallel.zero_flat.prefetch import AwaitsWeights
+from weft.train.script_export import Ema
+from weft.train.step.evaluation import mean_loss
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.oracles import counted_graphs
 
 PLANS = (
     "dp_shard=2 zero=1 precision=fp32",

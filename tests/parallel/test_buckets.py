@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.parallel.loops import laid_out
+from weft.comm.mesh import Axis
 from weft.errors import ModelError
-from weft.mesh import Axis
-from weft.parallel import data_parallel
-from weft.parallel.zero.flat.buckets import ALIGNMENT, Slot, lay_out
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero_flat.buckets import ALIGNMENT, Slot, lay_out
 
 _shapes = st.lists(st.integers(0, 7), max_size=3) | st.just([3, 40, 40])
 _params = st.lists(st.tuples(_shapes, st.sampled_from([torch.float32, torch.bfloat16]), st.booleans()), max_size=12)

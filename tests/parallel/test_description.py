@@ -14,27 +14,27 @@ from torch import nn
 import weft
 from tests.parallel import traced_models
 from weft.cli.app import run
+from weft.config.cluster import ClusterSpec
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import Plan
+from weft.config.plan_rules import check
+from weft.config.traced_model import TracedModel
 from weft.errors import ModelError
 from weft.memory.trace import trace_block
-from weft.models import build_decoder
-from weft.planner import estimate
+from weft.models.inspect.blocks import repeated_blocks
+from weft.models.registry import build_decoder
 from weft.planner.cost.machine import Tables
-from weft.planner.cost.memory import layer_bytes
-from weft.planner.search.figures import flops_per_token
+from weft.planner.cost.memory_terms import layer_bytes
+from weft.planner.estimator import estimate
+from weft.planner.report.explanation import search
+from weft.planner.search.candidate import flops_per_token
 from weft.planner.search.model_source import _from_hugging_face, read_model
 from weft.planner.search.question import Question
 from weft.planner.space.columns import Columns, Job
-from weft.planner.space.shape import Shape
-from weft.planner.space.traced_shape import TracedShape
-from weft.planner.tell.explained import search
+from weft.planner.space.shape import Shape, TracedShape
 from weft.private_torch import tree_leaves
-from weft.spec import ClusterSpec, DecoderSpec
-from weft.spec.model import decoder_spec
-from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import check
-from weft.spec.traced import TracedModel
-from weft.structure import repeated_blocks
-from weft.train.task import describe_by_tracing, describe_folder, trace
+from weft.train.tasks.description import describe_by_tracing, describe_folder, trace
 
 HERE = "tests.parallel.traced_models:"
 SEQ = 512
@@ -203,7 +203,7 @@ def test_a_saved_description_is_planned_without_torch(tmp_path):
     found.save(path)
     assert read_model(str(path)).traced == found
     code = (
-        "import sys; from weft.planner.tell import search; "
+        "import sys; from weft.planner.report.explanation import search; "
         f"best = search({str(path)!r}, '2xa100', global_batch=32).best; "
         "assert 'torch' not in sys.modules; print(best.plan)"
     )

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from weft.parallel.layers.documents import attend_in_documents, call_in_documents, why_documents_mix
-from weft.parallel.layers.documents.mixed_documents import _LIMIT, _difference, _packed
-from weft.parallel.layers.documents.packed_attention import reads_documents
-from weft.parallel.layers.documents.small_copy import small_copy
+from weft.parallel.layers.documents import (
+    _LIMIT,
+    _difference,
+    _packed,
+    attend_in_documents,
+    call_in_documents,
+    reads_documents,
+    small_copy,
+    why_documents_mix,
+)
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -12,20 +12,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase
-from weft.checkpoint import load_checkpoint, save_pieces
-from weft.comm import Ledger
+from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.save import save_pieces
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.layout import Layout
+from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
-from weft.mesh import build_mesh
-from weft.models import build_decoder
 from weft.models.experts import routers
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.expert.spread import _by_expert, spread_experts
-from weft.spec.layout import Layout
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase, train_case
-from weft.testing.parity import local_microbatches
-from weft.train import TrainStep
-from weft.train.state import pieces, resume, together
+from weft.models.registry import build_decoder
+from weft.parallel.expert import _by_expert, spread_experts
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.model_state import pieces, resume
+from weft.train.state_io import together
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import DecoderCase, local_microbatches, train_case
 
 RTOL = 1e-10
 BIAS = dataclasses.replace(MOE, balance="bias", balance_rate=0.02)

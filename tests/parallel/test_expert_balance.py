@@ -9,13 +9,13 @@ import torch
 from torch.nn import functional as F
 
 from tests.parity.moe_cases import MOE, MoECase
-from weft.mesh import build_mesh
-from weft.models.experts import routers
-from weft.models.experts.moe import Routing
-from weft.parallel import ExpertBalance, parallelize
-from weft.spec.plan import Plan
-from weft.testing import train_case
-from weft.train import TrainStep
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.models.experts import Routing, routers
+from weft.parallel.expert import ExpertBalance
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import train_case
 
 
 def test_the_auxiliary_loss_is_weighed_against_a_mean_over_trained_tokens():

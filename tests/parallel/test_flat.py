@@ -11,14 +11,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.loops import STAGES, fork, laid_out, mlp, plain_weights, rows, weights
-from weft.comm import Ledger
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero.flat.flat_model import FlatModel
-from weft.spec.plan import Plan
-from weft.testing.parity import several_buckets
-from weft.train import Microbatches, TrainStep
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero_flat.model import FlatModel
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import several_buckets
 
 
 def square(output: torch.Tensor, batch: object) -> tuple[torch.Tensor, int]:
@@ -32,7 +34,7 @@ def step_of(model: nn.Module, mesh, **options) -> TrainStep:
 def each_microbatch(plan: str, each: bool) -> tuple[dict, int, float]:
     ledger = Ledger()
     mesh = build_mesh(Plan.parse(plan), record=ledger.record)
-    from weft.parallel.placement.gradients import attach
+    from weft.parallel.state.gradients import attach
 
     model = mlp()
     attach(model, FlatModel(model, mesh, each_microbatch=each, bucket_bytes=512))

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.parallel.loops import laid_out, mlp, plain_weights, rows, weights
-from weft.optim import AdamRule, Lane, SgdRule, step_lane
-from weft.parallel import data_parallel
-from weft.train.step import TrainStep
+from weft.optim.one_pass import AdamRule, Lane, SgdRule, step_lane
+from weft.parallel.state.gradients import data_parallel
+from weft.train.step.train_step import TrainStep
 
 KINDS = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9)),
@@ -129,7 +129,8 @@ def test_the_kernels_of_a_gpu_compute_the_same(steps, decoupled):
     """In Triton's interpreter, whose bf16 is rounded towards zero."""
     triton = pytest.importorskip("triton")
     triton.knobs.runtime.interpret = True
-    from weft.optim import one_pass, triton_steps
+    from weft.optim import one_pass
+    from weft.optim import triton_kernels as triton_steps
 
     assert triton_steps._adam.__class__.__name__ == "InterpretedFunction"
     generator = torch.Generator().manual_seed(0)

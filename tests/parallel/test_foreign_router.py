@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from tests.parity.moe_cases import hugging_face_moe_cases
 from weft.errors import ModelError
-from weft.parallel.expert.foreign_router import ForeignRouter, balance_routers
-from weft.testing.verify.float64 import Float64Throughout
+from weft.parallel.expert import ForeignRouter, balance_routers
+from weft.verify.verifier import Float64Throughout
 
 
 def one_layer(balance_rate: float) -> torch.nn.Module:

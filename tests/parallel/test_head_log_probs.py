@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from weft.mesh import Axis, build_mesh
-from weft.parallel.tensor.cut_linear import SharedLayer
+from weft.comm.mesh import Axis, build_mesh
+from weft.config.partitioning import LossChunk
+from weft.config.plan import Plan
+from weft.parallel.tensor.head import LossWay, token_loss
 from weft.parallel.tensor.head_log_probs import token_log_probs
-from weft.parallel.tensor.head_loss import LossWay, token_loss
-from weft.spec.plan import Plan
-from weft.spec.shares import LossChunk
+from weft.parallel.tensor.linear import SharedLayer
 
 B, T, D, V = 2, 5, 6, 10
 

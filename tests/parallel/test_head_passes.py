@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.parallel.tensor import head_passes
-from weft.parallel.tensor.head_passes import Labels
+from weft.parallel.tensor import head as head_passes
+from weft.parallel.tensor.head import Labels
 
 FORMS = {
     "in place": lambda: head_passes._IN_PLACE,

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from tests.parity.cases import LLAMA
-from weft.data.batch import move_batch
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.data.batches import move_batch
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.parallel.layers import watch_indices
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase
-from weft.testing.paper import script_on_paper
-from weft.train.step import TrainStep
+from weft.gpu_sim.plans import script_on_paper
+from weft.parallel.layers.index_check import watch_indices
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.parity import DecoderCase
 
 ID = r"id {}: \S+ \(Embedding\) has {} entries\. Use ids from 0 to {}: encode the data with the model's own tokenizer"
 LABEL = "label {}: the model's head has {} entries. Use labels from 0 to {}, and -100 where nothing is trained: encode"
@@ -71,7 +71,7 @@ def test_what_the_host_moved_is_looked_at_there():
 
 SCRIPT = """
 import torch, weft
-from weft.testing.paper.streams import device_here
+from weft.gpu_sim.cuda import device_here
 
 class Model(torch.nn.Module):
     def __init__(self):

@@ -9,14 +9,15 @@ import torch
 
 from tests.choice import gate_runs
 from tests.lean import compiled_by
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.planner.cost.memory.layer_memory import layer_bytes
-from weft.planner.space import Columns, Job, Shape
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.testing.memory import saved_bytes
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
+from weft.planner.cost.memory_terms import layer_bytes
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
+from weft.verify.memory import saved_bytes
 
 SEQ = 256
 LLAMA = DecoderSpec(vocab_size=64, dim=128, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=352, max_seq_len=SEQ)

@@ -12,13 +12,13 @@ from torch import nn
 
 from tests.parallel.loops import laid_out, mlp, rows
 from tests.parity.cases import LLAMA, ImageCase
-from weft.comm.links.segment import Segment
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.parallel.zero.flat.reducer import Reducer
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase, train_case
-from weft.train import TrainStep
+from weft.comm.mesh import build_mesh
+from weft.comm.transports.shared_memory import Segment
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.parallel.zero_flat.reducer import Reducer
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import DecoderCase, train_case
 
 PLANS = (
     "dp_replicate=2",

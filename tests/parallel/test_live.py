@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from weft.spec.plan import Plan
-from weft.testing.memory.per_parameter import FULLEST, formula, planned_peak, planned_saving
+from weft.config.plan import Plan
+from weft.verify.memory import FULLEST, formula, planned_peak, planned_saving
 
 ROOT = Path(__file__).parents[2]
 

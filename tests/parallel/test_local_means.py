@@ -10,14 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from weft.comm import Ledger
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import WeftWarning
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.batch_statistics import watch_local_means
-from weft.spec.plan import Plan
-from weft.train import TrainStep
+from weft.parallel.local_means import watch_local_means
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
 from weft.train.script import Run
+from weft.train.step.train_step import TrainStep
 
 
 def start(plan: str) -> Run:

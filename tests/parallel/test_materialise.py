@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from weft.comm import Ledger
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.models import as_shapes, initialise
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.placement.placement import Placement
-from weft.spec.plan import Plan
+from weft.models.decoder import as_shapes
+from weft.models.initialize import initialise
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.state.placement import Placement
 
 PLANS = ["tp=2", "dp_shard=2 zero=1", "dp_shard=2 zero=3", "dp_shard=2 zero=3 precision=bf16"]
 CUTS = {"0.weight": Placement(cut=("tp",)), "2.weight": Placement(cut=("tp",), dim=1)}

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from tests.parallel.loops import weights
-from weft.comm import Ledger
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.train import Microbatches, TrainStep
+from weft.parallel.parallelize import parallelize
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
 
 STEPS, SAMPLES = 3, 16
 

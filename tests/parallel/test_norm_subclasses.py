@@ -10,11 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.parallel.loops import weights
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.train import Microbatches, TrainStep
+from weft.parallel.parallelize import parallelize
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
 
 SAMPLES, STEPS = 8, 2
 

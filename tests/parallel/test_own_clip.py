@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from weft.comm import Ledger
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import data_parallel
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.state.gradients import data_parallel
 from weft.train.script import Run
 
 DENSE = DecoderSpec(vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=16)

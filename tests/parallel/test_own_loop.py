@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.parallel.loops import STAGES, fork, laid_out, mlp, plain_weights, rows, weights
 from weft.errors import CommError, ModelError
-from weft.parallel import data_parallel
+from weft.parallel.state.gradients import data_parallel
 
 ADAMW = {"lr": 0.05, "weight_decay": 0.1}
 
@@ -220,9 +220,9 @@ def test_fp16_without_loss_scaling_is_refused(ranks2):
 
 
 def different_models(plan: str) -> str:
-    from weft.mesh import build_mesh
-    from weft.parallel import parallelize
-    from weft.spec.plan import Plan
+    from weft.comm.mesh import build_mesh
+    from weft.config.plan import Plan
+    from weft.parallel.parallelize import parallelize
 
     mesh = build_mesh(Plan.parse(plan))
     with pytest.raises(CommError) as caught:

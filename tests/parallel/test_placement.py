@@ -7,11 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.parallel.placement.axes import AxisMap
-from weft.parallel.placement.placement import WHOLE, Placement, merge_placements
-from weft.spec.plan import Plan
+from weft.parallel.state.placement import WHOLE, AxisMap, Placement, merge_placements
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.parallel.test_documents import APART, LENGTHS, MIXING, built
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.parallel.layers.documents import call_in_documents, position_borders
-from weft.parallel.layers.documents.mixed_documents import _packed
-from weft.spec.plan import Plan
+from weft.parallel.layers import documents as position_borders
+from weft.parallel.layers.documents import _packed, call_in_documents
+from weft.parallel.parallelize import parallelize
 
 pytest.importorskip("transformers")
 

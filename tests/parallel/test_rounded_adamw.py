@@ -10,13 +10,12 @@ from torch import nn
 
 from tests.parallel.loops import laid_out, mlp, rows, weights
 from tests.whole_state import capture
-from weft.checkpoint.parts import Part
-from weft.optim import build_optimizer
-from weft.optim.byte_floats import HALF, decode_bytes, encode_bytes
-from weft.optim.rounded_adamw import RoundedAdamW, noise_at, rounded
-from weft.parallel.local_tensors import PlacedPart
-from weft.spec.config import OptimizerSection
-from weft.train.step import TrainStep
+from weft.checkpoint.read import Part
+from weft.config.sections import OptimizerSection
+from weft.optim.build import build_optimizer
+from weft.optim.rounded_adamw import HALF, RoundedAdamW, decode_bytes, encode_bytes, noise_at, rounded
+from weft.parallel.state.flat_slices import PlacedPart
+from weft.train.step.train_step import TrainStep
 
 FORMATS = {"bf16": {torch.bfloat16}, "fp8": {torch.int8, torch.uint8}}
 

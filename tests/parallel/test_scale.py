@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero.flat.buckets import ALIGNMENT
-from weft.parallel.zero.flat.flat_model import FlatModel
-from weft.spec.plan import Plan
-from weft.train import TrainStep
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero_flat.buckets import ALIGNMENT
+from weft.parallel.zero_flat.model import FlatModel
+from weft.train.step.train_step import TrainStep
 
 FEW, MANY = 64, 8192
 PLANS = [

@@ -7,16 +7,14 @@ import torch
 from torch import nn
 
 from tests.parity import spread_cases, vision_cases
+from weft.comm.mesh import build_mesh
+from weft.config.layout import Layout
+from weft.config.plan import Plan
 from weft.errors import LayoutError
-from weft.mesh import build_mesh
 from weft.models.attention import bordered_attention
-from weft.parallel import parallelize
-from weft.parallel.layers import attend_by_borders
-from weft.parallel.layers.spread import choose_spread, deal_items
-from weft.parallel.layers.spread.items import find_items
-from weft.parallel.layers.spread.told_calls import read_told, told
-from weft.spec import Layout
-from weft.spec.plan import Plan
+from weft.parallel.layers.distributed_encoders import choose_spread, deal_items
+from weft.parallel.layers.encoder_items import attend_by_borders, find_items, read_told, told
+from weft.parallel.parallelize import parallelize
 
 GRIDS = torch.tensor([[1, 2, 2], [2, 2, 4]])
 

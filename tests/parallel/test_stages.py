@@ -12,12 +12,13 @@ from torch.nn import functional as F
 
 from tests.whole_state import capture, restore
 from weft.comm.autograd import copy_to, sum_over
-from weft.mesh import ENDS, Axis, build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.placement.placement import Placement
-from weft.spec.plan import Plan
-from weft.train.microbatch.microbatches import Microbatches
-from weft.train.step import TrainStep
+from weft.comm.mesh import ENDS, Axis, build_mesh
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.state.placement import Placement
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
 
 VOCAB, WIDTH, DEPTH = 9, 6, 4
 PLANS = ["pp=2", "pp=2 dp_replicate=2", "pp=2 dp_shard=2 zero=2 microbatches=2", "pp=2 dp_shard=2 zero=3", "pp=4"]

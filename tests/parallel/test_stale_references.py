@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from tests.parallel.loops import weights
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.parallel.local_tensors.stale_references import watched_references
-from weft.spec.plan import Plan
-from weft.train import Microbatches, TrainStep
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.stale_references import watched_references
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
 
 PLANS = ["dp_shard=2 zero=1", "dp_shard=2 zero=3", "tp=2", "dp_shard=2 zero=2 offload=optimizer"]
 

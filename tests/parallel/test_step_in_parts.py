@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from tests.parallel.loops import mlp, rows
-from weft.mesh import Axis
-from weft.optim import StepDecision
+from weft.comm.mesh import Axis
+from weft.optim.step_decision import StepDecision
 from weft.parallel.zero.adopt import step_by_decision, steps_in_parts
-from weft.parallel.zero.sharded.first_gathers import FirstGathers
-from weft.parallel.zero.sharded.gather_order import Order
+from weft.parallel.zero_sharded.hooks import FirstGathers, Order
 
 
 def decision(norm: float) -> StepDecision:

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from tests.parallel.tensor_cases import FAMILIES, worst
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.spec.layout import Layout
-from weft.spec.plan import Plan
-from weft.testing.spawn import RankError
+from weft.comm.mesh import build_mesh
+from weft.config.layout import Layout
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.verify.rank_pool import RankError
 
 DECODERS = ("decoder", "decoder-gpt2")
 TEXT = (*DECODERS, *(name for name in FAMILIES if name != "vit"))

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from tests.parallel.tensor_cases import LLAMA
-from weft.comm import Ledger
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel.tensor.cut_tensors import cut_tensors, fuse_whole_head
-from weft.parallel.tensor.head import HeadLoss, expect_labels
-from weft.parallel.tensor.head_loss import LossWay, token_loss
-from weft.spec.plan import Plan
-from weft.spec.shares import LossChunk
-from weft.testing.memory import LiveTensors
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.partitioning import LossChunk
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.tensor.apply import cut_tensors, fuse_whole_head
+from weft.parallel.tensor.head import LossWay, token_loss
+from weft.parallel.tensor.language_head import HeadLoss, expect_labels
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.memory import LiveTensors
 
 ROWS, TOKENS, LAYERS = 2, 32, 3
 SPEC = replace(LLAMA, num_layers=LAYERS, vocab_size=64, tied=False, max_seq_len=TOKENS)
@@ -88,8 +88,8 @@ def peak_of_a_step(fused: bool) -> int:
 
 
 def test_logits_of_a_large_vocabulary_do_not_set_the_peak_without_tp(monkeypatch):
-    monkeypatch.setattr("weft.parallel.tensor.head.LARGE_LOGITS_BYTES", 2**20)
-    monkeypatch.setattr("weft.parallel.tensor.head_loss.LossWay", functools.partial(LossWay, LossChunk(2**21)))
+    monkeypatch.setattr("weft.parallel.tensor.language_head.LARGE_LOGITS_BYTES", 2**20)
+    monkeypatch.setattr("weft.parallel.tensor.head.LossWay", functools.partial(LossWay, LossChunk(2**21)))
     logits_bytes, weight_bytes = 64 * 128256 * 4, 128256 * LLAMA.dim * 4
     assert peak_of_a_step(fused=False) > 2 * logits_bytes
     # Gradients of embedding and head, and a few chunks.
@@ -131,7 +131,7 @@ def test_a_large_head_gives_the_loss_without_tp(monkeypatch):
 
     logits, (small, count) = loss()
     assert not isinstance(logits, HeadLoss)
-    monkeypatch.setattr("weft.parallel.tensor.head.LARGE_LOGITS_BYTES", 0)
+    monkeypatch.setattr("weft.parallel.tensor.language_head.LARGE_LOGITS_BYTES", 0)
     output, (large, other_count) = loss()
     assert isinstance(output, HeadLoss)
     torch.testing.assert_close(large, small, rtol=1e-12, atol=0)

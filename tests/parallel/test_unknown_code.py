@@ -10,9 +10,9 @@ import torch
 from tests.parallel import feature_cases, token_cases
 from tests.parallel.tp_cases import Net
 from weft.errors import LayoutError
-from weft.parallel.tensor.cut_tensors import find_token_regions
+from weft.models.inspect.find_layout import find_layout
+from weft.parallel.tensor.apply import find_token_regions
 from weft.parallel.tensor.read_layout import nowhere
-from weft.structure.layouts import find_layout
 
 #: What tracing cannot see, and a trial step does.
 UNSEEN = ("log of length", "length of shape", "vmap of length", "custom backward")

@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.whole_state import capture, restore
+from weft.comm.mesh import Mesh, build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
 from weft.errors import CommError, ModelError, PlanError
-from weft.mesh import Mesh, build_mesh
-from weft.models import build_decoder
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero.sharded.fsdp_units import find_units
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero_sharded.units import find_units
 
 SPEC = DecoderSpec(vocab_size=64, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=64, max_seq_len=32)
 PLAN = "dp_shard=2 zero=3 precision=fp64"

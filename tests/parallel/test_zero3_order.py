@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.parallel.test_zero3 import PLAN, Chooser, rows
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.placement.gradients import DataParallel
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import DataParallel, data_parallel
 
 SPEC = DecoderSpec(vocab_size=61, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=64, max_seq_len=32)
 #: Bytes of a comparison on a rank of `size`: three whole numbers of each. No unit here has a shard of that size.

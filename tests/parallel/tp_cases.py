@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.comm import all_gather, all_reduce
+from weft.comm.collectives import all_gather, all_reduce
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import WeftError
-from weft.mesh import build_mesh
 from weft.parallel.parallelize import cut
-from weft.parallel.placement.placement import WHOLE
-from weft.spec.plan import Plan
+from weft.parallel.state.placement import WHOLE
 
 DIM, VOCAB, TOKENS, HEAD = 16, 11, 8, 4
 #: How far from one process counts as equal, relative to the largest number.

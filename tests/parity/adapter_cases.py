@@ -12,7 +12,7 @@ from tests.parity.families import FAMILIES, FamilyCase, shape_of
 from tests.parity.moe_cases import MOE, MoECase
 from tests.parity.plans import Subject
 from weft.models.adapters import add_adapter
-from weft.testing import Case, DecoderCase
+from weft.verify.parity import Case, DecoderCase
 
 
 @dataclasses.dataclass(frozen=True)

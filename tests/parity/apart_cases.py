@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from tests.parity.cases import LLAMA
-from weft.testing import DecoderCase
+from weft.verify.parity import DecoderCase
 
 STEPS, EVERY, TIMEOUT_S, PAUSE_S = 8, 2, 1.5, 0.5
 KEY = "the key of these replicas"

@@ -11,13 +11,15 @@ from pathlib import Path
 import torch
 
 from tests.parity.apart_cases import CASE, KEY, PAUSE_S, STEPS, TIMEOUT_S
-from weft.comm.peer.meeting import Party
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero import ApartSync, meet_apart
-from weft.spec import shares
-from weft.spec.plan import Plan
-from weft.train import Microbatches, TrainStep
+from weft.comm.mesh import build_mesh
+from weft.comm.replica_client import Party
+from weft.config import partitioning as shares
+from weft.config.plan import Plan
+from weft.parallel.elastic_local_sgd import ApartSync, meet_apart
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
 
 
 class Faulty(ApartSync):

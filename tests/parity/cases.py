@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from weft.spec import DecoderSpec
-from weft.testing import Case, DecoderCase
+from weft.config.decoder_shape import DecoderSpec
+from weft.verify.parity import Case, DecoderCase
 
 LLAMA = DecoderSpec(
     vocab_size=61, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32, tied=True

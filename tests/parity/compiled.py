@@ -12,10 +12,10 @@ from tests.parity.cases import LLAMA
 from tests.parity.dropout_cases import Block, PlainCase
 from tests.parity.moe_cases import MOE, MoECase
 from tests.parity.plans import Cell, Subject
-from weft.spec.plan import Plan, plan_fields
-from weft.testing import Case, DecoderCase, ParityResult, covering, train_case
-from weft.testing.graphs import counted_graphs
-from weft.testing.matrix import row_of
+from weft.config.plan import Plan, plan_fields
+from weft.verify.matrix import covering, row_of
+from weft.verify.oracles import counted_graphs
+from weft.verify.parity import Case, DecoderCase, ParityResult, train_case
 
 #: More blocks than torch.compile compiles anew before it gives up.
 DEPTH = 12

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.parity.families import FAMILIES, Family, FamilyCase
-from weft.testing import Case, ParityResult, train_cases
-from weft.testing.verify.float64 import Float64Throughout
+from weft.verify.parity import Case, ParityResult, train_cases
+from weft.verify.verifier import Float64Throughout
 
 #: Settings of the families that drop. In eager attention the weights are dropped by F.dropout, else inside of torch's.
 DROPPING: dict[str, tuple[str, dict[str, Any]]] = {

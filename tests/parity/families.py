@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from weft.spec import DecoderSpec
-from weft.testing.verify.float64 import Float64Throughout
+from weft.config.decoder_shape import DecoderSpec
 from weft.train.tasks.decoder_loss import IGNORE, token_cross_entropy
+from weft.verify.verifier import Float64Throughout
 
 VOCAB, DIM, LAYERS, HEADS, KV_HEADS, FFN, LENGTH = 61, 16, 2, 4, 2, 24, 32
 

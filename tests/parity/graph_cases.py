@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from tests.parity.dropout_cases import PlainModel
-from weft.mesh import build_mesh
-from weft.optim import lr_factor
-from weft.parallel import data_parallel, parallelize
-from weft.spec.config import ScheduleSection
-from weft.spec.plan import Plan
-from weft.testing import OpRecorder
-from weft.train import TrainStep
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.config.sections import ScheduleSection
+from weft.optim.build import lr_factor
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.step.train_step import TrainStep
+from weft.verify.oracles import OpRecorder
 
 STEPS, VOCAB, TOKENS = 7, 23, 8
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import weft
-from weft.testing.parity import ParityResult, SampleCase, train_case, train_plain
+from weft.verify.parity import ParityResult, SampleCase, train_case, train_plain
 
 IN, DIM = 6, 8
 

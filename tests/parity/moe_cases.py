@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from weft.config.decoder_shape import DecoderSpec
 from weft.models.experts import routers
-from weft.parallel.expert.foreign_router import balance_routers
-from weft.spec import DecoderSpec
-from weft.testing import Case, DecoderCase
-from weft.testing.verify.float64 import Float64Throughout
+from weft.parallel.expert import balance_routers
+from weft.verify.parity import Case, DecoderCase
+from weft.verify.verifier import Float64Throughout
 
 #: A dense layer and two with experts; the loss of balancing weighs so much that a wrong one is seen.
 MOE = DecoderSpec(

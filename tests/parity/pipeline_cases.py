@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tests.parity.moe_cases import MoECase, moe_cases
-from weft.spec import DecoderSpec
-from weft.testing import Case, DecoderCase
-from weft.testing.verify.float64 import Float64Throughout
+from weft.config.decoder_shape import DecoderSpec
+from weft.verify.parity import Case, DecoderCase
+from weft.verify.verifier import Float64Throughout
 
 ONE_STAGE = ("gpipe", "1f1b", "zb_h1")
 TWO_STAGES = ("interleaved", "zb_interleaved", "zb_v", "dualpipe_v")

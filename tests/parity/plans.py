@@ -20,12 +20,14 @@ from tests.memory.links import LateLink
 from tests.parity.cases import GPT2, LLAMA, PackedCase, cases
 from tests.parity.families import FAMILIES, FamilyCase, shape_of
 from tests.parity.moe_cases import MOE, MoECase, hugging_face_moe_cases, moe_cases
-from weft.memory import activations, offload
-from weft.memory.pool import HostPool
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan, plan_fields
-from weft.testing import Case, DecoderCase, ParityResult, RankPool, covering, legal, train_case, train_plain
-from weft.testing.matrix import layout_of, pairs, row_of
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan, plan_fields
+from weft.memory import activation_offload as activations
+from weft.memory import offload
+from weft.memory.offload import HostPool
+from weft.verify.matrix import covering, layout_of, legal, pairs, row_of
+from weft.verify.parity import Case, DecoderCase, ParityResult, train_case, train_plain
+from weft.verify.rank_pool import RankPool
 
 RTOL = 1e-10
 #: As many heads as four ranks of Ulysses need.

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader
 
 from tests.parity.dropout_cases import Block
 from tests.parity.moe_cases import MOE, MoECase
-from weft.comm import Ledger
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel
-from weft.spec.plan import Plan
-from weft.testing import ParityResult
-from weft.testing.verify.float64 import Float64Throughout
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.parallel.state.gradients import data_parallel
 from weft.train.script import Run
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.parity import ParityResult
+from weft.verify.verifier import Float64Throughout
 
 VOCAB, DIM, PATCH = 29, 16, 6
 LAYOUT = "blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise blocks.*.mlp.0=colwise blocks.*.mlp.3=rowwise"

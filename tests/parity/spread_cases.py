@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from tests.parity import vision_cases as vision
 from tests.parity.dropout_cases import Block
-from weft.spec import Layout
-from weft.testing.parity import ParityResult, SampleCase, train_case, train_plain
-from weft.testing.verify.float64 import Float64Throughout
+from weft.config.layout import Layout
+from weft.verify.parity import ParityResult, SampleCase, train_case, train_plain
+from weft.verify.verifier import Float64Throughout
 
 #: Pictures of each sample: of five samples a step, the second step has none at all.
 PICTURES = (0, 3, 0, 0, 1) + (0,) * 5 + (2, 0, 1, 0, 0)

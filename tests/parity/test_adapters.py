@@ -8,16 +8,16 @@ import torch
 from tests.parity.adapter_cases import AdapterCase, adapter_subjects, dropping_subjects, packed_subjects
 from tests.parity.cases import cases
 from tests.parity.plans import BROAD_GROUPS, RTOL, Cell, chosen_cells, differing
-from weft.comm import Ledger
-from weft.mesh import Axis, build_mesh
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import Axis, build_mesh
+from weft.config.plan import Plan
 from weft.models.adapters import adapted
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.local_tensors import Precision
-from weft.parallel.tensor.cut_linear import Column, SharedLayer, columns
-from weft.spec.plan import Plan
-from weft.testing import train_case, train_plain
-from weft.testing.parity import microbatches_of_case
-from weft.train import TrainStep
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.state.precision import Precision
+from weft.parallel.tensor.linear import Column, SharedLayer, columns
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import microbatches_of_case, train_case, train_plain
 
 ONLY = {"recompute": ("none",), "offload": ((),), "order": ((),), "tp_chunks": (1,)}
 #: Plans that a choice by pairs may miss: replays and host memory with frozen weights, weights' gradients that wait.

@@ -12,9 +12,9 @@ import torch
 
 from tests.parity.apart_cases import CASE, EVERY, KEY, STEPS, TIMEOUT_S
 from tests.parity.test_sync import Alone, outer_step
-from weft.comm.peer.meeting import MeetingPlace
-from weft.optim import clip_factor, global_norm
-from weft.spec.plan import Plan
+from weft.comm.replica_rendezvous import MeetingPlace
+from weft.config.plan import Plan
+from weft.optim.build import clip_factor, global_norm
 
 PLAN = "dp_replicate=2 sync=diloco:2 precision=fp64"
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.parity.chain_cases import CASES, ChainCase
-from weft.testing.parity import train_cases, train_plain
+from weft.verify.parity import train_cases, train_plain
 
 FOUR = [
     "pp=4 microbatches=4",  # cuts both chains, and the joint lies inside of a stage

@@ -20,11 +20,11 @@ from tests.parity.compiled import (
     deep_subjects,
     train_compiled,
 )
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.parallel.randomness import kept_at, key_of
-from weft.spec.plan import Plan
-from weft.testing import train_case
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.parallel.random.streams import kept_at, key_of
+from weft.verify.parity import train_case
 
 RTOL = 1e-10
 #: Graphs of a decoder's loss besides those of its blocks: the passes over logits for the sum and for the gradient.

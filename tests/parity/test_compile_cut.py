@@ -11,7 +11,7 @@ from tests.parity.cases import LLAMA
 from tests.parity.compiled import train_compiled
 from tests.parity.dropout_cases import cases as dropout_cases
 from tests.parity.moe_cases import moe_cases
-from weft.testing import Case, DecoderCase, ParityResult, train_case
+from weft.verify.parity import Case, DecoderCase, ParityResult, train_case
 
 RTOL = 1e-10
 

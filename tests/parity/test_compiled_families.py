@@ -12,8 +12,8 @@ from tests.parity.compiled import compiled_plan, train_compiled
 from tests.parity.compiled_families import DEEP, SETTINGS, SHALLOW, DeepFamily
 from tests.parity.test_compile import FIRST_RUN, RTOL
 from weft.parallel.compile_blocks import compile_blocks
-from weft.testing import train_plain
-from weft.testing.graphs import counted_graphs
+from weft.verify.oracles import counted_graphs
+from weft.verify.parity import train_plain
 
 #: With sp, the cut of the sequence and the joining of it are graphs too.
 ALONE = ["", "recompute=full", "recompute=selective"]

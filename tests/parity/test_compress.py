@@ -17,19 +17,22 @@ import torch
 from tests.parity.cases import LLAMA
 from tests.parity.moe_cases import MOE
 from tests.parity.test_wire import lie
-from weft.comm import Ledger, Pending, all_gather
-from weft.comm.links import Parts
-from weft.comm.wire import Coder, State, Wire
-from weft.mesh import Axis, build_mesh
-from weft.optim import clip_factor, global_norm
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero.wire_states import carried_here, load_carried
-from weft.spec.plan import Plan
-from weft.spec.wires import WireSpec, register, wire_spec
-from weft.testing import DecoderCase, ParityResult, train_case
-from weft.testing.parity import local_microbatches
-from weft.testing.wire_oracle import WireOracle
-from weft.train import TrainStep
+from weft.comm.collectives import all_gather
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import Axis, build_mesh
+from weft.comm.pending import Pending
+from weft.comm.transports.scattered_tensor import Parts
+from weft.comm.wire.coder import Coder
+from weft.comm.wire.wire_format import State, Wire
+from weft.config.plan import Plan
+from weft.config.wire_formats import WireSpec, register, wire_spec
+from weft.optim.build import clip_factor, global_norm
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero.states import carried_here, load_carried
+from weft.train.step.train_step import TrainStep
+from weft.verify.oracles import WireOracle
+from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, train_case
 
 CASE = DecoderCase(LLAMA, num_steps=3, max_grad_norm=0.5)
 EXPERTS = DecoderCase(MOE, num_steps=2)
@@ -183,7 +186,7 @@ def names(plan_text: str) -> list[str]:
 
 
 def several(plan: Plan) -> torch.nn.Module:
-    from weft.testing.parity import several_buckets
+    from weft.verify.parity import several_buckets
 
     model = CASE.model()
     with several_buckets(model):

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.parity.cases import GPT2
 from tests.parity.plans import Cell, Subject, differing, packed
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase
+from weft.config.plan import Plan
+from weft.verify.parity import DecoderCase
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "60%"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.choice import product
-from weft.spec import DecoderSpec
-from weft.testing import DecoderCase, train_decoder
+from weft.config.decoder_shape import DecoderSpec
+from weft.verify.parity import DecoderCase, train_decoder
 
 RTOL = 1e-10
 

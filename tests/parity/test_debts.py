@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from tests.parity.cases import LLAMA
-from weft.checkpoint import load_checkpoint, save_pieces
+from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.save import save_pieces
+from weft.comm.mesh import build_mesh
 from weft.comm.wire import low_rank
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase
-from weft.testing.parity import local_microbatches, several_buckets
-from weft.train import TrainStep
-from weft.train.state import pieces, resume, together
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.model_state import pieces, resume
+from weft.train.state_io import together
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import DecoderCase, local_microbatches, several_buckets
 
 CASE = DecoderCase(LLAMA, num_steps=4)
 INT4 = " compress=int4"

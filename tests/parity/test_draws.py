@@ -10,12 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from tests.parallel.loops import weights
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.parallel import drops_of, parallelize
-from weft.parallel.randomness.position_noise import integers_at
-from weft.spec.plan import Plan
-from weft.train import Microbatches, TrainStep
+from weft.parallel.dropout import drops_of
+from weft.parallel.parallelize import parallelize
+from weft.parallel.random.streams import integers_at
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
 
 DIM, TOKENS, SAMPLES = 8, 6, 8
 

@@ -10,10 +10,10 @@ from tests.choice import gate_runs
 from tests.parity.adapter_cases import AdapterCase
 from tests.parity.dropout_cases import DroppingFamily, FlatFamily, PlainModel, cases, train_throughout
 from tests.parity.families import FamilyCase
-from weft.mesh import build_mesh
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.parallel.dropout import follow_positions
-from weft.parallel.randomness import keeps, key_of, lines_of
-from weft.spec.plan import Plan
+from weft.parallel.random.streams import keeps, key_of, lines_of
 
 RTOL = 1e-10
 #: The models that a plan cannot be laid over: cut sequences know the attention of transformers alone.

@@ -8,7 +8,7 @@ import pytest
 
 from tests.choice import gate_runs
 from tests.parity.moe_cases import moe_cases
-from weft.testing import ParityResult, train_case, train_cases
+from weft.verify.parity import ParityResult, train_case, train_cases
 
 RTOL = 1e-10
 

@@ -17,9 +17,12 @@ from tests.parity.adapter_cases import AdapterCase
 from tests.parity.cases import LLAMA, HuggingFaceCase
 from tests.parity.moe_cases import MOE, MoECase
 from weft.errors import ModelError, PlanError, WeftWarning
-from weft.parallel.layers import Float8, choose_float8, linear
-from weft.parallel.local_tensors import precision
-from weft.testing import Case, DecoderCase, ParityResult, RankPool, train_case
+from weft.parallel.layers.deferred_gradients import linear
+from weft.parallel.layers.float8 import choose_float8
+from weft.parallel.layers.float8_products import Float8
+from weft.parallel.state import precision
+from weft.verify.parity import Case, DecoderCase, ParityResult, train_case
+from weft.verify.rank_pool import RankPool
 
 WIDE = dataclasses.replace(LLAMA, dim=32, ffn_dim=48)
 

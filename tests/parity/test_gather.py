@@ -12,15 +12,14 @@ import torch
 from tests.parity.cases import LLAMA
 from tests.parity.compiled import train_compiled
 from tests.parity.moe_cases import MOE
-from weft.comm import Ledger
-from weft.comm.wire import RowStretch
-from weft.mesh import build_mesh
-from weft.optim import clip_factor, global_norm
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase, ParityResult, train_case
-from weft.testing.parity import local_microbatches
-from weft.train import TrainStep
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.comm.wire.codes import RowStretch
+from weft.config.plan import Plan
+from weft.optim.build import clip_factor, global_norm
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, train_case
 
 CASE = DecoderCase(LLAMA, num_steps=3, max_grad_norm=0.5)
 EXPERTS = DecoderCase(MOE, num_steps=2)

@@ -15,17 +15,17 @@ import weft
 from tests.choice import product
 from tests.parity.cases import LLAMA
 from tests.parity.test_wire import Layout, lie
-from weft.comm import Ledger
-from weft.comm.wire import find_wire
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.comm.wire.wire_format import find_wire
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.optim import clip_factor, global_norm
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero import seen_stretches
-from weft.parallel.zero.flat.flat_model import FlatModel
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase, ParityResult, train_case
-from weft.testing.parity import local_microbatches, several_buckets
+from weft.optim.build import clip_factor, global_norm
+from weft.parallel.parallelize import parallelize
+from weft.parallel.quantized_weights import seen_stretches
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero_flat.model import FlatModel
+from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, several_buckets, train_case
 
 CASE = DecoderCase(LLAMA, num_steps=4, max_grad_norm=0.5)
 TWO = ("dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=1 accumulation=2", "cp=2 zero=1")

@@ -16,11 +16,11 @@ from tests.parity.adapter_cases import AdapterCase
 from tests.parity.moe_cases import MOE, MoECase
 from tests.parity.test_float8 import WIDE, KeepingCase
 from tests.parity.test_gather import gathered_bytes
-from weft.comm.wire import RowCodes, RowStretch
-from weft.parallel.layers import Float8
-from weft.parallel.local_tensors import precision
-from weft.spec import wire_spec
-from weft.testing import Case, DecoderCase, ParityResult, train_case
+from weft.comm.wire.codes import RowCodes, RowStretch
+from weft.config.wire_formats import wire_spec
+from weft.parallel.layers.float8_products import Float8
+from weft.parallel.state import precision
+from weft.verify.parity import Case, DecoderCase, ParityResult, train_case
 
 CASES: dict[str, Case] = {
     "llama": DecoderCase(WIDE, num_steps=2),

@@ -14,19 +14,21 @@ from torch.nn import functional as F
 
 from tests.parity.dropout_cases import PlainModel
 from tests.parity.graph_cases import STEPS, TOKENS, VOCAB, batch_of, forward, loss_of, pair, sgd, train
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
 from weft.errors import ModelError, PlanError, WeftWarning
-from weft.memory.replay import send_numbers
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.parallel.dropout import FixedDraws, drops_of
-from weft.parallel.zero.flat import RecordedPasses, recorded
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.testing import OpRecorder
-from weft.train import TrainStep
-from weft.train.microbatch.passes.graphed_passes import MOST_SHAPES, WARM_UPS, _PassMemory
-from weft.train.tasks import model_forward, token_cross_entropy
+from weft.memory.graph_recorder import send_numbers
+from weft.models.registry import build_decoder
+from weft.parallel.drop_state import FixedDraws
+from weft.parallel.dropout import drops_of
+from weft.parallel.parallelize import parallelize
+from weft.parallel.zero_flat import step as recorded
+from weft.parallel.zero_flat.step import RecordedPasses
+from weft.train.step.graphed_passes import MOST_SHAPES, WARM_UPS, _PassMemory
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.oracles import OpRecorder
 
 #: Plans, with how many places in a step there are: the only microbatch; the first, those between, the last.
 PLANS = {

@@ -6,9 +6,9 @@ import pytest
 
 import weft
 from tests.parity.group_cases import train_groups
+from weft.config.plan import Plan
 from weft.errors import ModelError, PlanError
-from weft.spec.plan import Plan
-from weft.testing.spawn import RankError
+from weft.verify.rank_pool import RankError
 
 RTOL = 1e-10
 #: With two microbatches each group lies on two ranks.

@@ -12,8 +12,8 @@ import torch
 
 from tests.parity.cases import LLAMA
 from tests.parity.moe_cases import MOE, MoECase
-from weft.testing import Case, DecoderCase, train_cases
 from weft.train.tasks.decoder_loss import IGNORE
+from weft.verify.parity import Case, DecoderCase, train_cases
 
 
 @dataclass(frozen=True)

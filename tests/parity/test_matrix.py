@@ -10,9 +10,9 @@ import pytest
 
 from tests.choice import gate_runs
 from tests.parity.plans import Cell, differing, subjects, train_quietly
-from weft.spec.plan import Plan
-from weft.testing import covering, train_plain
-from weft.testing.matrix import row_of
+from weft.config.plan import Plan
+from weft.verify.matrix import covering, row_of
+from weft.verify.parity import train_plain
 
 
 def test_a_layout_equals_one_process(matrix_cells, plain, request):

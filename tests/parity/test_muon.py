@@ -12,8 +12,8 @@ from torch import nn
 from tests.choice import gate_runs
 from tests.parity.cases import LLAMA
 from tests.parity.plans import train_quietly
-from weft.optim import Muon
-from weft.testing import DecoderCase, train_plain
+from weft.optim.muon import Muon
+from weft.verify.parity import DecoderCase, train_plain
 
 RTOL = 1e-10
 

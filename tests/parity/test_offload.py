@@ -15,14 +15,13 @@ from tests.memory.links import LateLink
 from tests.parity.cases import ImageCase, TreeCase, cases
 from tests.parity.plans import train_quietly
 from tests.whole_state import capture, restore
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.memory import offload
-from weft.memory.pool import HostPool
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.testing import Case, train_cases
-from weft.testing.parity import local_microbatches
-from weft.train.step import TrainStep
+from weft.memory.offload import HostPool
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import Case, local_microbatches, train_cases
 
 RTOL = 1e-10
 CHOSEN = ("decoder", "cnn")
@@ -195,7 +194,7 @@ def test_the_matrix_sees_a_wait_that_is_missing(monkeypatch):
 ONE_RANK = """
 from tests.parity.plans import train_quietly
 from tests.parity.test_offload import chosen_cases
-from weft.testing import train_cases
+from weft.verify import train_cases
 
 references = train_cases("precision=fp64", chosen_cases())
 for offloads in ("params", "optimizer+params", "activations+optimizer+params"):

@@ -13,8 +13,8 @@ from tests.parity.dropout_cases import train_throughout
 from tests.parity.families import DIM, FAMILIES, FFN, HEADS, LAYERS, LENGTH, VOCAB, Family, FamilyCase
 from tests.parity.test_compile import FIRST_RUN, RTOL
 from weft.parallel.layers.documents import call_in_documents
-from weft.testing import train_plain
-from weft.testing.verify.float64 import Float64Throughout
+from weft.verify.parity import train_plain
+from weft.verify.verifier import Float64Throughout
 
 PLANS = [
     "dp_shard=2 zero=3 recompute=full",

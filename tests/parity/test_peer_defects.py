@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from tests.parallel.loops import STAGES, fork, laid_out, mlp, plain_weights, rows, weights
-from weft.parallel import data_parallel
-from weft.train import TrainStep
+from weft.parallel.state.gradients import data_parallel
+from weft.train.step.train_step import TrainStep
 
 
 def three_backwards(plan: str) -> dict[str, torch.Tensor]:

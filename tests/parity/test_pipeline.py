@@ -8,7 +8,7 @@ import pytest
 
 from tests.choice import gate_runs
 from tests.parity.pipeline_cases import SCHEDULES, cases, expert_cases, families
-from weft.testing import train_cases
+from weft.verify.parity import train_cases
 
 RTOL = 1e-10
 

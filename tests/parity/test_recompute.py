@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.choice import gate_runs
-from weft.spec import DecoderSpec
-from weft.testing import DecoderCase, train_decoder
+from weft.config.decoder_shape import DecoderSpec
+from weft.verify.parity import DecoderCase, train_decoder
 
 RTOL = 1e-10
 CASE = DecoderCase(
@@ -55,12 +55,12 @@ def test_some_blocks_of_each_rank_of_a_pipeline(schedule, ranks2):
 
 def recomputed(plan_text: str, case: DecoderCase) -> list[str]:
     """The policy of each of this rank's blocks after a step."""
-    from weft.memory import recompute_of
-    from weft.mesh import build_mesh
-    from weft.models import build_decoder
-    from weft.parallel import parallelize
-    from weft.spec.plan import Plan
-    from weft.structure import repeated_blocks
+    from weft.comm.mesh import build_mesh
+    from weft.config.plan import Plan
+    from weft.memory.recompute import recompute_of
+    from weft.models.inspect.blocks import repeated_blocks
+    from weft.models.registry import build_decoder
+    from weft.parallel.parallelize import parallelize
 
     model = parallelize(build_decoder(case.spec, seed=0), build_mesh(Plan.parse(plan_text)))
     found = recompute_of(model)
@@ -72,11 +72,11 @@ def choose(num_ranks: int, num_tokens: int | None = None) -> tuple[list[tuple[st
     """Policies and bytes without recompute, under one budget; each rank has sequences of another length."""
     import torch.distributed as dist
 
-    from weft.memory import recompute_of
-    from weft.mesh import build_mesh
-    from weft.models import build_decoder
-    from weft.parallel import parallelize
-    from weft.spec.plan import Plan
+    from weft.comm.mesh import build_mesh
+    from weft.config.plan import Plan
+    from weft.memory.recompute import recompute_of
+    from weft.models.registry import build_decoder
+    from weft.parallel.parallelize import parallelize
 
     mesh = build_mesh(Plan.parse(f"dp_replicate={num_ranks} recompute=100KiB precision=fp64"))
     model = parallelize(build_decoder(CASE.spec, seed=0), mesh)
@@ -99,9 +99,9 @@ def train_fully_sharded(setting: str) -> dict[str, torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from weft.memory import apply_recompute
-    from weft.models import build_decoder
-    from weft.spec.plan import Plan
+    from weft.config.plan import Plan
+    from weft.memory.recompute import apply_recompute
+    from weft.models.registry import build_decoder
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = build_decoder(CASE.spec, dtype=torch.float64, seed=0)

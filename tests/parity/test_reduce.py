@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.parity.cases import LLAMA
-from weft.spec.plan import Plan
-from weft.testing import Case, DecoderCase, ParityResult, train_case
-from weft.testing.parity import local_microbatches
+from weft.config.plan import Plan
+from weft.verify.parity import Case, DecoderCase, ParityResult, local_microbatches, train_case
 
 U = 2.0**-8
 CASE = DecoderCase(LLAMA, num_steps=1, max_grad_norm=0.0)

@@ -7,14 +7,15 @@ import torch
 
 from tests.parity.cases import LLAMA
 from tests.parity.moe_cases import MOE
-from weft.comm import Ledger
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase, ParityResult, RankPool, train_case
-from weft.testing.parity import local_microbatches
-from weft.train import TrainStep
-from weft.train.step import mean_loss
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.step.evaluation import mean_loss
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, train_case
+from weft.verify.rank_pool import RankPool
 
 CASE = DecoderCase(LLAMA, num_steps=3, max_grad_norm=0.5)
 EXPERTS = DecoderCase(MOE, num_steps=2)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.parity.cases import LLAMA
-from weft.comm import meet
-from weft.parallel.zero.flat.flat_model import FlatModel
-from weft.testing import DecoderCase, ParityResult, train_case
+from weft.comm import connect as meet
+from weft.parallel.zero_flat.model import FlatModel
+from weft.verify.parity import DecoderCase, ParityResult, train_case
 
 CASE = DecoderCase(LLAMA, num_steps=3)
 #: And whether gradients travel in half the bytes: not where several passes add up before they do. Those of norms and

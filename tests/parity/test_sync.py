@@ -16,19 +16,19 @@ import torch
 
 import weft
 from tests.parity.cases import LLAMA
-from weft.comm import Ledger
-from weft.comm.wire import find_wire
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.comm.wire.wire_format import find_wire
+from weft.config import partitioning as shares
+from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
-from weft.mesh import build_mesh
-from weft.optim import clip_factor, global_norm
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero import StreamedSync, anchored, rare_sync
-from weft.spec import shares
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase, ParityResult, train_case
-from weft.testing.parity import local_microbatches
-from weft.testing.wire_oracle import WireOracle
-from weft.train import TrainStep
+from weft.optim.build import clip_factor, global_norm
+from weft.parallel.local_sgd import StreamedSync, anchored, rare_sync
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.step.train_step import TrainStep
+from weft.verify.oracles import WireOracle
+from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, train_case
 
 CASE = DecoderCase(LLAMA, num_steps=5, max_grad_norm=0.5)
 EVEN = dataclasses.replace(CASE, masked=0.0, max_grad_norm=0.0)

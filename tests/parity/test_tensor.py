@@ -8,9 +8,9 @@ import pytest
 
 from tests.choice import gate_runs
 from tests.parity.cases import GPT2, LLAMA, HuggingFaceCase, cases
+from weft.config.layout import Layout
 from weft.errors import CommError
-from weft.spec.layout import Layout
-from weft.testing import DecoderCase, train_cases
+from weft.verify.parity import DecoderCase, train_cases
 
 DECODERS = {
     "decoder": cases()["decoder"],

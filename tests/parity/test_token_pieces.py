@@ -12,12 +12,12 @@ from tests.parity.cases import LLAMA, cases
 from tests.parity.compiled import compiled_plan, train_compiled
 from tests.parity.compiled_families import DEEP, SHALLOW, DeepFamily
 from tests.parity.test_tensor import DECODERS
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.mesh import build_mesh
-from weft.parallel.tensor.token_pieces import by_pieces, column_gradients, cuts, gather_multiply, multiply_scatter
-from weft.parallel.tensor.ungathered import Ungathered
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase, train_cases, train_plain
+from weft.parallel.tensor.linear import by_pieces, column_gradients, cuts, gather_multiply, multiply_scatter
+from weft.parallel.tensor.sequence import Ungathered
+from weft.verify.parity import DecoderCase, train_cases, train_plain
 
 #: 3 pieces of 8 tokens are no even ones; more pieces than tokens are as many as tokens.
 TWO = ["tp=2 sp=on tp_chunks=3 accumulation=2", "tp=2 sp=on tp_chunks=2 recompute=selective",

@@ -10,8 +10,8 @@ import torch
 from tests.choice import gate_runs
 from tests.parity.vision_cases import losses_of_script, train_all
 from weft.cli.app import run
-from weft.testing.spawn import RankError
-from weft.testing.verify import verifier as verify
+from weft.verify import verifier as verify
+from weft.verify.rank_pool import RankError
 
 RTOL = 1e-10
 PLANS = [

@@ -13,7 +13,7 @@ from tests.choice import gate_runs
 from tests.parity.plans import Cell, References, differing
 from tests.parity.whole_space import axes_used, cell_of_each_set_of_axes, deep_subjects, random_cells
 from weft.errors import CommError
-from weft.testing import RankPool
+from weft.verify.rank_pool import RankPool
 
 #: Random plans on so many ranks: in the gate, with --all-plans.
 NUM_RANDOM = {4: (2, 300), 8: (1, 300)}

@@ -11,20 +11,22 @@ import torch
 import weft
 from tests.comm.block8 import Block8
 from tests.parity.cases import LLAMA
-from weft.checkpoint import load_checkpoint, save_pieces
-from weft.comm import Ledger
-from weft.mesh import build_mesh
-from weft.optim import clip_factor, global_norm
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero.flat.flat_model import FlatModel
-from weft.parallel.zero.wire_states import carried_here
-from weft.spec.plan import Plan
-from weft.spec.wires import wire_spec
-from weft.testing import DecoderCase, ParityResult, train_case
-from weft.testing.parity import local_microbatches, several_buckets
-from weft.testing.wire_oracle import WireOracle
-from weft.train import TrainStep
-from weft.train.state import pieces, resume, together
+from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.save import save_pieces
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.config.wire_formats import wire_spec
+from weft.optim.build import clip_factor, global_norm
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero.states import carried_here
+from weft.parallel.zero_flat.model import FlatModel
+from weft.train.model_state import pieces, resume
+from weft.train.state_io import together
+from weft.train.step.train_step import TrainStep
+from weft.verify.oracles import WireOracle
+from weft.verify.parity import DecoderCase, ParityResult, local_microbatches, several_buckets, train_case
 
 CASE = DecoderCase(LLAMA, num_steps=4)
 STAGES = ("dp_replicate=2", "dp_shard=2 zero=1", "dp_shard=2 zero=2", "dp_shard=2 zero=3")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.choice import product
 from tests.parity.cases import ImageCase, LoopedCase, TreeCase, cases
 from tests.parity.plans import ONLY_DATA
-from weft.testing import legal, train_case, train_cases, train_plain
+from weft.verify.matrix import legal
+from weft.verify.parity import train_case, train_cases, train_plain
 
 RTOL = 1e-10
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from tests.choice import gate_runs, product
 from tests.parity.cases import cases
-from weft.spec import DecoderSpec
-from weft.testing import DecoderCase, train_case, train_cases
+from weft.config.decoder_shape import DecoderSpec
+from weft.verify.parity import DecoderCase, train_case, train_cases
 
 RTOL = 1e-10
 LAYOUTS = {2: ["dp_shard=2"], 4: ["dp_shard=4", "dp_replicate=2 dp_shard=2"]}

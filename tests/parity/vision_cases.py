@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from tests.parity.ragged_cases import run_of
-from weft.testing.parity import ParityResult, SampleCase, train_case, train_plain
-from weft.testing.verify.float64 import Float64Throughout
 from weft.train.tasks.decoder_loss import token_cross_entropy
+from weft.verify.parity import ParityResult, SampleCase, train_case, train_plain
+from weft.verify.verifier import Float64Throughout
 
 VOCAB, IMAGE, LAYERS = 61, 60, 2
 #: Pixels of a side, and of a patch's; LLaVA has 4 tokens of an image.

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tests.parity.moe_cases import MoECase
 from tests.parity.pipeline_cases import TIED, FamilyCase
 from tests.parity.plans import Cell, Subject
-from weft.spec import DecoderSpec
-from weft.spec.plan import AXES, PLAN_FIELDS, RECOMPUTES, RESHARDS, SCHEDULES, Plan
-from weft.spec.rules.plan_rules import check
-from weft.spec.rules.rule import Facts
-from weft.spec.shares.sequence_chunks import CP_MODES
-from weft.testing import DecoderCase, covering
-from weft.testing.matrix import row_of
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.partitioning import CP_MODES
+from weft.config.plan import AXES, PLAN_FIELDS, RECOMPUTES, RESHARDS, SCHEDULES, Plan
+from weft.config.plan_rules import check
+from weft.config.rule import Facts
+from weft.verify.matrix import covering, row_of
+from weft.verify.parity import DecoderCase
 
 #: Eight of everything that an axis divides, except key-value heads, of which ranks then share some.
 DENSE = DecoderSpec(

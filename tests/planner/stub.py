@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.config.plan import RECOMPUTES
 from weft.planner.estimator import Estimates
-from weft.spec.plan import RECOMPUTES
 
 GIB = 2.0**30
 

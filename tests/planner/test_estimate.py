@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner import estimate
-from weft.planner.cost import alike, step
-from weft.planner.cost.machine.tables import Tables
+from weft.config.cluster import ClusterSpec
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import RECOMPUTES, SCHEDULES
+from weft.config.wire_formats import COMPRESSES, GATHERS
+from weft.planner.cost import row_dedupe as alike
+from weft.planner.cost import step
+from weft.planner.cost.machine import Tables
 from weft.planner.cost.step import TERMS
+from weft.planner.estimator import estimate
 from weft.planner.space.columns import PRECISIONS, Columns, Job
-from weft.planner.space.shape import Shape
-from weft.planner.space.stack import Stack
-from weft.spec.cluster import ClusterSpec
-from weft.spec.model import decoder_spec
-from weft.spec.plan import RECOMPUTES, SCHEDULES
-from weft.spec.wires import COMPRESSES, GATHERS
-from weft.testing.matrix import legal, sample
+from weft.planner.space.shape import Shape, Stack
+from weft.verify.matrix import legal, sample
 
 SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
 JOB = Job(shape=SHAPE, seq_len=4096, global_batch=256)

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from weft.spec.plan import PLAN_FIELDS, Plan
-from weft.spec.plan.plan_lists import AxisOrder, Counts, WordShares
-from weft.spec.plan.plan_values import Kind, LetsGo, OneOf, PolicyOrBudget, Switch, SyncEvery, Whole
+from weft.config.plan import PLAN_FIELDS, Plan
+from weft.config.plan_values import (
+    AxisOrder,
+    Counts,
+    Kind,
+    LetsGo,
+    OneOf,
+    PolicyOrBudget,
+    Switch,
+    SyncEvery,
+    Whole,
+    WordShares,
+)
 
 _budgets = st.builds("{}{}".format, st.integers(1, 999), st.sampled_from(["GiB", "MB", "kib"])) | st.builds(
     "{}%".format, st.integers(1, 99)

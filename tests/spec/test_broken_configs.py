@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.spec.broken import BASE, Case, broken_configs
+from weft.config.files import load_config
 from weft.errors import ConfigError
-from weft.spec.files.config_file import load_config
 
 RAW_PYDANTIC = re.compile(
     r"Input should|validation error|pydantic|type=|Traceback|Field required|should be a valid", re.IGNORECASE

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
+from weft.config.cluster import TOPOLOGIES, ClusterSpec, device, device_by_torch_name, devices
 from weft.errors import ConfigError
-from weft.spec.cluster import ClusterSpec, device, device_by_torch_name, devices
-from weft.spec.cluster.cluster_spec import TOPOLOGIES
 
 
 def test_shorthand():

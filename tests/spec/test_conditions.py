@@ -9,10 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.config.conditions import (
+    STANDARD,
+    Any_,
+    Compare,
+    Every,
+    Happened,
+    Missing,
+    RunSpan,
+    Series,
+    State,
+    Stuck,
+    Trend,
+    parse_condition,
+    simple_parts,
+)
+from weft.config.files import format_config, parse_config
+from weft.config.metrics import FIGURES
 from weft.errors import ConfigError
-from weft.spec.figures import FIGURES, STANDARD, RunSpan, parse_condition, simple_parts
-from weft.spec.figures.conditions import Any_, Compare, Every, Happened, Missing, Series, State, Stuck, Trend
-from weft.spec.files.config_file import format_config, parse_config
 
 STEPS_200, MINUTE = RunSpan(200, "steps"), RunSpan(60, "s")
 

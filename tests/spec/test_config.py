@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from weft.spec.config import RunConfig
-from weft.spec.files.config_file import config_schema, load_config
+from weft.config.files import config_schema, load_config
+from weft.config.run_config import RunConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.config.files import LoadedConfig, format_config, load_config, show_origins
+from weft.config.run_config import RunConfig, SourceSection
 from weft.errors import ConfigError
-from weft.spec.config import RunConfig, SourceSection
-from weft.spec.files.config_file import LoadedConfig, format_config, load_config, show_origins
 
 MANY = b"""plan = "dp_shrad=4 zero=9"
 sed = 3

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from weft.config.cluster import device
+from weft.config.config_rules import CONFIG_RULES, config_problems
+from weft.config.expected_values import node_at
+from weft.config.files import load_config
+from weft.config.run_config import RunConfig
 from weft.errors import ConfigError
-from weft.spec.cluster import device
-from weft.spec.config import RunConfig
-from weft.spec.files.config_file import load_config
-from weft.spec.files.expect import node_at
-from weft.spec.rules.config_rules import CONFIG_RULES, config_problems
 
 CASES = [
     ("model-path-decides", ["model.path=base", "model.dim=64"],

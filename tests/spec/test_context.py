@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.spec.shares import choose_cp_mode, chunks_of, num_chunks, ulysses_fits
-from weft.spec.shares.sequence_chunks import RING_TOKENS, sent_bytes
+from weft.config.partitioning import RING_TOKENS, choose_cp_mode, chunks_of, num_chunks, sent_bytes, ulysses_fits
 
 WAYS = ("gather", "ring", "ulysses")
 

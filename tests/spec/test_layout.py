@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.config.layout import STYLES, Layout
 from weft.errors import LayoutError
-from weft.spec.layout import STYLES, Layout
 
 LLAMA_PATHS = ["embed", "blocks.0.norm1", "blocks.0.attn.q", "blocks.11.attn.k", "blocks.0.attn.v",
                "blocks.0.attn.o", "blocks.0.norm2",

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.spec.model import decoder_spec
-from weft.spec.plan import AXES, RESHARDS, SCHEDULES, Plan
-from weft.spec.rules.legal import legal_plans
-from weft.spec.rules.plan_rules import LASTING, RULES, check
-from weft.spec.rules.rule import Facts
+from weft.config.legal_plans import legal_plans
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import AXES, RESHARDS, SCHEDULES, Plan
+from weft.config.plan_rules import LASTING, RULES, check
+from weft.config.rule import Facts
 
 VALUES = {
     **dict.fromkeys((*AXES, "ep"), (1, 2)),

@@ -8,18 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_rules import shape_problems
+from weft.config.model_spec import LayerSpec, ModelSpec, decoder_spec, model_names, named_sizes, resolve_decoder
+from weft.config.run_config import ModelSection
 from weft.errors import ConfigError, ModelError
-from weft.spec import DecoderSpec
-from weft.spec.config import ModelSection
-from weft.spec.model import (
-    LayerSpec,
-    ModelSpec,
-    decoder_spec,
-    model_names,
-    named_sizes,
-    resolve_decoder,
-    shape_problems,
-)
 
 TINY = decoder_spec("tiny")
 
@@ -243,5 +236,5 @@ def test_the_numbers_that_a_problem_suggests_do_pass(family, dim, num_heads, num
 
 
 def test_the_file_needs_no_torch():
-    program = "import sys, weft.spec.model.model_spec as m; m.ModelSpec.named('tiny'); print('torch' in sys.modules)"
+    program = "import sys, weft.config.model_spec as m; m.ModelSpec.named('tiny'); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

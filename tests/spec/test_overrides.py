@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from weft.config.expected_values import node_at
+from weft.config.files import load_config
+from weft.config.other_names import OTHER_NAMES
+from weft.config.parsing import override_value
+from weft.config.plan import PLAN_FIELDS
+from weft.config.run_config import STDLIB_SOURCE, RunConfig
 from weft.errors import ConfigError
-from weft.spec.config import STDLIB_SOURCE, RunConfig
-from weft.spec.files.config_file import load_config
-from weft.spec.files.expect import node_at
-from weft.spec.files.other_names import OTHER_NAMES
-from weft.spec.files.overrides import override_value
-from weft.spec.plan import PLAN_FIELDS
 
 
 def loaded(*overrides) -> RunConfig:

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.spec.plans import plans
+from weft.config.plan import AXES, OFFLOADS, Plan, plan_fields
 from weft.errors import PlanError
-from weft.spec.plan import AXES, Plan, plan_fields
-from weft.spec.plan.plan import OFFLOADS
 
 
 @settings(max_examples=150, deadline=None)
@@ -178,7 +177,7 @@ def test_replace_refuses_unknown_fields():
 
 
 def test_spec_needs_no_torch():
-    modules = "weft.spec.files.config_file, weft.spec.layout, weft.spec.rules.plan_rules"
+    modules = "weft.config.files, weft.config.layout, weft.config.plan_rules"
     code = f"import {modules}, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 

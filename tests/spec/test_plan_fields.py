@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import weft
+from weft.config.plan import PLAN_FIELDS, Plan
+from weft.config.plan_values import Whole
 from weft.errors import PlanError
-from weft.spec.plan import PLAN_FIELDS, Plan
-from weft.spec.plan.plan_values import Whole
 
 #: A switch that the planner searches under tensor parallelism, and a number that refinement moves.
 DECLARED = """
@@ -29,13 +29,13 @@ DECLARED = """
 """
 USED = r"""
 import json
-from weft.planner.tell import search
-from weft.planner.search.moves import changed_words, neighbours
+from weft.planner.report.explanation import search
+from weft.planner.search.refine import changed_words, neighbours
 from weft.planner.space.columns import Columns
-from weft.spec.files.config_text import config_schema
-from weft.spec.plan import PLAN_FIELDS, Plan
-from weft.testing.matrix import LAYOUT_FIELDS, legal, row_of, values_tried
-from weft.testing.verify.sweep import techniques_of
+from weft.config.files import config_schema
+from weft.config.plan import PLAN_FIELDS, Plan
+from weft.verify.matrix import LAYOUT_FIELDS, legal, row_of, values_tried
+from weft.verify.subject import techniques_of
 
 plan = Plan.parse("tp=2 prefetch=yes lanes=3")
 found = search("tiny", "2xa100", seq_len=256, global_batch=8)
@@ -70,7 +70,7 @@ def with_two_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]
     """What a copy of Weft says whose plan declares two fields more."""
     home = tmp_path_factory.mktemp("copy")
     shutil.copytree(Path(weft.__file__).parent, home / "weft", ignore=shutil.ignore_patterns("__pycache__"))
-    source = home / "weft" / "spec" / "plan" / "plan.py"
+    source = home / "weft" / "config" / "plan.py"
     before, place, after = source.read_text().partition("\n    def __post_init__")
     source.write_text(before + DECLARED + place + after)
     done = subprocess.run(

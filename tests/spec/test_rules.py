@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from tests.comm import block8  # noqa: F401 (registers a wire that keeps what it rounds off)
 from tests.spec.plans import plans
+from weft.config.cluster import device
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.layout import common_divisors, nearest
+from weft.config.partitioning import CP_MODES
+from weft.config.plan import Plan, plan_fields
+from weft.config.plan_rules import LASTING, NOT_BUILT, RULES, check, check_plan
+from weft.config.rule import Facts, alternatives
+from weft.config.traced_model import Limit
 from weft.errors import PlanError
-from weft.spec import DecoderSpec, common_divisors
-from weft.spec.cluster import device
-from weft.spec.divisors import nearest
-from weft.spec.plan import Plan, plan_fields
-from weft.spec.rules.plan_rules import LASTING, NOT_BUILT, RULES, Facts, check, check_plan
-from weft.spec.rules.rule import alternatives
-from weft.spec.shares.sequence_chunks import CP_MODES
-from weft.spec.traced import Limit
 
 MODEL = DecoderSpec(vocab_size=4096, dim=256, num_layers=6, num_heads=32, num_kv_heads=8, ffn_dim=768, max_seq_len=1024)
 FACTS = Facts(model=MODEL, world_size=8, global_batch=16, seq_len=1024)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.spec.shares import (
+from weft.config.partitioning import (
     LossChunk,
     batch_unit,
     divide_by_rank,

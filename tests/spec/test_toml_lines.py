@@ -9,8 +9,8 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.spec.files.toml_lines import error_place, key_lines, split_key
-from weft.spec.written import dotted
+from weft.config.parsing import error_place, key_lines, split_key
+from weft.config.toml_values import dotted
 
 TEXT = '''seed = 1 # [not.a.table]
 plan = """a = 3

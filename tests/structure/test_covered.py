@@ -8,11 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.parallel.tensor_cases import LLAMA
+from weft.config.layout import Layout
 from weft.errors import LayoutError
-from weft.models import build_decoder
-from weft.spec.layout import Layout
-from weft.structure.layouts import expect_parts_named, find_layout
-from weft.structure.layouts.covered import says_too_little
+from weft.models.inspect.find_layout import expect_parts_named, find_layout, says_too_little
+from weft.models.registry import build_decoder
 
 CUT = "embed=vocab blocks.*.{q,k,v}=colwise blocks.*.out=rowwise"
 

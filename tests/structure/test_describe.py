@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_spec import LayerSpec, ModelSpec
 from weft.errors import ModelError
-from weft.models import build_decoder
 from weft.models.experts import Experts
-from weft.spec import DecoderSpec
-from weft.spec.model import LayerSpec, ModelSpec
-from weft.structure.cost import describe
+from weft.models.inspect.describe import describe
+from weft.models.registry import build_decoder
 
 
 def count(module):

@@ -11,14 +11,14 @@ from torch.nn import functional as F
 
 from tests.parallel.tensor_cases import LLAMA, build
 from tests.parity.families import FamilyCase
+from weft.config.layout import Layout
 from weft.errors import LayoutError, PlanError
-from weft.models import build_decoder
+from weft.models.inspect import hugging_face
+from weft.models.inspect.feature_flow import follow_reshape
+from weft.models.inspect.find_layout import explain_layout, find_layout
+from weft.models.inspect.layout_trace import trace_layout
+from weft.models.registry import build_decoder
 from weft.parallel.tensor.read_layout import check_layout, read_own
-from weft.spec.layout import Layout
-from weft.structure import explain_layout, hugging_face
-from weft.structure.feature_flow import follow_reshape
-from weft.structure.layouts import find_layout
-from weft.structure.layouts.layout_trace import trace_layout
 
 FOUND = {
     "gpt2": "transformer.wte=vocab transformer.h.*.attn.c_attn=colwise:3 transformer.h.*.attn.c_proj=rowwise "

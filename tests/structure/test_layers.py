@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.hugging_face_config import decoder_shape, image_shape, number, read_numbers
+from weft.config.layout import Layout
 from weft.errors import ModelError
-from weft.models import build_decoder
-from weft.spec import DecoderSpec
-from weft.spec.layout import Layout
-from weft.spec.model import decoder_shape, image_shape, number, read_numbers
-from weft.structure import Heads, call_function, dry_run, explain_layout, hugging_face, layers, token_flow
-from weft.structure.layouts import find_layout
+from weft.models.inspect import dry_run, hugging_face, layers, token_flow
+from weft.models.inspect.dry_run import call_function
+from weft.models.inspect.find_layout import explain_layout, find_layout
+from weft.models.inspect.layers import Heads
+from weft.models.registry import build_decoder
 
 SPEC = DecoderSpec(vocab_size=32, dim=16, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=64)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from weft.structure.layouts import RmsForm, rms_form
+from weft.models.inspect.rms_norm import RmsForm, rms_form
 
 FORMS = {
     "olmo2.Olmo2RMSNorm": RmsForm(1e-6, from_one=False, rounds_first=False),

@@ -8,7 +8,7 @@ import weakref
 
 from torch import nn
 
-from weft.structure import become, revert
+from weft.models.inspect.blocks import become, revert
 
 
 class Loud(nn.Module):

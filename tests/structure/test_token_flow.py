@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from weft.config.layout import Layout
 from weft.errors import LayoutError
-from weft.spec.layout import Layout
-from weft.structure.blocks import repeated_blocks
-from weft.structure.dry_run import example_of
-from weft.structure.token_flow import TokenDivision, find_regions
+from weft.models.inspect.blocks import repeated_blocks
+from weft.models.inspect.dry_run import example_of
+from weft.models.inspect.token_flow import find_regions
+from weft.models.inspect.token_trace import TokenDivision
 
 LAYOUT = Layout.parse("blocks.*.up=colwise blocks.*.down=rowwise")
 DIM = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from weft.testing.verify.float64 import Float64Throughout
+from weft.verify.verifier import Float64Throughout
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.testing.graphs import counted_graphs
+from weft.verify.oracles import counted_graphs
 
 
 def breaks_once(x: torch.Tensor, factor: int) -> torch.Tensor:

@@ -8,9 +8,9 @@ import sys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.spec.plan import PLAN_FIELDS, Plan
-from weft.spec.rules.plan_rules import LASTING
-from weft.testing.matrix import LAYOUT_FIELDS, covering, layout_of, legal, pairs, row_of, sample, values_tried
+from weft.config.plan import PLAN_FIELDS, Plan
+from weft.config.plan_rules import LASTING
+from weft.verify.matrix import LAYOUT_FIELDS, covering, layout_of, legal, pairs, row_of, sample, values_tried
 
 #: Of what a rank may do with its part: all of it takes seconds to list.
 FEW = {"recompute": ("none", "full"), "offload": ((), ("optimizer",))}
@@ -62,6 +62,6 @@ def test_a_sample_is_drawn_by_its_seed_and_keeps_the_order():
 
 
 def test_listing_plans_needs_no_torch():
-    code = "import sys; from weft.testing import legal; legal(2); print('torch' in sys.modules)"
+    code = "import sys; from weft.verify import legal; legal(2); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr

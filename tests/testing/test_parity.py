@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from weft.testing import ParityResult
+from weft.verify.parity import ParityResult
 
 
 def result() -> ParityResult:

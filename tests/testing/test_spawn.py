@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from weft.errors import CommError, ModelError
-from weft.testing import RankPool
-from weft.testing.spawn import RankError
+from weft.verify.rank_pool import RankError, RankPool
 
 
 def who() -> tuple[int, int, int]:

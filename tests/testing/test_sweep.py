@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from weft.spec.plan import Plan
-from weft.testing.matrix import layout_of, legal
-from weft.testing.verify import Sweep
-from weft.testing.verify.sweep import techniques_of
+from weft.config.plan import Plan
+from weft.verify.matrix import layout_of, legal
+from weft.verify.subject import Sweep, techniques_of
 
 
 def run(sweep: Sweep, refuses: set[str]) -> tuple[list[Plan], list[Plan]]:

@@ -12,14 +12,14 @@ import pytest
 
 from weft.cli.app import run
 from weft.cli.verify import describe
+from weft.config.model_spec import decoder_spec, size_hides
+from weft.config.plan import Plan
 from weft.errors import WeftError
-from weft.spec.model import decoder_spec, size_hides
-from weft.spec.plan import Plan
-from weft.testing import legal, train_plain
-from weft.testing.verify import Settings, Verdict, Verifier, find_subject
-from weft.testing.verify import verifier as verify
-from weft.testing.verify.float64 import Float64Throughout
-from weft.testing.verify.subject import reduced
+from weft.verify import verifier as verify
+from weft.verify.matrix import legal
+from weft.verify.parity import train_plain
+from weft.verify.subject import Settings, find_subject, reduced
+from weft.verify.verifier import Float64Throughout, Verdict, Verifier
 
 HERE = "tests.testing.subjects"
 SMALL = Settings(num_steps=2, num_layers=2, dim=16, vocab_size=61, seq_len=8)

@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from tests.train.conftest import SMALL
-from weft.checkpoint import load_checkpoint, newest_checkpoint
-from weft.comm.peer.meeting import MeetingPlace
-from weft.engines import TorchEngine
-from weft.monitor import read_events
-from weft.spec.files.config_file import load_config
-from weft.train import RunFolder, Start, prepare_run, run_rank
+from weft.checkpoint.load import load_checkpoint, newest_checkpoint
+from weft.comm.replica_rendezvous import MeetingPlace
+from weft.config.files import load_config
+from weft.monitor.events import read_events
+from weft.train import observers as recorder
 from weft.train.engine import ReplicaWorld
-from weft.train.run import recorder
+from weft.train.folder import RunFolder
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import Start, run_rank
+from weft.train.torch_engine import TorchEngine
 
 LIMIT_S, KEY = 60.0, "the key of these replicas"
 
 # Forked from a server that has imported torch once: a second saved for each process.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["tests.train.apart_runs", "weft.train.run.rank_run", "weft.parallel.zero.flat"])
+FORKSERVER.set_forkserver_preload(["tests.train.apart_runs", "weft.train.rank_run", "weft.parallel.zero_flat"])
 
 
 class HeldEngine(TorchEngine):

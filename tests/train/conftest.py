@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from weft.checkpoint.targets import CopyHome
-from weft.spec.files.config_file import load_config
-from weft.train import Start, prepare_run, run_rank
-from weft.train.run import recorder
+from weft.checkpoint.peer_copies import CopyHome
+from weft.config.files import load_config
+from weft.train import observers as recorder
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import Start, run_rank
 
 SMALL = [
     "tokenizer.kind=bytes",

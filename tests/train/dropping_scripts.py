@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import weft
-from weft.comm import Ledger
-from weft.mesh import build_mesh
-from weft.spec.plan import Plan
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 
 RATE, WIDTH, TOKENS = 0.3, 16, 4
 

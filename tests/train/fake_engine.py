@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from weft.checkpoint import SavedPiece, Together
-from weft.checkpoint.arrays import RawArray
-from weft.mesh import Pulse
-from weft.monitor.times import Meter
-from weft.train import Metric, Task
+from weft.checkpoint.folders import Together
+from weft.checkpoint.safetensors_files import RawArray
+from weft.checkpoint.save import SavedPiece
+from weft.comm.heartbeat import Pulse
+from weft.monitor.step_times import Meter
 from weft.train.engine import EngineJob, Evaluation, Measures, StepResult
+from weft.train.tasks.base import Metric, Task
 
 
 class Points:

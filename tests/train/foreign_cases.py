@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 import weft
-from weft.comm import Ledger
-from weft.mesh import build_mesh
-from weft.spec.plan import Plan
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 
 STEPS = 3
 NAMES = ("a.weight", "a.bias", "b.weight")

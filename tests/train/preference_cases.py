@@ -10,18 +10,22 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from weft.data import PreparedData, Tokenizer, prepare_data
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.optim import build_optimizer
-from weft.parallel import parallelize
-from weft.spec import DecoderSpec
-from weft.spec.files import load_config
-from weft.spec.plan import Plan
-from weft.train import Microbatches, TrainStep
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.files import load_config
+from weft.config.plan import Plan
+from weft.data.store.prepare import prepare_data
+from weft.data.store.prepared import PreparedData
+from weft.data.text.tokenizer import Tokenizer
+from weft.models.registry import build_decoder
+from weft.optim.build import build_optimizer
+from weft.parallel.parallelize import parallelize
 from weft.train.folder import RunFolder
-from weft.train.step import RankForwards
-from weft.train.task import Share, with_adapter
+from weft.train.microbatches import Microbatches
+from weft.train.step.evaluation import RankForwards
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.indexed import with_adapter
 from weft.train.tasks.preference import PreferTask
 
 SPEC = DecoderSpec(family="llama", vocab_size=260, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=24,

@@ -11,18 +11,18 @@ import weft
 from tests.choice import gate_runs
 from tests.parity.adapter_cases import AdapterCase
 from tests.parity.cases import cases
-from weft.checkpoint import load_checkpoint
-from weft.checkpoint.parts import Part
-from weft.comm import Ledger
+from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.read import Part
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import WeftError
-from weft.mesh import build_mesh
-from weft.models.adapters import load_adapter, merged_tensors
-from weft.parallel import data_parallel
-from weft.parallel.zero import start_magnitudes
-from weft.spec.plan import Plan
-from weft.testing import Case
-from weft.testing.parity import local_microbatches
-from weft.train.state.base.adapter_base import digest_of
+from weft.models.adapters import merged_tensors
+from weft.models.peft_files import load_adapter
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero.magnitudes import start_magnitudes
+from weft.train.model_state import digest_of
+from weft.verify.parity import Case, local_microbatches
 
 HALF, STEPS = 2, 4
 CASE = AdapterCase(cases()["decoder"], kind="dora")

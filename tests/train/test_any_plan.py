@@ -19,18 +19,22 @@ from torch import nn
 from tests.choice import gate_runs
 from tests.parity.cases import LLAMA
 from tests.whole_state import capture
-from weft.checkpoint import load_checkpoint, newest_checkpoint, save_pieces, verify_checkpoint
+from weft.checkpoint.load import load_checkpoint, newest_checkpoint, verify_checkpoint
 from weft.checkpoint.manifest import commit_text
+from weft.checkpoint.save import save_pieces
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.config.sections import OptimizerSection
 from weft.errors import CheckpointError
-from weft.mesh import build_mesh
-from weft.optim import build_optimizer, exact_moment
-from weft.parallel import parallelize
-from weft.spec.config import OptimizerSection
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase, RankPool, layout_of, legal
-from weft.testing.parity import local_microbatches, several_buckets
-from weft.train import TrainStep
-from weft.train.state import pieces, resume, together
+from weft.optim.build import build_optimizer
+from weft.optim.rounded_adamw import exact_moment
+from weft.parallel.parallelize import parallelize
+from weft.train.model_state import pieces, resume
+from weft.train.state_io import together
+from weft.train.step.train_step import TrainStep
+from weft.verify.matrix import layout_of, legal
+from weft.verify.parity import DecoderCase, local_microbatches, several_buckets
+from weft.verify.rank_pool import RankPool
 
 CASE = DecoderCase(LLAMA, num_steps=4)
 HALF, STEPS = 2, 4
@@ -235,7 +239,7 @@ def bytes_read(plan_text: str, load: str) -> tuple[int, int]:
     step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward)
     checkpoint = load_checkpoint(Path(load), lazily=True)
     resume(model, step.optimizer, checkpoint)
-    from weft.parallel import data_parallel
+    from weft.parallel.state.gradients import data_parallel
 
     engine = data_parallel(model)
     held = [*engine.stretches(), *engine.state_stretches(step.optimizer)]

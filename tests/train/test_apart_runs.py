@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tests.train.apart_runs import ApartRun, evaluations, saved, steps_of
-from weft.checkpoint import load_checkpoint, newest_checkpoint
-from weft.monitor import read_events
-from weft.train.run import among_replicas, rank_run, recorder
+from weft.checkpoint.load import load_checkpoint, newest_checkpoint
+from weft.monitor.events import read_events
+from weft.train import observers as recorder
+from weft.train import preparation as among_replicas
+from weft.train import rank_run
 
 ALL = ("model", "outer", "optimizer")
 

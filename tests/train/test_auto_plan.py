@@ -8,12 +8,12 @@ import pytest
 
 import weft
 from weft.cli.app import run
+from weft.config.cluster import ClusterSpec
+from weft.config.files import load_config
+from weft.config.plan import Plan
 from weft.errors import ConfigError, PlanError
 from weft.planner.search.model_source import read_model
-from weft.spec.cluster import ClusterSpec
-from weft.spec.files.config_file import load_config
-from weft.spec.plan import Plan
-from weft.train.planned.auto_plan import CHOSEN, choose_plan, chosen_line, record_choice, settle_plan, this_cluster
+from weft.train.planned import CHOSEN, choose_plan, chosen_line, record_choice, settle_plan, this_cluster
 
 WORDS = ["launch.device=cpu", "model.name=small", "train.seq_len=128", "train.global_batch=8"]
 

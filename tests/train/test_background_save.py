@@ -12,19 +12,23 @@ import torch
 from safetensors.torch import load_file
 
 from tests.whole_state import capture
-from weft.checkpoint import Together, load_checkpoint, save_pieces, verify_checkpoint
-from weft.checkpoint.arrays import RawArray
-from weft.comm import StoreTalk
+from weft.checkpoint.folders import Together
+from weft.checkpoint.load import load_checkpoint, verify_checkpoint
+from weft.checkpoint.safetensors_files import RawArray
+from weft.checkpoint.save import save_pieces
+from weft.comm.mesh import build_mesh
+from weft.comm.store import StoreTalk
+from weft.config.plan import Plan
 from weft.errors import CheckpointError, CommError, ConfigError
-from weft.memory import HostCopies
-from weft.mesh import build_mesh
-from weft.monitor import read_events
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.train import Progress, TrainStep
-from weft.train.run import keeping, save_thread
-from weft.train.run.keeping import saved_steps
-from weft.train.state import pieces
+from weft.memory.offload import HostCopies
+from weft.monitor.events import read_events
+from weft.parallel.parallelize import parallelize
+from weft.train import checkpointer as keeping
+from weft.train import checkpointer as save_thread
+from weft.train.checkpointer import saved_steps
+from weft.train.hooks import Progress
+from weft.train.model_state import pieces
+from weft.train.step.train_step import TrainStep
 
 ALL = ("checkpoint.every=3", "checkpoint.keep=9", "eval.every=0", "train.steps=9")
 
@@ -144,7 +148,7 @@ def test_who_lost_the_others_does_not_wait_for_a_save_that_needs_them(monkeypatc
 
 
 def test_where_the_host_has_no_room_for_a_copy_the_step_waits_and_says_so(start, monkeypatch):
-    monkeypatch.setattr("weft.memory.host_copy._MOST_OF_FREE", 0.0)
+    monkeypatch.setattr("weft.memory.offload._MOST_OF_FREE", 0.0)
     folder, _, shown = start(*ALL)
     assert saved_steps(folder) == [3, 6, 9]
     assert shown.count("Use checkpoint.background=false. Meanwhile training waits for each save.") == 1

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from tests.train.batch_kinds import DEPENDENT, MOVES, NOISE, ORDINARY, Counter, D, Fixed, Net, Renormed, squares
-from weft.comm import Ledger
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError, WeftWarning
-from weft.mesh import build_mesh
-from weft.spec.plan import Plan
 from weft.train.script import Run
 
 SAMPLES = 8

@@ -12,22 +12,24 @@ from hypothesis import strategies as st
 
 from tests.train.test_tuned_parity import optimizer_of
 from tests.train.tuned_folders import CASES, save_model, settings, write_tables
-from weft.checkpoint import load_checkpoint, newest_checkpoint
+from weft.checkpoint.load import load_checkpoint, newest_checkpoint
+from weft.comm.mesh import build_mesh
+from weft.config.files import load_config
+from weft.config.plan import Plan
 from weft.errors import ConfigError, DataError, PlanError
-from weft.mesh import build_mesh
-from weft.monitor import tail_events
-from weft.parallel import parallelize
-from weft.parallel.zero import load_base
-from weft.spec.files.config_file import load_config
-from weft.spec.plan import Plan
-from weft.testing.verify.float64 import Float64Throughout
-from weft.train import Microbatches, RunFolder, TrainStep, prepare_run, run_rank
-from weft.train.microbatch import Costs
-from weft.train.microbatch.by_cost import _Runs
-from weft.train.microbatch.step_places import CostPlaces
-from weft.train.state import capture_model
-from weft.train.task import Share
-from weft.train.tasks.task_choice import find_task
+from weft.monitor.events import tail_events
+from weft.parallel.parallelize import parallelize
+from weft.parallel.zero.magnitudes import load_base
+from weft.train.batching_by_cost import CostPlaces, Costs, _Runs
+from weft.train.folder import RunFolder
+from weft.train.microbatches import Microbatches
+from weft.train.model_state import capture_model
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import run_rank
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.registry import find_task
+from weft.verify.verifier import Float64Throughout
 
 BATCH = 12
 #: Not all of them in the gate; all with `full`.
@@ -164,7 +166,7 @@ def test_losses_and_weights_are_those_of_fixed_batches(root, ranks2):
 
 @pytest.mark.full
 def test_every_plan_and_task_gives_the_same_numbers(root, ranks2, ranks4):
-    from weft.testing import RankPool
+    from weft.verify.rank_pool import RankPool
 
     with RankPool(3) as ranks3:
         for case in ("classify", "tokens", "masked", "t5", "classify-decoder"):

@@ -12,20 +12,23 @@ import torch
 
 from tests.data.mixed_records import as_tar, mixed
 from tests.train.test_mixed_tasks import BATCH, config
-from weft.data.media.mixed import FeatureShards
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
+from weft.data.media.mixed_records import FeatureShards
 from weft.errors import ConfigError, DataError
-from weft.mesh import build_mesh
-from weft.optim import build_optimizer, freeze
-from weft.parallel import parallelize
-from weft.spec import RunConfig
-from weft.spec.plan import Plan
-from weft.testing.verify.float64 import Float64Throughout
-from weft.train import Microbatches, TrainStep, prepare_run, run_rank
+from weft.optim.build import build_optimizer, freeze
+from weft.parallel.parallelize import parallelize
 from weft.train.folder import run_folder
-from weft.train.state import capture_model
-from weft.train.step import RankForwards, evaluate
-from weft.train.task import Share
-from weft.train.tasks import find_task
+from weft.train.microbatches import Microbatches
+from weft.train.model_state import capture_model
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import run_rank
+from weft.train.step.evaluation import RankForwards, evaluate
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.registry import find_task
+from weft.verify.verifier import Float64Throughout
 
 FROZEN = [{"match": "vision.*", "lr": 0.0}, {"match": "sound.*", "lr": 0.0}]
 

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from weft.checkpoint import load_checkpoint, save_pieces
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.spec.plan import Plan
-from weft.train import TrainStep
-from weft.train.state import pieces, resume, together
+from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.save import save_pieces
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.model_state import pieces, resume
+from weft.train.state_io import together
+from weft.train.step.train_step import TrainStep
 
 MOST_BESIDE = 256 * 2**20
 

@@ -15,15 +15,26 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.checkpoint.faults import DONE, in_fork
-from weft.checkpoint import SavedPiece, Together, load_checkpoint, save_pieces
-from weft.checkpoint.manifest import STATE_NAME, FileEntry, Manifest, TensorEntry, commit_text, parse_manifest
-from weft.checkpoint.parts import Part, deal_out
-from weft.checkpoint.slices import RankLists, Slice, shard_name
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.train import TrainStep
-from weft.train.state import pieces
+from weft.checkpoint.folders import Together
+from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.manifest import (
+    STATE_NAME,
+    FileEntry,
+    Manifest,
+    RankLists,
+    Slice,
+    TensorEntry,
+    commit_text,
+    parse_manifest,
+    shard_name,
+)
+from weft.checkpoint.read import Part, deal_out
+from weft.checkpoint.save import SavedPiece, save_pieces
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.train.model_state import pieces
+from weft.train.step.train_step import TrainStep
 
 
 def saved(plan: str, world: int, rank: int) -> list:

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from benchmarks.models import families, small_config
-from weft.checkpoint.parts import Part
 from weft.checkpoint.pretrained import Computed, Joined, JoinedTensors, stored_weights
+from weft.checkpoint.read import Part
 from weft.errors import CheckpointError
-from weft.models import as_shapes
-from weft.parallel.local_tensors import read_whole
-from weft.structure import hugging_face
-from weft.train.tasks import pretrained_source
-from weft.train.tasks.exported import as_published
+from weft.models.decoder import as_shapes
+from weft.models.inspect import hugging_face
+from weft.parallel.state.flat_slices import read_whole
+from weft.train.tasks.export import as_published
+from weft.train.tasks.published_weights import pretrained_source
 
 transformers = pytest.importorskip("transformers")
 #: Of each way in which tensors are stored otherwise than the model has them, one; and tied ones, and numbers alone.

@@ -10,23 +10,24 @@ import torch
 from torch.nn import functional as F
 
 from tests.train.preference_cases import SPEC
-from weft.data import prepare_data
-from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.comm.mesh import build_mesh
+from weft.config.files import load_config
+from weft.config.plan import Plan
+from weft.config.plan_rules import check
+from weft.data.store.prepare import prepare_data
+from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
 from weft.errors import ConfigError
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.optim import build_optimizer
-from weft.parallel import parallelize
-from weft.parallel.zero import load_base
-from weft.spec.files import load_config
-from weft.spec.plan import Plan
-from weft.spec.rules import check
-from weft.train import Microbatches, TrainStep
+from weft.models.registry import build_decoder
+from weft.optim.build import build_optimizer
+from weft.parallel.parallelize import parallelize
+from weft.parallel.zero.magnitudes import load_base
 from weft.train.folder import RunFolder
-from weft.train.step import RankForwards
-from weft.train.task import Share
-from weft.train.tasks import find_task
+from weft.train.microbatches import Microbatches
+from weft.train.step.evaluation import RankForwards
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.data_share import Share
 from weft.train.tasks.distill import DistillTask, distilled_losses
+from weft.train.tasks.registry import find_task
 
 transformers = pytest.importorskip("transformers")
 

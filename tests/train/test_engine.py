@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from weft.checkpoint import load_checkpoint
-from weft.checkpoint.arrays import block_of, tensor_of
-from weft.monitor import read_events
+from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.safetensors_files import block_of, tensor_of
+from weft.monitor.events import read_events
 
 _SCRIPT = """
 import gc, io, json, sys
 from tests.train.fake_engine import FakeEngine
-from weft.spec.files.config_file import load_config
+from weft.config.files import load_config
 from weft.train import Start, prepare_run, run_rank
 
 collects = []

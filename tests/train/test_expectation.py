@@ -10,14 +10,14 @@ import pytest
 
 from tests.planner.measured.synthetic import profile
 from weft.cli.app import run
-from weft.mesh import build_mesh
-from weft.planner.measured.here import this_host
-from weft.planner.measured.lessons import RUN_FILE
-from weft.planner.measured.profile import load_profile
-from weft.spec.config import RunConfig
-from weft.spec.plan import Plan
-from weft.train.planned.expectation import expectation_lines
-from weft.train.tasks import DecoderTask
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
+from weft.planner.measured.laws import RUN_FILE
+from weft.planner.measured.machine_profile import load_profile
+from weft.planner.measured.profile_tables import this_host
+from weft.train.planned import expectation_lines
+from weft.train.tasks.decoder import DecoderTask
 
 MODEL = {"vocab_size": 256, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}
 RANK = {"typical": {"compute": 0.5, "optimizer": 0.1, "data": 0.01}, "memory": 2**28, "steps": 7}
@@ -90,7 +90,7 @@ def test_a_format_that_was_not_measured_with_so_many_ranks_is_said(
 
 def test_whatever_the_planner_raises_is_one_line(home: Path, monkeypatch, capsys) -> None:
     here_profile(home)
-    monkeypatch.setattr("weft.train.planned.expectation.estimate", lambda *_: {}["linear_f"])
+    monkeypatch.setattr("weft.train.planned.estimate", lambda *_: {}["linear_f"])
     [line] = lines(home)
     assert line == "planned: not measured (KeyError: 'linear_f'; the traceback is in the log of rank 0)"
     assert "Traceback" in capsys.readouterr().err

@@ -15,18 +15,19 @@ from safetensors.torch import load_file, save_file
 
 from tests.train.conftest import SMALL
 from weft import env
-from weft.checkpoint import load_checkpoint
+from weft.checkpoint.load import load_checkpoint
 from weft.cli.app import run as weft_run
-from weft.data import Tokenizer
+from weft.config.files import load_config
+from weft.data.text.tokenizer import Tokenizer
 from weft.errors import CheckpointError
-from weft.models import build_decoder
-from weft.spec.files.config_file import load_config
-from weft.train import RunFolder, Start, prepare_run, run_rank
-from weft.train.foreign.pickled_files import read_pickled
-from weft.train.foreign.taken import NotTaken, Taken
-from weft.train.state import restore_model
-from weft.train.tasks import generate_text
+from weft.models.registry import build_decoder
+from weft.train.folder import RunFolder
+from weft.train.foreign_files import NotTaken, Taken, read_pickled
+from weft.train.model_state import restore_model
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import Start, run_rank
 from weft.train.tasks.decoder_files import decoder_of, tokenizer_of
+from weft.train.tasks.generation import generate_text
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -300,7 +301,7 @@ def test_pickles_become_safetensors_and_nothing_else_is_loaded(
     is_here, home, pickled, tmp_path, monkeypatch, capsys, prepares_here
 ):
     if is_here:
-        monkeypatch.setattr("weft.train.foreign.pickled_model.run_confined", read_here)
+        monkeypatch.setattr("weft.train.foreign_checkpoint.run_confined", read_here)
     run = ["train", *TUNED, f"run.dir={tmp_path}", f"data.train={home / 'chats.jsonl'}", f"model.path={pickled}"]
     capsys.readouterr()
     assert weft_run(run) == 2
@@ -326,7 +327,7 @@ def test_pickles_become_safetensors_and_nothing_else_is_loaded(
     remedy = "Give a folder with the weights of a model.\n"
     torch.save({"lm_head.weight": torch.ones(2), "more": Start}, pickled / "pytorch_model-2.bin")
     assert said() == (
-        f"error: SOURCE={pickled}: pytorch_model-2.bin: it holds weft.train.run.rank_run.Start, which is not a weight; "
+        f"error: SOURCE={pickled}: pytorch_model-2.bin: it holds weft.train.rank_run.Start, which is not a weight; "
         f"Weft ran and loaded nothing from it. {remedy}"
     )
     torch.save([1, 2], pickled / "pytorch_model-2.bin")

@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weft.checkpoint import save_pieces
-from weft.checkpoint.targets import CopyServer
+from weft.checkpoint.peer_copies import CopyServer
+from weft.checkpoint.save import save_pieces
 from weft.errors import CheckpointError, ConfigError
-from weft.monitor import read_events
-from weft.train import RunFolder
-from weft.train.run import keeping, rank_run
-from weft.train.state import copies as copies_module
+from weft.monitor.events import read_events
+from weft.train import checkpointer as keeping
+from weft.train import peer_copies as copies_module
+from weft.train import rank_run
+from weft.train.folder import RunFolder
 
 COPIED = ("checkpoint.peer_every=2", "checkpoint.every=5", "checkpoint.background=false", "eval.every=0")
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import attention
 
-from weft.engines import gpu_kernels
-from weft.engines.gpu_kernels import MOST_SHAPES, GpuKernels
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
 from weft.errors import ConfigError
-from weft.spec.config import RunConfig
-from weft.spec.plan import Plan
+from weft.train import gpu_kernels
+from weft.train.gpu_kernels import MOST_SHAPES, GpuKernels
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 BF16 = Plan(precision="bf16")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.train.test_kill import STEPS, family, kill_all, start, wait_for_step
-from weft.train import RunFolder
+from weft.train.folder import RunFolder
 
 pytestmark = pytest.mark.full
 

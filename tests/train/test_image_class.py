@@ -13,11 +13,12 @@ from safetensors.torch import save_file
 
 from tests.data.pictures import class_folder
 from tests.data.record_pictures import as_tars, labelled, write_tar
+from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, DataError, ModelError
 from weft.models.vision import IMAGE_MODELS, build_image_model
-from weft.spec import RunConfig
-from weft.train import prepare_run, run_rank
-from weft.train.tasks import find_task
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import run_rank
+from weft.train.tasks.registry import find_task
 
 #: Parameters of the published networks with 1000 classes.
 PUBLISHED = {
@@ -84,7 +85,7 @@ def test_samples_follow_from_seed_epoch_and_index(tmp_path: Path):
 
 
 def share(rank: int):
-    from weft.train.task import Share
+    from weft.train.tasks.data_share import Share
 
     return Share(global_batch=3, rank=rank, size=2)
 
@@ -172,7 +173,7 @@ def test_a_run_trains_on_records_and_refuses_others(tmp_path: Path):
 
 
 def test_batches_are_the_same_at_any_number_of_processes_ranks_and_after_a_resume(tmp_path: Path):
-    from weft.train.task import Share
+    from weft.train.tasks.data_share import Share
 
     def task(folder: str, workers: int):
         made = config(tmp_path / folder, colour=0.3, noise=2.0)

@@ -9,14 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weft.checkpoint import SavedPiece, Together, save_pieces
+from weft.checkpoint.folders import Together
+from weft.checkpoint.save import SavedPiece, save_pieces
 from weft.errors import CheckpointError, TrainingHalted, UnfitError
-from weft.monitor import read_events
-from weft.train import RunFolder
-from weft.train.run import keeping
-from weft.train.run import rank_run as run_module
-from weft.train.run.keeping import saved_steps
-from weft.train.tasks import DecoderTask
+from weft.monitor.events import read_events
+from weft.train import checkpointer as keeping
+from weft.train import rank_run as run_module
+from weft.train.checkpointer import saved_steps
+from weft.train.folder import RunFolder
+from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.decoder_loss import token_cross_entropy
 
 #: Saves at every step, evaluates at the end only, and keeps the newest checkpoint alone.

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from weft import env
-from weft.checkpoint import list_checkpoints, load_checkpoint, step_in_name, verify_checkpoint
-from weft.monitor import read_events
-from weft.train import RunFolder
+from weft.checkpoint.folders import step_in_name
+from weft.checkpoint.load import list_checkpoints, load_checkpoint, verify_checkpoint
+from weft.monitor.events import read_events
+from weft.train.folder import RunFolder
 
 STEPS = 40
 SETTINGS = [

@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
+from weft.comm.heartbeat import Pulse
+from weft.config.files import load_config
 from weft.errors import TrainingHalted
-from weft.mesh import Pulse
-from weft.monitor import read_events
-from weft.monitor.times import Meter
-from weft.spec.files.config_file import load_config
+from weft.monitor.events import read_events
+from weft.monitor.step_times import Meter
 from weft.train.engine import Evaluation, LateResult, StepResult
-from weft.train.loop.hooks import Hook
-from weft.train.loop.trainer import Trainer
-from weft.train.step import TrainStep
+from weft.train.hooks import Hook
+from weft.train.step.train_step import TrainStep
+from weft.train.trainer import Trainer
 
 
 class LateEngine:

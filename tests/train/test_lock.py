@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weft.errors import ConfigError, LaunchError
-from weft.monitor import EventLog
-from weft.train.run import new_files_like, run_lock
+from weft.monitor.events import EventLog
+from weft.train.folder import new_files_like, run_lock
 
 
 def test_a_folder_has_one_holder_and_names_it(tmp_path):

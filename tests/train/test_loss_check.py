@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
 
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError, WeftWarning
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.train.step import TrainStep
-from weft.train.step.loss_check import CheckedLoss
+from weft.parallel.parallelize import parallelize
+from weft.train.losses import CheckedLoss
+from weft.train.step.train_step import TrainStep
 
 OUTPUT = torch.randn(4, 3, requires_grad=True)
 BATCH = (torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))

@@ -13,18 +13,20 @@ from tests.data import recordings
 from tests.data.mixed_records import as_tar, mixed
 from tests.train import test_mixed_tasks, test_speech_parity
 from tests.train.speech_folders import save_whisper
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
 from weft.errors import ConfigError
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.parallel.zero import load_base
-from weft.spec import RunConfig
-from weft.spec.plan import Plan
-from weft.testing.verify.float64 import Float64Throughout
-from weft.train import Microbatches, TrainStep, prepare_run
+from weft.parallel.parallelize import parallelize
+from weft.parallel.zero.magnitudes import load_base
 from weft.train.folder import run_folder
-from weft.train.state import capture_model
-from weft.train.task import Share
-from weft.train.tasks import find_task
+from weft.train.microbatches import Microbatches
+from weft.train.model_state import capture_model
+from weft.train.preparation import prepare_run
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.registry import find_task
+from weft.verify.verifier import Float64Throughout
 
 STEPS, BATCH = 2, 7
 FROZEN = [{"match": "vision.*", "lr": 0.0}]

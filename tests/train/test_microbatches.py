@@ -13,16 +13,15 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 import weft
-from weft.data.batch import map_tensors, move_batch, tensors_in
+from weft.comm.mesh import Reader, build_mesh
+from weft.config.partitioning import microbatch_samples
+from weft.config.plan import Plan
+from weft.data.batches import map_tensors, move_batch, tensors_in
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.mesh.places import Reader
-from weft.parallel import parallelize
-from weft.parallel.randomness import SampleNumbers
-from weft.spec.plan import Plan
-from weft.spec.shares import microbatch_samples
-from weft.train.microbatch.microbatches import from_loader, microbatches_of, samples_of, split_batch
-from weft.train.step import TrainStep
+from weft.parallel.parallelize import parallelize
+from weft.parallel.random.streams import SampleNumbers
+from weft.train.microbatches import from_loader, microbatches_of, samples_of, split_batch
+from weft.train.step.train_step import TrainStep
 
 
 class Pair(NamedTuple):

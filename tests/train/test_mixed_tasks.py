@@ -11,19 +11,22 @@ import torch
 from torch.nn import functional as F
 
 from tests.data.mixed_records import as_tar, mixed
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, DataError, ModelError
-from weft.mesh import build_mesh
 from weft.models.multimodal import ModelInputs, build_media_decoder
-from weft.parallel import parallelize
-from weft.spec import RunConfig
-from weft.spec.plan import Plan
-from weft.testing.spawn import RankError
-from weft.testing.verify.float64 import Float64Throughout
-from weft.train import Microbatches, TrainStep, prepare_run, run_rank
-from weft.train.state import capture_model
-from weft.train.step import evaluate
-from weft.train.task import Share
-from weft.train.tasks import find_task
+from weft.parallel.parallelize import parallelize
+from weft.train.microbatches import Microbatches
+from weft.train.model_state import capture_model
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import run_rank
+from weft.train.step.evaluation import evaluate
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.registry import find_task
+from weft.verify.rank_pool import RankError
+from weft.verify.verifier import Float64Throughout
 
 STEPS, BATCH = 2, 7
 

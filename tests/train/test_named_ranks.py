@@ -10,8 +10,8 @@ import pytest
 
 from tests.train.test_hang import is_rank, write_text
 from tests.train.test_kill import family, kill_all, start, wait_for_step
-from weft.monitor import read_events
-from weft.train import RunFolder
+from weft.monitor.events import read_events
+from weft.train.folder import RunFolder
 
 pytestmark = pytest.mark.full
 
@@ -21,7 +21,7 @@ WITHIN_S = 30.0
 TASK = """
 import os, time
 from pathlib import Path
-from weft.train.tasks import DecoderTask
+from weft.train.tasks.decoder import DecoderTask
 
 class Slowed(DecoderTask):
     def __init__(self, mark: str):

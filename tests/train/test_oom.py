@@ -10,28 +10,27 @@ import pytest
 import torch
 from torch import nn
 
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import OutOfMemory
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.train.microbatch import Microbatches
-from weft.train.microbatch.microbatches import microbatch_size
-from weft.train.step import TrainStep
-from weft.train.step.oom import is_out_of_memory, live_bytes
+from weft.parallel.parallelize import parallelize
+from weft.train.microbatches import Microbatches, microbatch_size
+from weft.train.step.errors import is_out_of_memory, live_bytes
+from weft.train.step.train_step import TrainStep
 
 IN_A_SMALL_PLACE = """
 import resource, torch
 torch.set_num_threads(1)
 from weft.errors import OutOfMemory
-from weft.mesh.mesh import build_mesh
+from weft.comm.mesh import build_mesh
 from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.spec.model.decoder import DecoderSpec
-from weft.spec.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
-from weft.train.microbatch import Microbatches
-from weft.train.step import TrainStep
-from weft.train.microbatch.microbatches import microbatch_size
+from weft.train.microbatches import Microbatches
+from weft.train.step.train_step import TrainStep
+from weft.train.microbatches import microbatch_size
 
 spec = DecoderSpec(vocab_size=512, dim=128, num_layers=6, num_heads=4, num_kv_heads=4, ffn_dim=384, max_seq_len=512)
 mesh = build_mesh(Plan.parse("accumulation=2"))
@@ -98,7 +97,7 @@ class Raises(nn.Module):
 def test_a_gpu_that_is_full_is_explained(monkeypatch):
     text = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.1 GiB"
     step = a_step(Raises(torch.OutOfMemoryError(text)))
-    monkeypatch.setattr("weft.train.step.oom.memory_bytes", lambda device: (9 * 2**30, 10 * 2**30))
+    monkeypatch.setattr("weft.train.step.errors.memory_bytes", lambda device: (9 * 2**30, 10 * 2**30))
     with pytest.raises(OutOfMemory) as caught:
         step(torch.ones(4, 1000))
     assert caught.value.exit_code == 4

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from weft.monitor import StepRecord
-from weft.monitor.figures import readings
-from weft.monitor.times import TimeBook
-from weft.train.planned.drift import drifts
-from weft.train.planned.plan_watch import PlanWatch
+from weft.monitor.events import StepRecord
+from weft.monitor.metrics import readings
+from weft.monitor.step_times import TimeBook
+from weft.train.planned import drifts
+from weft.train.time_report import PlanWatch
 
 PLANNED = {"compute": 0.8, "over dp": 0.1, "optimizer": 0.1}
 

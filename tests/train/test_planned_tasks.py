@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.train.tuned_folders import save_model
-from weft.spec import RunConfig
-from weft.train.tasks import find_task
+from weft.config.run_config import RunConfig
+from weft.train.tasks.registry import find_task
 
 TINY = {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128, "max_seq_len": 64}
 

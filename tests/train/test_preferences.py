@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from tests.train.preference_cases import CASES, OBJECTIVES, SPEC, losses_under, plain_losses, words, write_pairs
+from weft.comm.mesh import build_mesh
+from weft.config.files import load_config
+from weft.config.plan import Plan
 from weft.errors import ConfigError, DataError
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.spec.files import load_config
-from weft.spec.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.parallelize import parallelize
 from weft.train.folder import RunFolder
-from weft.train.step import RankForwards, evaluate
-from weft.train.task import Share
-from weft.train.tasks import find_task
+from weft.train.step.evaluation import RankForwards, evaluate
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.registry import find_task
 
 #: What the gate tries of the plans of two ranks, with which cases.
 GATE = {

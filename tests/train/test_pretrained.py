@@ -12,24 +12,27 @@ import torch
 from tests.choice import gate_runs
 from weft.checkpoint.pretrained import stored_weights
 from weft.cli.app import run as weft_run
-from weft.data.tokens.tokenizer import Tokenizer, save_bytes_tokenizer
+from weft.comm.mesh import build_mesh
+from weft.config.files import load_config
+from weft.config.plan import Plan
+from weft.config.sections import OptimizerSection
+from weft.data.text.tokenizer import Tokenizer, save_bytes_tokenizer
 from weft.errors import CheckpointError
-from weft.mesh import build_mesh
-from weft.models import as_shapes
 from weft.models.adapters import add_adapter, merged_tensors
-from weft.optim import build_optimizer
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.zero import load_base
-from weft.spec.config import OptimizerSection
-from weft.spec.files.config_file import load_config
-from weft.spec.plan import Plan
-from weft.structure import hugging_face
-from weft.testing.parity import local_microbatches
-from weft.train import TrainStep, prepare_run, run_rank
-from weft.train.state import capture_model
-from weft.train.tasks import pretrained_source, token_cross_entropy
-from weft.train.tasks.published_weights import fill_whole
-from weft.train.tasks.task_choice import find_task
+from weft.models.decoder import as_shapes
+from weft.models.inspect import hugging_face
+from weft.optim.build import build_optimizer
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.zero.magnitudes import load_base
+from weft.train.model_state import capture_model
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import run_rank
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.decoder_loss import token_cross_entropy
+from weft.train.tasks.published_weights import fill_whole, pretrained_source
+from weft.train.tasks.registry import find_task
+from weft.verify.parity import local_microbatches
 
 transformers = pytest.importorskip("transformers")
 

@@ -12,14 +12,17 @@ import pytest
 from benchmarks.models import small_config
 from tests.planner.published import MODELS
 from tests.train.tuned_folders import save_model, write_tables
-from weft.data.tokens.bpe import train_bpe
-from weft.planner.search import Question, estimated, read_model
-from weft.planner.space import AdapterSize
-from weft.spec.files.config_file import load_config
-from weft.spec.plan import Plan
-from weft.train import Start, prepare_run, run_rank
-from weft.train.tasks import find_task
-from weft.train.tasks.transformers_layout import write_tokenizer
+from weft.config.files import load_config
+from weft.config.plan import Plan
+from weft.data.text.tokenizer import train_bpe
+from weft.planner.search.model_source import read_model
+from weft.planner.search.question import Question
+from weft.planner.search.refine import estimated
+from weft.planner.space.trained_part import AdapterSize
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import Start, run_rank
+from weft.train.tasks.export import write_tokenizer
+from weft.train.tasks.registry import find_task
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "tune").glob("*.toml"))
 #: Families that are trained for something other than the next token: published config, class, table.

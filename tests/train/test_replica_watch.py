@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.parity.cases import LLAMA
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import CommError
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase
-from weft.testing.parity import local_microbatches
-from weft.train import TrainStep
-from weft.train.step.replica_watch import checksum
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.step.checks import checksum
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import DecoderCase, local_microbatches
 
 CASE = DecoderCase(LLAMA)
 
@@ -24,7 +24,7 @@ def drift(plan_text: str, rank: int, value: float) -> tuple[int, str]:
     mesh = build_mesh(plan)
     model = parallelize(CASE.model(), mesh)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.train.step.replica_watch.EVERY", 2)
+        patch.setattr("weft.train.step.checks.EVERY", 2)
         step = TrainStep(model, CASE.optimizer_of(model), CASE.loss, mesh, forward=CASE.forward)
         for index in range(4):
             if index == 2 and mesh.rank == rank:

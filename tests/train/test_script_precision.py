@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 import weft
 from tests.train.dropping_scripts import start
+from weft.config.plan import Plan
 from weft.errors import ModelError, PlanError, WeftWarning
-from weft.spec.plan import Plan
-from weft.train.step.loss_check import in_float32, needs_float32
-from weft.train.tasks import token_cross_entropy
+from weft.train.losses import in_float32, needs_float32
+from weft.train.tasks.decoder_loss import token_cross_entropy
 
 
 def loss_fn(output, batch):

@@ -15,13 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from tests.parity.cases import LLAMA, HuggingFaceCase
 from tests.parity.moe_cases import MOE, HuggingFaceMoECase, MoECase
-from weft.checkpoint import load_checkpoint
-from weft.comm import Ledger
+from weft.checkpoint.load import load_checkpoint
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import CheckpointError, ModelError, WeftError
-from weft.mesh import build_mesh
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase
-from weft.testing.parity import local_microbatches
+from weft.verify.parity import DecoderCase, local_microbatches
 
 STEPS, HALF = 4, 2
 CASE = DecoderCase(LLAMA, num_steps=STEPS)

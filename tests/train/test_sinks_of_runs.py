@@ -12,7 +12,7 @@ import pytest
 
 from tests.monitor.servers import Recorder, until
 from tests.train.conftest import SMALL
-from weft.monitor import read_events
+from weft.monitor.events import read_events
 
 pytestmark = pytest.mark.full
 

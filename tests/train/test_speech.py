@@ -16,12 +16,13 @@ from tests.data.record_pictures import write_lines
 from tests.data.recordings import as_tar, encoded, sound_folder, spoken, tones
 from tests.train.speech_folders import save_whisper
 from weft.cli.app import app
+from weft.config.run_config import RunConfig
 from weft.errors import ConfigError, DataError, ModelError
 from weft.models.speech import build_speech_model
-from weft.spec import RunConfig
-from weft.train import prepare_run, run_rank
-from weft.train.tasks import find_task
-from weft.train.tasks.tuned.media.edit_distance import edit_distance
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import run_rank
+from weft.train.tasks.edit_distance import edit_distance
+from weft.train.tasks.registry import find_task
 
 
 def config(folder: Path, task: str, path: str = "", steps: int = 3, **options: Any) -> RunConfig:

@@ -8,14 +8,14 @@ from torch import nn
 
 from tests.parallel.loops import laid_out, mlp, rows, weights
 from tests.whole_state import capture, restore
-from weft.checkpoint import load_checkpoint, save_checkpoint
+from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.save import save_checkpoint
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import CheckpointError
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase
-from weft.testing.parity import local_microbatches
-from weft.train import TrainStep
+from weft.parallel.parallelize import parallelize
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import DecoderCase, local_microbatches
 
 from tests.parity.cases import LLAMA, ImageCase  # isort: skip
 

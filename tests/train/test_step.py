@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 import tests.comm.block8  # noqa: F401  registers a wire
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.optim import Muon
+from weft.models.registry import build_decoder
+from weft.optim.muon import Muon
 from weft.optim.rounded_adamw import RoundedAdamW
-from weft.parallel import data_parallel, parallelize
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.train.microbatch.microbatches import split_batch
-from weft.train.step import TrainStep
-from weft.train.step.step_metrics import LateMetrics
-from weft.train.tasks import model_forward, token_cross_entropy
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.microbatches import split_batch
+from weft.train.step.train_step import LateMetrics, TrainStep
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 
 def mlp() -> nn.Module:

@@ -13,16 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.checkpoint import load_checkpoint
+from weft.checkpoint.load import load_checkpoint
 from weft.cli.app import run
+from weft.config.files import load_config
+from weft.config.plan import Plan
 from weft.errors import ConfigError
-from weft.monitor import read_events
-from weft.spec.files.config_file import load_config
-from weft.spec.plan import Plan
-from weft.testing.verify import Settings, Verifier, find_subject
-from weft.train import RunFolder, prepare_run, run_rank
-from weft.train.planned.auto_plan import settle_plan
-from weft.train.tasks.task_choice import find_task
+from weft.monitor.events import read_events
+from weft.train.folder import RunFolder
+from weft.train.planned import settle_plan
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import run_rank
+from weft.train.tasks.registry import find_task
+from weft.verify.subject import Settings, find_subject
+from weft.verify.verifier import Verifier
 
 IMAGES = ["task=tests.train.image_task:ImageTask", "train.steps=9", "train.global_batch=8", "eval.every=3",
           "checkpoint.every=3", "launch.device=cpu"]  # fmt: skip

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
-from weft.monitor import StepRecord
+from weft.monitor.events import StepRecord
 from weft.train.engine import Evaluation
-from weft.train.run.time_limit import TimeLimit
+from weft.train.rank_run import TimeLimit
 
 
 class Run:

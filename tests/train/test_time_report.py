@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from weft.planner.cost.pipeline.pipeline_sim import Durations, simulate
-from weft.spec.schedule import build_schedule
-from weft.train.planned.time_report import _bubble_line, _on_a_clock
+from weft.config.pipeline_schedule import build_schedule
+from weft.planner.cost.pipeline import Durations, simulate
+from weft.train.time_report import _bubble_line, _on_a_clock
 
 
 def actions_of(name: str, slower: float):

@@ -13,9 +13,9 @@ from tests.train import trace_cases
 from tests.train.trace_cases import traced
 from weft.cli.app import run
 from weft.errors import TrainingHalted
-from weft.monitor import read_events
-from weft.train.run.telling.summary import evaluation_text
-from weft.train.step.tracing.trace_event import LossPart, RankFinding, TracedSamples, judge, unusual, worst
+from weft.monitor.events import read_events
+from weft.train.reporting import evaluation_text
+from weft.train.step.trace_event import LossPart, RankFinding, TracedSamples, judge, unusual, worst
 
 WEIGHT = "blocks.1.mlp.down.weight"
 
@@ -170,7 +170,7 @@ def test_an_evaluation_that_is_not_finite_can_be_told_at_the_end():
 
 TASK = """
 import torch
-from weft.train.tasks import DecoderTask
+from weft.train.tasks.decoder import DecoderTask
 
 class Spoilt(DecoderTask):
     def loss(self, output, batch):

@@ -17,15 +17,16 @@ from hypothesis import strategies as st
 from tests.train.tuned_folders import CASES, save_model, save_tokenizer, write_tables
 from tests.train.tuned_folders import settings as typed
 from weft.cli.app import run as weft_run
+from weft.config.files import load_config
 from weft.errors import ConfigError, DataError, PlanError, WeftError
-from weft.monitor import read_events
-from weft.parallel.local_tensors import read_whole
-from weft.spec.files.config_file import load_config
-from weft.testing.verify import Settings, find_subject
-from weft.train import prepare_run, run_rank
-from weft.train.task import Share
-from weft.train.tasks.task_choice import find_task
-from weft.train.tasks.tuned import class_counts
+from weft.monitor.events import read_events
+from weft.parallel.state.flat_slices import read_whole
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import run_rank
+from weft.train.tasks import class_counts
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.registry import find_task
+from weft.verify.subject import Settings, find_subject
 
 transformers = pytest.importorskip("transformers")
 

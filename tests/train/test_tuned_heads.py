@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from tests.train.tuned_folders import WORDS, save_tokenizer
+from weft.config.files import load_config
 from weft.errors import ConfigError, DataError
-from weft.spec.files.config_file import load_config
-from weft.train.tasks.task_choice import find_task
-from weft.train.tasks.tuned.label_names import label_id, settled_labels
-from weft.train.tasks.tuned.table_data import TableRecord
+from weft.train.tasks.registry import find_task
+from weft.train.tasks.table_data import TableRecord, label_id, settled_labels
 
 transformers = pytest.importorskip("transformers")
 HEAD = {0: "CONTRADICTION", 1: "Neutral-Claim", 2: "ENTAILMENT"}
@@ -27,7 +26,7 @@ def prepared(folder: Path, task: str, *words: str):
         f"run.dir={folder / 'runs'}", f"data.cache_dir={folder / 'cache'}", "train.seq_len=32", "train.global_batch=4",
         "plan=dp_replicate=1", "launch.device=cpu", *words,
     ]  # fmt: skip
-    from weft.train import prepare_run
+    from weft.train.preparation import prepare_run
 
     run = prepare_run(load_config(None, lines).config, world_size=1)
     found: Any = find_task(run.config())

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.mesh import build_mesh
-from weft.models import build_decoder
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.config.sections import OptimizerSection
 from weft.models.adapters import add_adapter
-from weft.optim import build_optimizer
-from weft.parallel import parallelize
-from weft.planner.search import estimated, tuned_question
-from weft.spec import DecoderSpec
-from weft.spec.config import OptimizerSection
-from weft.spec.plan import Plan
-from weft.testing.memory import peak_of_step
-from weft.train import TrainStep
-from weft.train.tasks import model_forward, token_cross_entropy
+from weft.models.registry import build_decoder
+from weft.optim.build import build_optimizer
+from weft.parallel.parallelize import parallelize
+from weft.planner.search.refine import estimated
+from weft.planner.search.tuning import tuned_question
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.memory import peak_of_step
 
 SPEC = DecoderSpec(
     family="llama", vocab_size=512, dim=256, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=704, max_seq_len=256,

@@ -10,18 +10,21 @@ import torch
 from torch.nn import functional as F
 
 from tests.train.tuned_folders import CASES, save_model, settings, write_tables
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.parallel.local_tensors import read_whole
-from weft.parallel.zero import load_base
-from weft.spec.files.config_file import load_config
-from weft.spec.plan import Plan
-from weft.testing.verify.float64 import Float64Throughout
-from weft.train import Microbatches, RunFolder, TrainStep, prepare_run
-from weft.train.state import capture_model
-from weft.train.step import evaluate
-from weft.train.task import Share
-from weft.train.tasks.task_choice import find_task
+from weft.comm.mesh import build_mesh
+from weft.config.files import load_config
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.flat_slices import read_whole
+from weft.parallel.zero.magnitudes import load_base
+from weft.train.folder import RunFolder
+from weft.train.microbatches import Microbatches
+from weft.train.model_state import capture_model
+from weft.train.preparation import prepare_run
+from weft.train.step.evaluation import evaluate
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.registry import find_task
+from weft.verify.verifier import Float64Throughout
 
 transformers = pytest.importorskip("transformers")
 

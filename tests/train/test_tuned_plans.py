@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.train.tuned_folders import save_tokenizer, write_tables
-from weft.planner.search import Question
-from weft.spec.files.config_file import load_config
-from weft.train.tasks.task_choice import find_task
+from weft.config.files import load_config
+from weft.planner.search.question import Question
+from weft.train.tasks.registry import find_task
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weft.errors import WeftWarning
-from weft.train.step.unsharded import fingerprint, warn_if_alike
+from weft.train.step.errors import fingerprint, warn_if_alike
 
 
 def sums(*batches) -> list[float]:

@@ -11,14 +11,14 @@ import torch
 
 from tests.parity.cases import LLAMA
 from tests.parity.moe_cases import MOE, MoECase
-from weft.mesh import build_mesh
-from weft.optim import Muon
-from weft.parallel import data_parallel, parallelize
-from weft.spec.plan import Plan
-from weft.testing import Case, DecoderCase
-from weft.testing.parity import local_microbatches
-from weft.train import TrainStep
-from weft.train.step import update_ratio
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
+from weft.optim.muon import Muon
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.gradients import data_parallel
+from weft.train.step import checks as update_ratio
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import Case, DecoderCase, local_microbatches
 
 DENSE, EXPERTS = DecoderCase(LLAMA), MoECase(MOE, num_steps=3)
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.train.tuned_folders import save_tokenizer
 from weft.errors import CheckpointError
-from weft.models import as_shapes
-from weft.structure import hugging_face
+from weft.models.decoder import as_shapes
+from weft.models.inspect import hugging_face
 from weft.train.tasks.published_weights import load_pretrained, pretrained_source
 
 transformers = pytest.importorskip("transformers")

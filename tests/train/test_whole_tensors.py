@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from tests.train.test_step import batch_of, class_loss
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
-from weft.spec.plan import Plan
-from weft.testing.spawn import RankError
-from weft.train.step import TrainStep
-from weft.train.step.whole_tensors import explain_failure, names_the_module
+from weft.parallel.parallelize import parallelize
+from weft.train.step.errors import explain_failure, names_the_module
+from weft.train.step.train_step import TrainStep
+from weft.verify.rank_pool import RankError
 
 
 class Inner(nn.Module):

@@ -16,13 +16,15 @@ import pytest
 
 from tests.train.conftest import SMALL
 from tests.train.fake_engine import FakeEngine
-from weft.checkpoint import list_checkpoints, step_in_name
+from weft.checkpoint.folders import step_in_name
+from weft.checkpoint.load import list_checkpoints
+from weft.config.files import load_config
 from weft.errors import ActionAsked
-from weft.monitor import read_events
 from weft.monitor.alerts import Wish, ask
-from weft.spec.files.config_file import load_config
-from weft.train import Start, prepare_run, run_rank
-from weft.train.loop.left_out import steps_left_out
+from weft.monitor.events import read_events
+from weft.train.hooks import steps_left_out
+from weft.train.preparation import prepare_run
+from weft.train.rank_run import Start, run_rank
 
 ENGINE = "tests.train.fake_engine:FakeEngine"
 

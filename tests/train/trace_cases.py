@@ -8,16 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.optim import build_optimizer
-from weft.parallel import parallelize
-from weft.spec import DecoderSpec, RunConfig
-from weft.spec.plan import Plan
-from weft.train import Microbatches, Task, TrainStep
-from weft.train.step.tracing import StepTracer, TracedStep
-from weft.train.task import Share, sample_in_order
-from weft.train.tasks import model_forward, token_cross_entropy
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
+from weft.models.registry import build_decoder
+from weft.optim.build import build_optimizer
+from weft.parallel.parallelize import parallelize
+from weft.train.microbatches import Microbatches
+from weft.train.step.tracer import StepTracer, TracedStep
+from weft.train.step.train_step import TrainStep
+from weft.train.tasks.base import Task
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.train.tasks.indexed import sample_in_order
 
 SPEC = DecoderSpec(vocab_size=64, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=32, max_seq_len=8)
 EXPERTS = replace(SPEC, num_experts=4, top_k=2)
@@ -82,7 +86,7 @@ def place_of_bad(task: Task) -> int:
 
 def spoil_weight(model: nn.Module, name: str) -> bool:
     """Make the last value of a parameter NaN, on the rank that holds it; whether this one does."""
-    from weft.train.step.tracing.module_watch import local_part
+    from weft.train.step.tracer import local_part
 
     param = dict(model.named_parameters()).get(name)
     if param is None or not local_part(param).numel():

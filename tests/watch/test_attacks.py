@@ -19,11 +19,11 @@ import pytest
 pytest.importorskip("starlette", reason="the page needs starlette: pip install starlette uvicorn")
 
 from tests.watch.made_run import MadeRun
-from weft.monitor.hidden import text_without_secrets, without_secrets
-from weft.monitor.page import RunIndex, Shelf
-from weft.monitor.page.index import run_index, shelf, timed_calls
-from weft.monitor.page.server.connections import Connections
-from weft.monitor.page.server.guesses import GuessLimit
+from weft.monitor.dashboard import run_index, timed_calls
+from weft.monitor.dashboard import run_index as shelf
+from weft.monitor.dashboard.connections import Connections, GuessLimit
+from weft.monitor.dashboard.run_index import RunIndex, Shelf
+from weft.monitor.redact import text_without_secrets, without_secrets
 
 # --- logs that block, and logs that are long ---
 
@@ -160,8 +160,9 @@ def served(folder: Path, most: int, deadline_s: float):
     """The page's server in a thread, with limits of the test's own; gives its port and its connections."""
     import uvicorn
 
-    from weft.monitor.page.server import addresses, connections
-    from weft.monitor.page.server.access import AccessRules
+    from weft.monitor.dashboard import connections
+    from weft.monitor.dashboard import routes as addresses
+    from weft.monitor.dashboard.server import AccessRules
 
     found = Shelf(folder)
     found.read_all()
@@ -306,8 +307,8 @@ def test_login_and_bearer_share_the_limit(tmp_path):
     pytest.importorskip("httpx2", reason="starlette's test client needs httpx2: pip install httpx2")
     from starlette.testclient import TestClient
 
-    from weft.monitor.page.server.access import AccessRules
-    from weft.monitor.page.server.addresses import Page, make_app
+    from weft.monitor.dashboard.routes import Page, make_app
+    from weft.monitor.dashboard.server import AccessRules
 
     MadeRun(steps=3, end=1e9).write(tmp_path / "a")
     access = AccessRules(frozenset({"localhost"}), token="a-token-of-enough-letters")

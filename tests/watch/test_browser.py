@@ -162,8 +162,8 @@ def test_a_run_is_seen_live_held_let_go_on_and_stopped(tmp_path):
 
 def test_a_million_steps_on_a_thousand_ranks_paint_within_a_second(tmp_path):
     """First paint while the log is being read, and answers within a tenth of a second when it is."""
-    from weft.monitor.page import RunIndex
-    from weft.monitor.page.server.views import curves, heat, run_line
+    from weft.monitor.dashboard.routes import curves, heat, run_line
+    from weft.monitor.dashboard.run_index import RunIndex
 
     folder = tmp_path / "million"
     made = MadeRun(

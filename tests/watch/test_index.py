@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from tests.watch.made_run import MadeRun
 from weft.errors import ConfigError
-from weft.monitor.page import RunIndex, Shelf
-from weft.monitor.page.index.bounded import BoundedSeries, RankHeat
-from weft.monitor.page.index.step_columns import StepColumns, bucket_edges, thinned
-from weft.monitor.page.server.views import beside, config_of, curves, heat, marks, run_line
+from weft.monitor.dashboard.history import BoundedSeries, RankHeat, StepColumns, bucket_edges, thinned
+from weft.monitor.dashboard.routes import beside, config_of, curves, heat, marks, run_line
+from weft.monitor.dashboard.run_index import RunIndex, Shelf
 
 MADE = MadeRun(
     steps=400, ranks=6, slow_rank=4, slow_from=200, fails_at=170, save_every=50, eval_every=40, spike_at=90, end=1e9

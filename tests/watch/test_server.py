@@ -15,11 +15,11 @@ from starlette.testclient import TestClient
 
 from tests.watch.made_run import MadeRun
 from weft.errors import LaunchError
-from weft.monitor import Price
+from weft.monitor.accounting import Price
 from weft.monitor.alerts import WishBox
-from weft.monitor.page import Shelf
-from weft.monitor.page.server.access import COOKIE, AccessRules
-from weft.monitor.page.server.addresses import Page, make_app
+from weft.monitor.dashboard.routes import Page, make_app
+from weft.monitor.dashboard.run_index import Shelf
+from weft.monitor.dashboard.server import COOKIE, AccessRules
 
 LOCAL = frozenset({"localhost", "127.0.0.1"})
 HOST = "http://localhost:8765"

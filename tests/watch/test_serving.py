@@ -17,8 +17,7 @@ import pytest
 from tests.watch.made_run import MadeRun
 from weft.cli.app import run
 from weft.errors import ConfigError
-from weft.monitor.page import Serving
-from weft.monitor.page.server.access import read_token
+from weft.monitor.dashboard.server import Serving, read_token
 
 
 @contextlib.contextmanager

@@ -8,8 +8,7 @@ import math
 
 from tests.watch.made_run import MadeRun
 from weft.cli.app import run
-from weft.monitor.page import show_top
-from weft.monitor.page.top import sparkline
+from weft.monitor.dashboard.top import show_top, sparkline
 
 
 def test_a_run_at_one_look(tmp_path):

@@ -1,29 +1,192 @@
-"""The primitives that one rank computes: products, attention, passes over memory, the optimizer's step, transfers.
-
-Each is the operation as the project's models and engines call it, forward and backward apart, on random data. Several
-copies of what it works on are made, so that a call does not find the last one's data in the caches.
-
-m rows, n columns, k inner width; b sequences, h heads, s tokens, c width of a head; t tokens, d width, v vocabulary.
-"""
+"""At which sizes each primitive is measured; laws fill what lies between."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.cuda import nccl
 from torch.nn import functional as F
 
-from weft.calibrate.stopwatch import Call, ColdCalls
-from weft.mesh import Axis
-from weft.models import Block
+from weft.comm.collectives import all_reduce, barrier
+from weft.comm.mesh import Axis
+from weft.config.decoder_shape import DecoderSpec
 from weft.models.attention import rotate, rotation, see_causally
-from weft.parallel.tensor import SharedLayer, token_loss
-from weft.planner.measured import TINY
-from weft.spec import DecoderSpec
+from weft.models.decoder import Block
+from weft.parallel.tensor.head import token_loss
+from weft.parallel.tensor.linear import SharedLayer
+from weft.planner.measured import profile_tables as here
+from weft.planner.measured.laws import TINY
+from weft.planner.measured.machine_profile import Machine
+
+#: Rows, columns, inner width: each of the three alone through its range, and products as layers have them.
+PRODUCTS = (
+    (512, 512, 512),
+    (64, 512, 512),
+    (256, 256, 256),
+    (2048, 256, 256),
+    (512, 64, 512),
+    (512, 2048, 512),
+    (512, 512, 64),
+    (512, 512, 2048),
+    (1024, 768, 256),
+    (1024, 256, 768),
+    (256, 128, 256),
+    (256, 4096, 256),
+    (1024, 2048, 256),
+)
+#: Sequences, heads, tokens, width of a head.
+ATTENTION = ((4, 8, 256, 32), (1, 8, 256, 32), (2, 8, 128, 64), (1, 4, 512, 64), (1, 4, 1024, 64))
+#: Tokens and width.
+PASSES = ((16, 64), (256, 128), (512, 256), (1024, 256), (1024, 768), (2048, 1024))
+LOSSES = ((64, 1024), (256, 2048), (512, 4096), (1024, 4096))
+EMBEDDINGS = ((256, 128, 1024), (1024, 256, 4096), (256, 256, 8192))
+PARAMS = (1 << 12, 1 << 17, 1 << 20, 1 << 22)
+#: Bytes between a device and its host, and parameters that are stepped there.
+TRANSFERS, HOST_PARAMS = (1 << 20, 1 << 23), (1 << 20,)
+#: Bytes of a collective: the whole buffer, of which shards are parts.
+MESSAGES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
+#: Products between two meetings of ranks.
+MEETINGS = (1, 8, 64)
+#: What decides how long a GPU takes is larger: these fill it.
+LARGE_PRODUCTS = tuple((m, n, k) for m in (1024, 4096, 8192) for n, k in ((4096, 4096), (8192, 1024), (1024, 8192)))
+LARGE_ATTENTION = ((1, 16, 2048, 128), (1, 16, 4096, 128), (1, 16, 8192, 128), (2, 16, 2048, 64))
+LARGE_PASSES = ((4096, 4096), (8192, 8192))
+LARGE_PARAMS = (1 << 22, 1 << 27)
+LARGE_TRANSFERS, LARGE_HOST_PARAMS = (1 << 20, 1 << 26, 1 << 28), (1 << 25,)
+LARGE_MESSAGES = (1 << 12, 1 << 18, 1 << 22, 1 << 25, 1 << 28)
+
+
+# Seconds of one call, measured in windows of many, with the other ranks at work at the same time.
+
+Call = Callable[[], object]
+#: Windows of one measurement. The median counts: steps, too, pay for what usually disturbs a machine.
+WINDOWS = 4
+_MOST_CALLS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """seconds: of one call, in the median window. spread: how much longer that took than the fastest, relative."""
+
+    seconds: float
+    spread: float
+
+
+class ColdCalls:
+    """The same work on so many pieces of memory, made when they are asked for: making them takes longer than calling.
+
+    most: how many there are.
+    """
+
+    def __init__(self, make: Callable[[], Call], most: int):
+        self._make, self._most = make, most
+        self._made: list[Call] = []
+
+    def first(self, count: int) -> Sequence[Call]:
+        """Return the first of them, all where there are fewer."""
+        self._made += [self._make() for _ in range(min(count, self._most) - len(self._made))]
+        return self._made[:count]
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Times calls on this rank. axis: the ranks that do the same at the same time. window_s: of one window."""
+
+    axis: Axis
+    device: torch.device
+    window_s: float
+
+    def time(self, calls: ColdCalls) -> Timing:
+        """Call each of `calls` in turn, again and again: on other memory, so that caches stay cold."""
+        for call in calls.first(2):
+            call()
+        count = self._count(calls.first(1)[0])
+        # Windows are short, so the next one goes on where the last one ended.
+        turns = itertools.cycle(calls.first(WINDOWS * count))
+        return _median([self._window(turns, count) for _ in range(WINDOWS)])
+
+    def time_after(self, work: Call, call: Call) -> Timing:
+        """Seconds of `call` where it follows `work`, as a collective follows compute: waiting for others counts."""
+        work()
+        call()
+        count = self._count(lambda: (work(), call()))
+        return _median([self._windows_after(work, call, count) for _ in range(WINDOWS)])
+
+    def _window(self, turns: Iterator[Call], count: int) -> float:
+        """Seconds of a call on the slowest rank: where ranks share cores, a faster one took them from the others."""
+        self._settle()
+        barrier(self.axis)
+        start = time.perf_counter()
+        for call in itertools.islice(turns, count):
+            call()
+        self._settle()
+        return self._joined((time.perf_counter() - start) / count, "max")
+
+    def _windows_after(self, work: Call, call: Call, count: int) -> float:
+        """Seconds of a call, the ranks' mean: what one waits for another, the other does not."""
+        self._settle()
+        barrier(self.axis)
+        spent = 0.0
+        for _ in range(count):
+            work()
+            self._settle()
+            start = time.perf_counter()
+            call()
+            self._settle()
+            spent += time.perf_counter() - start
+        return self._joined(spent / count, "sum") / self.axis.size
+
+    def _joined(self, seconds: float, op: str) -> float:
+        return float(all_reduce(torch.tensor([seconds], dtype=torch.float64), self.axis, op))
+
+    def _count(self, call: Call) -> int:
+        """How many calls fill a window; on all ranks as many, since those of a collective must meet."""
+        self._settle()
+        start = time.perf_counter()
+        call()
+        self._settle()
+        calls = min(self.window_s / max(time.perf_counter() - start, 1e-7), _MOST_CALLS)
+        return max(1, round(self._joined(calls, "max")))
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _median(windows: Sequence[float]) -> Timing:
+    middle = statistics.median(windows)
+    return Timing(middle, middle / min(windows) - 1)
+
+
+# This machine as a profile names it: its processor, or its GPUs as torch sees them.
+
+
+def this_machine(kind: str = "auto") -> Machine:
+    """What is here now. kind: "cpu", "cuda", or "auto": GPUs where torch sees any."""
+    host = here.this_host()
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return host
+    found = torch.cuda.get_device_properties(0)
+    release = ".".join(map(str, nccl.version()))
+    return replace(
+        host,
+        kind="cuda",
+        device=found.name,
+        count=torch.cuda.device_count(),
+        memory_bytes=found.total_memory,
+        transports=(f"nccl {release}",),
+    )
+
+
+# The primitives that one rank computes: products, attention, passes over memory, the optimizer's step, transfers.
 
 #: Bytes that a probe's copies together take up at least: what a step touches between two uses of one tensor.
 _COLD_BYTES, _MOST_COPIES = 64 * 2**20, 64

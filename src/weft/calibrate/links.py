@@ -1,28 +1,170 @@
-"""`weft calibrate --hosts`: what collectives take over each transport, within hosts and between them, by size.
+"""What collectives add to a step, through the project's own communication and thus over its transports.
 
-Ranks that torchrun or srun has started on one host or several measure each layout that an axis of theirs can have: all
-ranks of a host or a part of them, over one host or all. The other groups of the same layout are at work at the same
-time, since they share the links in training too.
+Each is measured as training has it, after a product: so what ranks lose by waiting for the slower one, and by being
+woken, is inside. What they lose more where they compute for longer between two meetings is measured by itself: with
+more ranks than cores it grows with the compute.
 """
 
 from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft import env
-from weft.calibrate.stopwatch import WINDOWS, Stopwatch
-from weft.calibrate.this_machine import this_machine
-from weft.calibrate.traffic import extra_s
-from weft.comm import all_reduce, barrier, join
+from weft.calibrate.compute import WINDOWS, Place, Stopwatch, Timing, calls_of, linear_f, this_machine
+from weft.comm.collectives import all_gather, all_reduce, barrier, broadcast, reduce_scatter
+from weft.comm.connect import join
+from weft.comm.mesh import Axis, build_mesh, join_ranks, leave_ranks
+from weft.comm.peer import all_to_all, shift, start_receive, start_send
+from weft.config.plan import Plan
 from weft.errors import CommError, ConfigError
-from weft.mesh import Axis, build_mesh, join_ranks, leave_ranks
-from weft.planner.measured.link_times import OPS, LinkProfile, LinkSample
-from weft.spec.plan import Plan
+from weft.planner.measured.laws import BETWEEN
+from weft.planner.measured.links import OPS, LinkProfile, LinkSample
+from weft.planner.measured.machine_profile import Measurement
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift", "send")
+
+
+def extra_s(watch: Stopwatch, axis: Axis, op: str, size: int) -> Timing:
+    """Seconds that the collective adds where it follows a product; of a meeting, where it follows `size` products.
+
+    size: bytes of the whole buffer, of which shards are parts; of an all_to_all what each rank sends, its own share
+    included; of a shift or a send the message.
+    """
+    work = linear_f(Place(watch.device, torch.float32), *BETWEEN)
+    if op == "meeting":
+        return _meeting_s(watch, axis, work, size)
+    return watch.time_after(work, _collective(axis, op, size, watch.device))
+
+
+def _meeting_s(watch: Stopwatch, axis: Axis, work: Callable[[], object], num_products: int) -> Timing:
+    """Seconds of a meeting after `num_products` products."""
+    meet = _collective(axis, "all_reduce", 64, watch.device)
+
+    def works() -> None:
+        for _ in range(num_products):
+            work()
+
+    return watch.time_after(works, meet)
+
+
+def _collective(axis: Axis, op: str, num_bytes: int, device: torch.device) -> Callable[[], object]:
+    shard = max(1, num_bytes // 4 // axis.size)
+    whole = torch.randn(shard * axis.size, device=device)
+    part = torch.randn(shard, device=device)
+    if op == "all_reduce":
+        return lambda: all_reduce(whole, axis, "max")  # sums of many calls would grow without end
+    if op == "all_gather":
+        return lambda: all_gather(part, axis, out=whole)
+    if op == "reduce_scatter":
+        return lambda: reduce_scatter(whole, axis, out=part)
+    if op == "broadcast":
+        return lambda: broadcast(whole, axis)
+    if op == "all_to_all":
+        received = torch.empty_like(whole).view(axis.size, shard)
+        return lambda: all_to_all(whole.view(axis.size, shard), axis, out=received)
+    if op == "shift":
+        arrives = torch.empty_like(whole)
+        return lambda: shift(whole, axis, out=arrives)
+    return _message(axis, whole)
+
+
+def _message(axis: Axis, whole: torch.Tensor) -> Callable[[], object]:
+    """One message on its way from the first rank of each pair to the second, which answers with as much: half each."""
+    partner, arrives = axis.rank ^ 1, torch.empty_like(whole)
+    is_first = axis.rank % 2 == 0
+    turn = [is_first]
+
+    def call() -> None:
+        # Calls alternate in direction, so that a call is one message.
+        if turn[0]:
+            start_send(whole, axis, partner).wait()
+        else:
+            start_receive(arrives, axis, partner).wait()
+        turn[0] = not turn[0]
+
+    return call
+
+
+# One chapter of the measuring, on all ranks that are joined: some at work at the same time, the others idle.
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chapter:
+    """What is measured in one go. points: (operation, size). ranks: at work at the same time.
+
+    group: ranks of a collective, stride: from one of them to the next; 1 and 1 for compute.
+    """
+
+    name: str
+    points: tuple[tuple[str, tuple[int, ...]], ...]
+    ranks: int
+    dtype: str = "fp32"
+    group: int = 1
+    stride: int = 1
+
+
+def measure(chapter: Chapter, world_size: int, window_s: float, device: str = "cpu") -> list[Measurement]:
+    """This rank's measurements; none where it is idle. A collective: all ranks call it."""
+    here = torch.device(device, torch.distributed.get_rank() if device == "cuda" and world_size > 1 else 0)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    crowd, meeting = _axis(world_size, chapter.ranks, 1, here), _axis(world_size, chapter.group, chapter.stride, here)
+    if 0 not in crowd.ranks:
+        return []
+    watch = Stopwatch(crowd, here, window_s)
+    found: list[Measurement] = []
+    for op, size in chapter.points:
+        if chapter.group > 1:
+            timing = extra_s(watch, meeting, op, *size)
+        else:
+            timing = watch.time(calls_of(op, size, Place(here, DTYPES[chapter.dtype])))
+        found.append(_sample(chapter, op, size, timing))
+    return found
+
+
+def joined(ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+    """One sample of what the ranks measured at the same time: their mean."""
+    at_work = [each for each in ranks if each]
+    samples: list[Measurement] = []
+    for alike in zip(*at_work, strict=True):
+        first = alike[0]
+        seconds = sum(each.seconds for each in alike) / len(alike)
+        spread = max(each.spread for each in alike)
+        samples.append(
+            Measurement(op=first.op, size=first.size, seconds=float(f"{seconds:.4g}"), dtype=first.dtype,
+                        ranks=first.ranks, group=first.group, stride=first.stride, spread=round(spread, 3))
+        )  # fmt: skip
+    return samples
+
+
+def _axis(world_size: int, group: int, stride: int, device: torch.device) -> Axis:
+    """An axis of `group` ranks, `stride` apart: all of a mesh with only this one and what is beside it."""
+    if stride == 1:
+        return build_mesh(Plan(tp=group, dp_replicate=world_size // group), device)["tp"]
+    return build_mesh(Plan(dp_replicate=group, tp=world_size // group), device)["dp_replicate"]
+
+
+def _sample(chapter: Chapter, op: str, size: tuple[int, ...], timing: Timing) -> Measurement:
+    return Measurement(
+        op=op,
+        size=size,
+        seconds=timing.seconds,
+        dtype=chapter.dtype,
+        ranks=chapter.ranks,
+        group=chapter.group,
+        stride=chapter.stride,
+        spread=timing.spread,
+    )
+
+
+# `weft calibrate --hosts`: what collectives take over each transport, within hosts and between them, by size.
 
 #: Bytes of the whole buffer, of which shards are parts.
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24)

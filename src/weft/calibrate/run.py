@@ -8,15 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from weft.calibrate import sizes
-from weft.calibrate.session import DTYPES, Chapter, joined, measure
-from weft.calibrate.stopwatch import WINDOWS
-from weft.calibrate.this_machine import this_machine
-from weft.calibrate.traffic import COLLECTIVES
+from weft.calibrate import compute as sizes
+from weft.calibrate.compute import WINDOWS, this_machine
+from weft.calibrate.links import COLLECTIVES, DTYPES, Chapter, joined, measure
 from weft.errors import ConfigError
-from weft.planner.measured import TINY, Machine, Measurement, Profile
-from weft.testing import RankPool
+from weft.planner.measured.laws import TINY
+from weft.planner.measured.machine_profile import Machine, Measurement, Profile
 from weft.units import counted
+from weft.verify.rank_pool import RankPool
 
 #: report(what, done, total).
 Report = Callable[[str, int, int], None]

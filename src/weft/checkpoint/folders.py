@@ -1,12 +1,4 @@
-"""The folder that holds a run's checkpoints: names, order, the writer's lock, moving aside, clearing debris.
-
-step_00000120/           a checkpoint; it counts once it has COMMIT
-step_00000120.again/     step 120 saved a second time: committed, and about to take the first one's place; in an object
-                         store it stays, and .again2 follows
-.tmp-.../                being written, or left by a writer that was killed
-.trash/                  moved aside, about to be deleted
-.lock                    held while one process writes
-"""
+"""What saving and loading ask of the other ranks, said by who calls: a checkpoint knows no collectives."""
 
 from __future__ import annotations
 
@@ -15,7 +7,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +15,36 @@ from typing import Any
 from weft.checkpoint.manifest import COMMIT_NAME
 from weft.errors import CheckpointError
 from weft.files import try_lock
+
+
+def _act(act: Callable[[], Any]) -> Any:
+    return act()
+
+
+def _only(record: bytes) -> list[bytes]:
+    return [record]
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """One rank among all, and what it may ask of the others.
+
+    on_first: the JSON value that the first rank's function returns, on all ranks; what it raises, all raise. gather:
+    the
+    bytes of every rank in their order, on the first rank; others may get none.
+    """
+
+    rank: int = 0
+    number: int = 1
+    on_first: Callable[[Callable[[], Any]], Any] = _act
+    gather: Callable[[bytes], list[bytes]] = _only
+
+
+#: A process of its own.
+ALONE = Together()
+
+
+# The folder that holds a run's checkpoints: names, order, the writer's lock, moving aside, clearing debris.
 
 _STEP_FOLDER = re.compile(r"step_(\d{8,15})(?:\.again(\d*))?")
 _TEMP_PREFIX = ".tmp-"

@@ -11,16 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weft.checkpoint import folders, strict_json
-from weft.checkpoint.all_ranks import ALONE, Together
-from weft.checkpoint.arrays import (
-    RawArray,
-    header_problems,
-    missing_slices,
-    open_tensors,
-    sha256_of,
-    unheard,
-    write_tensors,
-)
+from weft.checkpoint.folders import ALONE, Together
 from weft.checkpoint.manifest import (
     COMMIT_NAME,
     MANIFEST_NAME,
@@ -29,12 +20,23 @@ from weft.checkpoint.manifest import (
     TensorEntry,
     commit_text,
     parse_manifest,
+    rank_of,
     runs_in,
+    shard_name,
 )
-from weft.checkpoint.parts import Part
-from weft.checkpoint.read import StretchReader, TensorGroup, whole
-from weft.checkpoint.slices import rank_of, shard_name
-from weft.checkpoint.targets import Location, located, target_at
+from weft.checkpoint.object_store import Location, located
+from weft.checkpoint.open_target import target_at
+from weft.checkpoint.read import Part
+from weft.checkpoint.read_tensors import StretchReader, TensorGroup, whole
+from weft.checkpoint.safetensors_files import (
+    RawArray,
+    header_problems,
+    missing_slices,
+    open_tensors,
+    sha256_of,
+    unheard,
+    write_tensors,
+)
 from weft.errors import CheckpointError, did_you_mean
 
 if TYPE_CHECKING:

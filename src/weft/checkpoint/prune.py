@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection
 
 from weft.checkpoint.folders import StepFolder
 from weft.checkpoint.load import verify_checkpoint
-from weft.checkpoint.targets import Location, Target, located, target_at
+from weft.checkpoint.object_store import Location, located
+from weft.checkpoint.open_target import target_at
+from weft.checkpoint.targets import Target
 from weft.errors import CheckpointError
 
 

@@ -1,213 +1,233 @@
-"""Read any stretch of any tensor of a checkpoint: only the bytes that are asked for, whatever plan wrote them.
+"""Which elements of a whole array lie in a stretch of memory, and which rank has which of them. Pure arithmetic.
 
-Bytes are read, not mapped: a file that is cut off or cannot be read is an error then, and not the end of the process.
+A rank holds rows of one dim of an array (all rows of an array that is not cut) and, of those rows flattened, one run:
+
+    whole (8, 4), cut over two ranks of tp along dim 0      part: rows 4 to 8, so 16 elements in a line
+    those in a flat bucket, divided over ranks              deal: the line from its start on, cut into equal lengths
+
+Both are described without naming every rank, so the description of a tensor does not grow with the number of ranks.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from weft.checkpoint.arrays import RangedTensors, RawArray, open_tensors, tensor_of
-from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
-from weft.checkpoint.parts import Box, BoxView, Deal, Part, meet
-from weft.checkpoint.slices import Slice, shard_name
-from weft.checkpoint.targets import Location, target_at
-from weft.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-_OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-#: Open files at a time.
-_MOST_OPEN = 32
-#: Runs at least so long are read one by one: a page, of which a disk gives no part. Of shorter ones everything between
-#: them is read too.
-_LONG_RUN = 4 * 2**10
-#: Bytes that are read at once where runs are short.
-_WINDOW = 4 * 2**20
+#: Index ranges of an array, a pair for each dim.
+Box = tuple[tuple[int, int], ...]
 
 
-class StretchReader:
-    """Reads stretches of one checkpoint's tensors. `num_bytes`: what it has read of tensors so far."""
+@dataclass(frozen=True, slots=True)
+class BoxView:
+    """Elements of a box of the whole in memory: that at the box's first corner is at `offset`, counted in elements."""
 
-    def __init__(self, folder: Location, files: Mapping[str, FileEntry]):
-        self._folder, self._files = folder, files
-        let_go = target_at(folder.parent).reading(folder)
-        if let_go is not None:
-            weakref.finalize(self, let_go)
-        self._open: OrderedDict[str, RangedTensors] = OrderedDict()
-        self.num_bytes = 0
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
 
-    def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
-        """Fill `out` with the elements of the part's line from `start` on; what is padded becomes zero.
-
-        Raises CheckpointError, which names the file, where bytes are missing.
-        """
-        if tuple(part.shape) != entry.shape:
-            raise CheckpointError(f"tensor {name!r}: {entry.shape} in the checkpoint, {part.shape} in the model")
-        width = DTYPE_BYTES[entry.dtype]
-        target = np.frombuffer(out, _OF_WIDTH[width])
-        end = start + len(target)
-        if part.is_padded:
-            target[:] = 0
-        try:
-            for one in entry.slices or (Slice(Part(entry.shape), Deal.to_one(0, math.prod(entry.shape))),):
-                source = _Source(self, group, entry.same_as or name, entry, one)
-                if one.part == part:
-                    source.copy_line(target, start, end)
-                else:
-                    for view in part.views(start, end):
-                        source.copy_view(target, view)
-        except OSError as error:
-            raise CheckpointError(f"{self._folder.name}: {error.filename or name}: {error.strerror}") from error
-
-    def read_box(self, name: str, entry: TensorEntry, target: np.ndarray, want: BoxView) -> None:
-        """Copy a box of a tensor that lies whole in one file to where `want` says, counted in elements of `target`."""
-        whole_line = Slice(Part(entry.shape), Deal.to_one(0, math.prod(entry.shape)))
-        _Source(self, "", name, entry, whole_line).copy_view(target, want)
-
-    def file(self, name: str) -> RangedTensors:
-        """An open file, of which the ones used last stay open."""
-        if name not in self._open:
-            if name not in self._files:
-                raise CheckpointError(f"{name} is missing in the manifest")
-            if len(self._open) >= _MOST_OPEN:
-                self._open.popitem(last=False)[1].close()
-            try:
-                self._open[name] = RangedTensors(self._folder / name, self._files[name].num_bytes)
-            except FileNotFoundError:
-                raise CheckpointError(f"{name} is missing") from None
-            except OSError as error:
-                raise CheckpointError(f"{name} cannot be read ({error.strerror})") from error
-        self._open.move_to_end(name)
-        return self._open[name]
+    def at(self, box: Box) -> int:
+        """Return where the first corner of a box inside of this one lies."""
+        steps = zip(box, self.box, self.strides, strict=True)
+        return self.offset + sum((inner[0] - outer[0]) * stride for inner, outer, stride in steps)
 
 
-class _Source:
-    """One slice of one tensor in the files of its ranks."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one dim of an array, and the order in which its elements lie one after another.
 
-    def __init__(self, reader: StretchReader, group: str, name: str, entry: TensorEntry, one: Slice):
-        self._reader, self._group, self._name, self._entry = reader, group, name, entry
-        self._part, self._deal, self._numel = one.part, one.deal, one.part.numel
-        self._width = DTYPE_BYTES[entry.dtype]
-
-    def copy_line(self, target: np.ndarray, start: int, end: int) -> None:
-        """The same part: runs of the same line."""
-        for rank, low, high in self._deal.runs(start, end, self._numel):
-            first, last = max(low, start), min(high, end)
-            file, offset = self._place(rank, high - low)
-            self._fill(target[first - start : last - start], file, offset + (first - low) * self._width)
-
-    def copy_view(self, target: np.ndarray, want: BoxView) -> None:
-        """What of this slice lies in a box of the whole."""
-        span = self._part.span(want.box)
-        if span is None:
-            return
-        for rank, low, high in self._deal.runs(*span, self._numel):
-            start = max(low, span[0])
-            file, offset = self._place(rank, high - low)
-            for have in self._part.views(start, min(high, span[1])):
-                box = meet(have.box, want.box)
-                if box is not None:
-                    there = offset + (start - low + have.at(box)) * self._width
-                    self._copy_box(target[want.at(box) :], want.strides, file, there, have.strides, box)
-
-    def _place(self, rank: int, numel: int) -> tuple[RangedTensors, int]:
-        name = self._entry.file or shard_name(self._group, rank)
-        file = self._reader.file(name)
-        stored = file.tensors.get(self._name)
-        if stored is None or stored.dtype != self._entry.dtype or stored.num_bytes != numel * self._width:
-            raise CheckpointError(f"{name}: tensor {self._name[:200]!r} is not in it as the manifest says")
-        return file, stored.offset
-
-    def _fill(self, target: np.ndarray, file: RangedTensors, offset: int) -> None:
-        self._reader.num_bytes += target.nbytes
-        file.into(target.view(np.uint8).data, offset)
-
-    def _copy_box(
-        self,
-        target: np.ndarray,
-        strides: tuple[int, ...],
-        file: RangedTensors,
-        offset: int,
-        from_: tuple[int, ...],
-        box: Box,
-    ) -> None:
-        """A box from a file into memory. strides, from_: in elements, there and in the file."""
-        width = self._width
-        order = sorted(range(len(box)), key=lambda dim: -from_[dim])
-        sizes = [box[dim][1] - box[dim][0] for dim in order]
-        reach = [from_[dim] for dim in order]
-        out = np.lib.stride_tricks.as_strided(target, sizes, [strides[dim] * width for dim in order])
-        run, inner = 1, len(sizes)
-        while inner and reach[inner - 1] == run:  # dims that lie close together in the file
-            run *= sizes[inner - 1]
-            inner -= 1
-        outer = sizes[:inner]
-        if not outer or run * width >= _LONG_RUN:
-            for place in np.ndindex(*outer):
-                there = offset + sum(one * step for one, step in zip(place, reach, strict=False)) * width
-                self._fill_box(out[(*place, ...)], file, there, run)  # `...`: of an array without dims a view, too
-            return
-        step, rows = reach[inner - 1], outer[-1]
-        at_once = max(1, _WINDOW // (step * width))
-        for place in np.ndindex(*outer[:-1]):
-            there = offset + sum(one * by for one, by in zip(place, reach, strict=False)) * width
-            for first in range(0, rows, at_once):
-                number = min(at_once, rows - first)
-                window = np.empty((number - 1) * step + run, out.dtype)
-                self._fill(window, file, there + first * step * width)
-                shape = (number, *sizes[inner:])
-                close = [by * width for by in (step, *reach[inner:])]
-                out[place][first : first + number] = np.lib.stride_tricks.as_strided(window, shape, close)
-
-    def _fill_box(self, out: np.ndarray, file: RangedTensors, offset: int, run: int) -> None:
-        if out.flags.c_contiguous and out.size:
-            self._fill(out.reshape(-1), file, offset)
-            return
-        window = np.empty(run, out.dtype)
-        self._fill(window, file, offset)
-        out[...] = window.reshape(out.shape)
-
-
-def whole(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memoryview:
-    """All bytes of a tensor, row-major."""
-    data = bytearray(math.prod(entry.shape) * DTYPE_BYTES[entry.dtype])
-    if data:
-        read(Part(entry.shape), memoryview(data))
-    return memoryview(data)
-
-
-class TensorGroup(Mapping[str, "Tensor"]):
-    """The tensors of one group, each read from its file, memory-mapped in a folder, when it is asked for.
-
-    Tensors are on the CPU and private to this process: writing to one never reaches the file, but is seen by a
-    second look-up of the same name. Names that shared memory when saved share it again.
+    shape: of the whole. rows: ranges of `dim`, joined in this order; None: all. They may reach beyond the whole, where
+    rows were padded: what lies there belongs to nothing. order: dims from the slowest to the fastest in memory; () is
+    row-major.
     """
 
-    def __init__(self, folder: Location, group: str, entries: Mapping[str, TensorEntry], reader: StretchReader):
-        self._folder = folder
-        self._group, self._reader = group, reader
-        self._entries = entries
-        self._handles: dict[str, Any] = {}
+    shape: tuple[int, ...]
+    dim: int = 0
+    rows: tuple[tuple[int, int], ...] | None = None
+    order: tuple[int, ...] = ()
 
-    def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        if entry.slices:
-            data = whole(entry, lambda part, out: self._reader.read(self._group, name, entry, part, 0, out))
-            return tensor_of(RawArray(entry.dtype, entry.shape, data))
-        if entry.file not in self._handles:
-            self._handles[entry.file] = open_tensors(self._folder / entry.file)
-        return self._handles[entry.file].get_tensor(entry.same_as or name)
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the joined rows."""
+        if self.rows is None:
+            return self.shape
+        number = sum(end - start for start, end in self.rows)
+        return (*self.shape[: self.dim], number, *self.shape[self.dim + 1 :])
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return math.prod(self.local_shape)
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows reach beyond the whole."""
+        return self.rows is not None and any(end > self.shape[self.dim] for _, end in self.rows)
+
+    def strides(self) -> tuple[int, ...]:
+        """Return how far apart neighbours along each dim lie in the line."""
+        local, found, step = self.local_shape, [0] * len(self.shape), 1
+        for dim in reversed(self.order or range(len(self.shape))):
+            found[dim] = step
+            step *= local[dim]
+        return tuple(found)
+
+    def views(self, start: int, end: int) -> Iterator[BoxView]:
+        """Yield the elements of the line from `start` to `end` as boxes of the whole; offsets count from `start`."""
+        order, local, strides = self.order or tuple(range(len(self.shape))), self.local_shape, self.strides()
+        for first, last in _boxes([local[dim] for dim in order], start, end):
+            low, high = [0] * len(order), [0] * len(order)
+            for place, dim in enumerate(order):
+                low[dim], high[dim] = first[place], last[place]
+            offset = sum(one * stride for one, stride in zip(low, strides, strict=True)) - start
+            box = tuple(zip(low, high, strict=True))
+            yield from self._in_whole(BoxView(box, offset, strides))
+
+    def span(self, box: Box) -> tuple[int, int] | None:
+        """Return from where to where in the line the elements of a box lie, with others between them; None: none do."""
+        strides, found = self.strides(), []
+        for place, low, high in self._segments():
+            lower, upper = max(low, box[self.dim][0]), min(high, box[self.dim][1])
+            if lower < upper:
+                inside = (*box[: self.dim], (place + lower - low, place + upper - low), *box[self.dim + 1 :])
+                first = sum(one[0] * stride for one, stride in zip(inside, strides, strict=True))
+                last = sum((one[1] - 1) * stride for one, stride in zip(inside, strides, strict=True))
+                found.append((first, last + 1))
+        if not self.shape:
+            return 0, 1
+        return (min(one[0] for one in found), max(one[1] for one in found)) if found else None
+
+    def _segments(self) -> Iterator[tuple[int, int, int]]:
+        """Ranges of rows of the whole: (first row here, first row there, end there)."""
+        place = 0
+        for low, high in self.rows if self.rows is not None else ((0, self.shape[self.dim]),) if self.shape else ():
+            yield place, low, min(high, self.shape[self.dim])
+            place += high - low
+
+    def _in_whole(self, view: BoxView) -> Iterator[BoxView]:
+        if self.rows is None:
+            yield view
+            return
+        start, end = view.box[self.dim]
+        for place, low, high in self._segments():
+            lower, upper = max(start, place), min(end, place + high - low)
+            if lower < upper:
+                there = (low + lower - place, low + upper - place)
+                box = (*view.box[: self.dim], there, *view.box[self.dim + 1 :])
+                yield BoxView(box, view.offset + (lower - start) * view.strides[self.dim], view.strides)
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Who has which elements of a part: its line lies in a longer one, from `start` on, which is cut into lengths.
+
+    Each length is cut again for `times` ranks that hold the same: they have `each` elements of it, the last ones less
+    or none. ranks: those of the first length, then those of the second, ...; turn: by how many places the ranks of a
+    length are moved on, so that small tensors go to different ones.
+    """
+
+    ranks: tuple[int, ...]
+    length: int
+    start: int = 0
+    times: int = 1
+    each: int = 0
+    turn: int = 0
+
+    @classmethod
+    def to_one(cls, rank: int, numel: int) -> Deal:
+        """Deal all elements to one rank."""
+        return cls((rank,), max(numel, 1))
+
+    @property
+    def share(self) -> int:
+        """The most elements that one rank has."""
+        return self.each or self.length
+
+    def holder(self, position: int) -> int:
+        """Return the rank that has the element at this place; of a part without elements the one at its start."""
+        number, rest = divmod(self.start + position, self.length)
+        if number * self.times >= len(self.ranks):  # a part without elements at the end of everything
+            number, rest = len(self.ranks) // self.times - 1, 0
+        return self.ranks[number * self.times + (rest // self.share + self.turn) % self.times]
+
+    def runs(self, start: int, end: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Return (rank, from, to) for each rank that has any elements of a stretch of a part.
+
+        Args:
+            start: first element of the stretch, as a place in the part.
+            end: the element after its last.
+            numel: elements of the part.
+        """
+        position = start
+        while position < end:
+            number, rest = divmod(self.start + position, self.length)
+            piece = number * self.length + rest // self.share * self.share - self.start
+            stop = min(piece + self.share, (number + 1) * self.length - self.start, numel)
+            yield self.holder(position), max(piece, 0), stop
+            position = stop
+
+    def run_of(self, rank: int, start: int, end: int, numel: int) -> tuple[int, int] | None:
+        """Return what a rank has of a stretch of a part, as (from, to); None: nothing.
+
+        Args:
+            rank: the one that is asked about.
+            start: first element of the stretch, as a place in the part.
+            end: the element after its last.
+            numel: elements of the part.
+        """
+        if not numel:
+            return (0, 0) if self.holder(0) == rank else None
+        if rank not in self.ranks:
+            return None
+        number, place = divmod(self.ranks.index(rank), self.times)
+        low = number * self.length + (place - self.turn) % self.times * self.share
+        high = min(low + self.share, (number + 1) * self.length)
+        low, high = max(low - self.start, start), min(high - self.start, end, numel)
+        return (low, high) if low < high else None
+
+
+#: Fewer elements than this are not divided among ranks that hold the same.
+LEAST_SHARE = 65536
+
+
+def deal_out(ranks: Sequence[int], length: int, times: int, *, start: int = 0, turn: int = 0) -> Deal:
+    """Divide a line into equal lengths, each held by ranks that share its work evenly but for what is small.
+
+    Args:
+        ranks: in the order of the lengths that they hold, `times` for each.
+        length: elements of each length.
+        times: how many ranks hold the same length.
+        start: the place of the part's first element in the line.
+        turn: which of the `times` ranks takes the first share.
+    """
+    each = min(length, max(-(-length // times), LEAST_SHARE))
+    return Deal(tuple(ranks), max(length, 1), start, times, max(each, 1), turn % times)
+
+
+def meet(one: Box, other: Box) -> Box | None:
+    """Return what two boxes share; None: nothing."""
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return None if any(low >= high for low, high in found) else found
+
+
+def _boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """A run of a row-major array as boxes, at most 2 n - 1 for n dims: (first corner, end corner)."""
+    if end <= start:
+        return
+    if not shape:
+        yield (), ()
+        return
+    rest = shape[1:]
+    inner = math.prod(rest)
+    first = start // inner
+    if start % inner:
+        stop = min(end, (first + 1) * inner)
+        for low, high in _boxes(rest, start - first * inner, stop - first * inner):
+            yield (first, *low), (first + 1, *high)
+        first, start = first + 1, stop
+    full = end // inner
+    if start < end and first < full:
+        yield (first, *([0] * len(rest))), (full, *rest)
+    if start < end and full * inner < end:
+        for low, high in _boxes(rest, 0, end - full * inner):
+            yield (full, *low), (full + 1, *high)

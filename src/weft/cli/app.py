@@ -27,37 +27,33 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb("Train a model; the same command again resumes.", "weft.cli.train", "train"),
-    "plan": Verb(
-        "Find the best parallel plans for a model on a cluster, with reasons.", "weft.cli.planning.plan_verb", "plan"
-    ),
+    "plan": Verb("Find the best parallel plans for a model on a cluster, with reasons.", "weft.cli.plan", "plan"),
     "calibrate": Verb("Measure this machine for the planner.", "weft.cli.calibrate", "calibrate"),
     "verify": Verb("Check that a plan computes the same numbers as one process.", "weft.cli.verify", "verify"),
-    "watch": Verb("Serve a page that shows runs while they train.", "weft.cli.watching.watch_verb", "watch"),
-    "top": Verb("Show a run in the terminal.", "weft.cli.watching.watch_verb", "top"),
-    "goodput": Verb("Show where the time of runs went, and what it cost.", "weft.cli.watching.watch_verb", "goodput"),
+    "watch": Verb("Serve a page that shows runs while they train.", "weft.cli.watch", "watch"),
+    "top": Verb("Show a run in the terminal.", "weft.cli.watch", "top"),
+    "goodput": Verb("Show where the time of runs went, and what it cost.", "weft.cli.watch", "goodput"),
     "generate": Verb("Continue a prompt with a trained model.", "weft.cli.generate", "generate"),
-    "export": Verb("Write a trained model as a folder that transformers loads.", "weft.cli.ckpt.verbs", "export"),
-    "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.ckpt.eval_verb", "evaluate"),
-    "config": Verb("Show, check and explain configs.", "weft.cli.config.config_verb", "app"),
+    "export": Verb("Write a trained model as a folder that transformers loads.", "weft.cli.ckpt", "export"),
+    "eval": Verb("Evaluate a trained model on tasks of lm-eval.", "weft.cli.eval", "evaluate"),
+    "config": Verb("Show, check and explain configs.", "weft.cli.config", "app"),
     "data": Verb("Inspect and prepare training data.", "weft.cli.data", "app"),
-    "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt.verbs", "app"),
-    "resume-diff": Verb("Show what has changed since a run started.", "weft.cli.ckpt.since", "resume_diff"),
-    "explain": Verb("Say where a step went wrong, and show its samples.", "weft.cli.watching.explain_verb", "explain"),
-    "resume": Verb("Let a held run go on.", "weft.cli.watching.resume_verb", "resume"),
-    "ask": Verb("Ask a run that trains to save, hold, stop or go back.", "weft.cli.watching.resume_verb", "ask_run"),
-    "alerts": Verb("Try alerts on a run's events; list figures and alerts.", "weft.cli.watching.alerts_verb", "app"),
-    "send": Verb("Send a run's figures to the sinks of its config.", "weft.cli.watching.alerts_verb", "send"),
-    "launch": Verb(
-        "Print a job script that runs a config on several machines.", "weft.cli.launcher.jobs.verb_of_jobs", "launch"
-    ),
+    "ckpt": Verb("List, check, compare, export, import and delete checkpoints.", "weft.cli.ckpt", "app"),
+    "resume-diff": Verb("Show what has changed since a run started.", "weft.cli.resume_diff", "resume_diff"),
+    "explain": Verb("Say where a step went wrong, and show its samples.", "weft.cli.watch", "explain"),
+    "resume": Verb("Let a held run go on.", "weft.cli.watch", "resume"),
+    "ask": Verb("Ask a run that trains to save, hold, stop or go back.", "weft.cli.watch", "ask_run"),
+    "alerts": Verb("Try alerts on a run's events; list figures and alerts.", "weft.cli.watch", "app"),
+    "send": Verb("Send a run's figures to the sinks of its config.", "weft.cli.watch", "send"),
+    "launch": Verb("Print a job script that runs a config on several machines.", "weft.cli.jobs", "launch"),
     "drill": Verb(
         "Inject faults into a run of a config, one by one, on this machine.",
-        "weft.cli.launcher.drill.drill_verb",
+        "weft.cli.drill",
         "drill",
     ),
-    "models": Verb("List the model sizes that Weft knows.", "weft.cli.planning.models_verb", "list_models"),
-    "layout": Verb("Print how tensor parallelism splits a model, and why.", "weft.cli.planning.layout_verb", "layout"),
-    "doctor": Verb("Check this machine and print a report for bug reports.", "weft.cli.doctor.verb", "doctor"),
+    "models": Verb("List the model sizes that Weft knows.", "weft.cli.models", "list_models"),
+    "layout": Verb("Print how tensor parallelism splits a model, and why.", "weft.cli.models", "layout"),
+    "doctor": Verb("Check this machine and print a report for bug reports.", "weft.cli.doctor", "doctor"),
     "version": Verb("Print Weft's version.", "weft.cli.app", "version"),
 }
 
@@ -154,7 +150,7 @@ def main() -> None:
 
 def show_error(error: WeftError) -> None:
     """An error raised on purpose: one line per problem; a rank's failure also says where to look."""
-    from weft.cli.launcher import RankFailed, Stopped  # what starts ranks is not loaded for a command without any
+    from weft.cli.launch.launch import RankFailed, Stopped  # what starts ranks is not loaded for a command without any
 
     if isinstance(error, Stopped):
         say(str(error))
@@ -257,7 +253,7 @@ def _usage_text(error: Any) -> str:
 
 def _as_setting(option: str) -> str:
     """'--lr' -> 'optimizer.lr' where one setting ends so, else the name as it is."""
-    from weft.spec import RunConfig
+    from weft.config.run_config import RunConfig
 
     name = option.lstrip("-").replace("-", "_")
     keys = [

@@ -16,8 +16,8 @@ from weft.errors import ConfigError, Problem
 from weft.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from weft.planner.measured import Profile
-    from weft.planner.measured.link_times import LinkProfile
+    from weft.planner.measured.links import LinkProfile
+    from weft.planner.measured.machine_profile import Profile
 
 _BUDGET = re.compile(r"([0-9]*\.?[0-9]+)\s*(s|m|min)?")
 
@@ -64,8 +64,8 @@ def calibrate(
     if hosts:
         _measure_links(seconds, out)
         return
-    from weft.calibrate import calibrate as measure
-    from weft.planner.measured import default_path
+    from weft.calibrate.run import calibrate as measure
+    from weft.planner.measured.machine_profile import default_path
 
     path = out or default_path()
     with progress_report(sys.stderr) as report:
@@ -84,8 +84,8 @@ def calibrate(
 
 def _measure_links(seconds: float, out: Path | None) -> None:
     """As one of the ranks: measure with the others; the first of each host writes the file, the first of all tells."""
-    from weft.calibrate import calibrate_links
-    from weft.planner.measured.link_times import LinkProfile
+    from weft.calibrate.links import calibrate_links
+    from weft.planner.measured.links import LinkProfile
 
     place = env.rank_env()
     is_first = place is None or place.rank == 0

@@ -12,15 +12,17 @@ import typer
 
 from weft import units
 from weft.cli.console import progress_report
-from weft.monitor.screen import SheetEntry, check_sheet, draw_sheet, tell
+from weft.monitor.plots import SheetEntry, check_sheet, draw_sheet
+from weft.monitor.terminal import tell
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weft.data import PreparedData, PreparedSource, SampleView
-    from weft.spec import RunConfig
-    from weft.train.tasks import DecoderTask
-    from weft.train.tasks.tuned import MediaTask
+    from weft.config.run_config import RunConfig
+    from weft.data.order.loader import SampleView
+    from weft.data.store.prepared import PreparedData, PreparedSource
+    from weft.train.tasks.decoder import DecoderTask
+    from weft.train.tasks.media import MediaTask
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Inspect, tokenise and check the data of a run.")
 
@@ -81,8 +83,8 @@ def _media_task(config: RunConfig) -> MediaTask | None:
     """The config's task where it trains on pictures or sound."""
     if config.task.name is None:
         return None
-    from weft.train.tasks import find_task
-    from weft.train.tasks.tuned import MediaTask
+    from weft.train.tasks.media import MediaTask
+    from weft.train.tasks.registry import find_task
 
     task = find_task(config)
     return task if isinstance(task, MediaTask) else None
@@ -90,7 +92,7 @@ def _media_task(config: RunConfig) -> MediaTask | None:
 
 def _preview_media(task: MediaTask, split: str, which: range, sheet: Path | None) -> None:
     """Show samples of pictures or sound, a line for each thing that they are made of."""
-    from weft.train.task import described
+    from weft.train.tasks.base import described
 
     with progress_report(sys.stderr) as report:
         source = task.media(split, report)
@@ -117,7 +119,7 @@ def prepare(arguments: Arguments = None) -> None:
 @app.command()
 def verify(arguments: Arguments = None) -> None:
     """Read all tokenised shards and check their digests."""
-    from weft.data import verify_data
+    from weft.data.store.prepared import verify_data
     from weft.errors import DataError
 
     prepared = _prepare(_task(_load(arguments)))
@@ -133,7 +135,7 @@ def verify(arguments: Arguments = None) -> None:
 
 def _load(arguments: list[str] | None) -> RunConfig:
     """The first argument is the config file unless it is a setting."""
-    from weft.spec.files import load_config
+    from weft.config.files import load_config
 
     given = list(arguments or [])
     path = Path(given.pop(0)) if given and "=" not in given[0] else None
@@ -147,7 +149,8 @@ def _task(config: RunConfig) -> DecoderTask:
         ConfigError: for one that has no text.
     """
     from weft.errors import ConfigError, Problem
-    from weft.train.tasks import DecoderTask, find_task
+    from weft.train.tasks.decoder import DecoderTask
+    from weft.train.tasks.registry import find_task
 
     task = find_task(config)
     if not isinstance(task, DecoderTask):
@@ -157,7 +160,7 @@ def _task(config: RunConfig) -> DecoderTask:
 
 
 def _prepare(task: DecoderTask) -> PreparedData:
-    from weft.data.prepared import check_trainable
+    from weft.data.store.prepare import check_trainable
 
     with progress_report(sys.stderr) as report:
         prepared = task.tokens(report)
@@ -173,7 +176,8 @@ def _sequences(
     config: RunConfig, prepared: PreparedData, split: str, which: range
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
     """How many sequences there are, and some of them, each with a line above it."""
-    from weft.data import SampleStream, view_sample
+    from weft.data.order.loader import view_sample
+    from weft.data.order.stream import SampleStream
 
     sources = prepared.train if split == "train" else prepared.eval
     stream = SampleStream(
@@ -194,8 +198,9 @@ def _answers(
     config: RunConfig, prepared: PreparedData, split: str, which: range
 ) -> tuple[str, Iterator[tuple[str, SampleView]]]:
     """How many answers there are, and some preferences of the first epoch: both answers of a pair."""
-    from weft.data.order import permutation, view_answer
-    from weft.data.shards import SplitReader
+    from weft.data.order.loader import view_answer
+    from weft.data.order.stream import permutation
+    from weft.data.token_files import SplitReader
 
     sources = prepared.train if split == "train" else prepared.eval
     rows = [(source, place) for source in sources for place in range(_preferences(source))]
@@ -235,7 +240,7 @@ def _counts(view: SampleView) -> str:
 def _show(console: Console, head: str, view: SampleView, coloured: bool) -> None:
     from rich.text import Text
 
-    from weft.data import marked, visible
+    from weft.data.order.loader import marked, visible
 
     console.print(f"\n--- {head}", style="bold" if coloured else None, markup=False, highlight=False)
     if not coloured:

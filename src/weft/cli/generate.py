@@ -12,9 +12,9 @@ import typer
 from weft.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from weft.data.read import Turn
-    from weft.spec.config import SampleSection
-    from weft.train.tasks import TextModel
+    from weft.config.run_config import SampleSection
+    from weft.data.text.turns import Turn
+    from weft.train.tasks.generation import TextModel
 
 
 def generate(
@@ -53,8 +53,8 @@ def generate(
         refuse_no_run(run)
     elif step is not None:
         raise ConfigError(f"--step={step}: {run} is a Hugging Face folder, which has no checkpoints. Leave it out.")
-    from weft.spec.config import SampleSection
-    from weft.train.tasks import open_text_model, sample_text
+    from weft.config.run_config import SampleSection
+    from weft.train.tasks.generation import open_text_model, sample_text
 
     section = SampleSection(prompt=prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k)
     stops, model = tuple(stop or ()), open_text_model(run, step)
@@ -65,7 +65,7 @@ def generate(
     elif prompt is None and not raw and not system:
         print(sample_text(model, section, seed, stops))
     elif not raw and (system or model.is_chat):
-        from weft.data.read import Turn
+        from weft.data.text.turns import Turn
 
         asked = model.first_prompt().words if prompt is None else prompt
         print(model.reply([*_system(system), Turn("user", asked)], section, seed, stops))
@@ -82,14 +82,14 @@ def _refuse_together(*, raw: bool, system: str, messages: Path | None, chat: boo
 
 
 def _system(text: str) -> list[Turn]:
-    from weft.data.read import Turn
+    from weft.data.text.turns import Turn
 
     return [Turn("system", text)] if text else []
 
 
 def _read_messages(path: Path) -> tuple[list[Turn], str]:
     """The turns and the JSON of the tools in a file."""
-    from weft.data.read import Unusable, read_turns
+    from weft.data.text.turns import Unusable, read_turns
 
     try:
         found: Any = json.loads(path.read_text("utf-8"))
@@ -113,7 +113,7 @@ def _converse(
     model: TextModel, turns: list[Turn], prompt: str | None, section: SampleSection, seed: int, stops: tuple[str, ...]
 ) -> None:
     """Answer one line of the input after the other, until it ends."""
-    from weft.data.read import Turn
+    from weft.data.text.turns import Turn
 
     while True:
         if prompt is None:
@@ -140,8 +140,8 @@ def refuse_no_run(run: Path) -> None:
         inside = sorted(str(found.parent) for found in run.glob("*/config.toml"))
         hint = f"Use one of its runs: {', '.join(inside[:5])}." if inside else "Give a run's folder."
         raise ConfigError(f"RUN={run}: this folder is not a run; it has no config.toml. {hint}")
-    from weft.checkpoint import step_in_name
-    from weft.train import RunFolder
+    from weft.checkpoint.folders import step_in_name
+    from weft.train.folder import RunFolder
 
     kept = RunFolder(run).checkpoints
     if not kept.is_dir() or not any(step_in_name(path.name) is not None for path in kept.iterdir()):

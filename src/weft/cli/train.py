@@ -15,21 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft import env
-from weft.cli.command_words import split_words
-from weft.cli.console import say
-from weft.cli.launcher import count_ranks, process_age_s, rank_starter, typed_command, usable_cores, visible_gpus
+from weft.cli.console import say, split_words
+from weft.cli.launch.launch import count_ranks, process_age_s, usable_cores, visible_gpus
+from weft.cli.launch.rank import typed_command
+from weft.cli.launch.start_method import rank_starter
+from weft.config.plan import Plan
 from weft.errors import CommError, ConfigError, LaunchError, WeftError
-from weft.monitor.screen import busy
-from weft.spec.plan import Plan
+from weft.monitor.terminal import busy
 from weft.units import counted, parse_seconds
 
 if TYPE_CHECKING:
-    from weft.cli.launcher.starting import Preparation
-    from weft.comm import FirstWord
+    from weft.cli.launch.start import Preparation
+    from weft.comm.store import FirstWord
+    from weft.config.run_config import RunConfig
     from weft.env import RankEnv
-    from weft.spec import RunConfig
-    from weft.train import RunFolder
     from weft.train.engine import ReplicaWorld
+    from weft.train.folder import RunFolder
 
 #: How long (s) the other ranks keep silent about an error that rank 0 is likely to tell.
 _FIRST_WORD_S = 3.0
@@ -56,7 +57,7 @@ def train(
 
     Under torchrun or srun each process is one rank. Otherwise the command starts the ranks of this machine.
     """
-    from weft.spec.files import load_config
+    from weft.config.files import load_config
 
     path, overrides = split_words(words or [])
     place = env.rank_env()
@@ -78,7 +79,7 @@ def train_here(config: RunConfig) -> None:
     if not config.launch.replicas_apart:
         train_world(config, typed_command())
     elif (world := _world_of(config)) is not None:
-        from weft.cli.launcher.apart import meeting_place
+        from weft.cli.launch.replicas import meeting_place
 
         with meeting_place(config, world, say):
             train_world(config, typed_command(), world)
@@ -88,7 +89,7 @@ def train_here(config: RunConfig) -> None:
 
 def _world_of(config: RunConfig) -> ReplicaWorld | None:
     """The replica that this machine starts, where it starts one alone."""
-    from weft.monitor.sinks import secret_of
+    from weft.monitor.sinks.base import secret_of
     from weft.train.engine import ReplicaWorld
 
     launch = config.launch
@@ -109,7 +110,7 @@ def _train_replicas(config: RunConfig) -> int:
     with busy(sys.stderr, "starting the replicas"):
         gpus = visible_gpus() if config.launch.device != "cpu" else 0
         num_ranks = count_ranks(config, gpus, cores)
-        from weft.cli.launcher.apart import Replicas
+        from weft.cli.launch.replicas import Replicas
     whole = {"plan": Plan.parse(config.plan, num_ranks).format()}
     # Each launcher starts the ranks of one replica: their number is the plan's.
     config = config.model_copy(update={**whole, "launch": config.launch.model_copy(update={"ranks": "all"})})
@@ -136,14 +137,16 @@ def train_world(
         with busy(sys.stderr, "starting"):
             gpus = visible_gpus() if config.launch.device != "cpu" else 0
             num_ranks = count_ranks(config, gpus, cores, of_one_replica=world is not None)
-            from weft.train import run_folder
+            from weft.train.folder import run_folder
 
             own = run_folder(config, None if world is None else world.replica)
             # From here on it loads what ranks need, while this process loads its own, checks the run and prepares data.
             starter = until_over.enter_context(rank_starter(own.path, config, num_ranks, cores))
-            from weft.checkpoint.targets import CopyServer
-            from weft.cli.launcher import Restarts, launch_ranks, process_beside
-            from weft.train.run import run_lock
+            from weft.checkpoint.peer_copies import CopyServer
+            from weft.cli.launch.launch import launch_ranks
+            from weft.cli.launch.monitor_process import process_beside
+            from weft.cli.launch.restarts import Restarts
+            from weft.train.folder import run_lock
 
         # Held before the first write, and by the ranks too: who is refused has changed nothing.
         lock = held.enter_context(run_lock(own.path, config.run.mode))
@@ -169,10 +172,11 @@ def train_world(
 
 def train_as_rank(config: RunConfig, place: RankEnv) -> None:
     """Be one of the ranks that torchrun or srun started; ends the process when training fails."""
-    from weft.cli.launcher import copy_home, run_as_rank, second_handle
-    from weft.comm import FirstWord
-    from weft.mesh import open_store
-    from weft.train import Start, run_rank
+    from weft.cli.launch.copy_holder import copy_home
+    from weft.cli.launch.rank import run_as_rank, second_handle
+    from weft.comm.mesh import open_store
+    from weft.comm.store import FirstWord
+    from weft.train.rank_run import Start, run_rank
 
     world = _world_of(config)
     if config.launch.replicas_apart and world is None:
@@ -198,7 +202,7 @@ def train_as_rank(config: RunConfig, place: RankEnv) -> None:
 
 def _preparation(config: RunConfig, num_ranks: int, num_local: int, world: ReplicaWorld | None) -> Preparation:
     """What is to be prepared before ranks start. num_ranks: of this world."""
-    from weft.cli.launcher.starting import Preparation
+    from weft.cli.launch.start import Preparation
 
     if world is None:
         return Preparation(config, num_ranks, num_local)
@@ -209,9 +213,10 @@ def _prepared_by_the_first(
     config: RunConfig, place: RankEnv, word: FirstWord | None, held: ExitStack, world: ReplicaWorld | None = None
 ) -> RunFolder:
     """Hold the folder, prepare it, and give the other ranks what was settled, or the exit code of a refusal."""
-    from weft.cli.launcher import exit_code_of, for_those_there, process_beside
-    from weft.train import run_folder
-    from weft.train.run import run_lock
+    from weft.cli.launch.failure import exit_code_of
+    from weft.cli.launch.monitor_process import process_beside
+    from weft.cli.launch.restarts import for_those_there
+    from weft.train.folder import run_folder, run_lock
 
     said: dict[str, object] = {"exit_code": 1}
     try:
@@ -219,7 +224,7 @@ def _prepared_by_the_first(
         config = for_those_there(config, place.world_size)
         folder = _preparation(config, place.world_size, place.local_world_size, world).here()
         if world is not None:
-            from weft.cli.launcher.apart import meeting_place
+            from weft.cli.launch.replicas import meeting_place
 
             held.enter_context(meeting_place(config, world, say))
         held.enter_context(process_beside(folder.path, folder.config(), say))
@@ -237,8 +242,9 @@ def _prepared_by_the_first(
 
 def _prepared_elsewhere(config: RunConfig, word: FirstWord | None) -> RunFolder:
     """What the first rank settled; ends this process with its exit code where it refused, and told why."""
-    from weft.train import RunFolder
-    from weft.train.tasks import DecoderTask, find_task
+    from weft.train.folder import RunFolder
+    from weft.train.tasks.decoder import DecoderTask
+    from weft.train.tasks.registry import find_task
 
     assert word is not None
     said = _checked_word(word.hear(), config)
@@ -260,8 +266,8 @@ def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
     Raises:
         CommError: if it does.
     """
-    from weft.spec.files import parse_config
-    from weft.train import run_folder
+    from weft.config.files import parse_config
+    from weft.train.folder import run_folder
 
     said: Any = None
     with suppress(ValueError, RecursionError):
@@ -287,7 +293,7 @@ def _checked_word(text: bytes, config: RunConfig) -> dict[str, Any]:
 def main() -> None:
     """Entry of the launcher of one replica, which `weft train` started for it (launcher/apart/)."""
     from weft.cli.app import show_error
-    from weft.cli.launcher.apart import given_replica
+    from weft.cli.launch.replicas import given_replica
 
     given = given_replica()
     try:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.console import say
+from weft.config.plan import Plan
 from weft.errors import ConfigError, PlanError
-from weft.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from weft.testing.verify import Subject, Sweep, Verdict
+    from weft.verify.subject import Subject, Sweep
+    from weft.verify.verifier import Verdict
 
 #: Exit code of a run in which no plan could be tried.
 PROVED_NOTHING = 3
@@ -64,9 +65,9 @@ def verify(
     if all_ranks is None and choice != _Choice():
         given = next(name for name, value in (("full", full), ("sample", sample), ("part", part)) if value)
         raise ConfigError(f"{given}=: it selects among the plans of --all. Use it with --all.")
-    from weft.spec import Layout
-    from weft.spec.model import size_hides
-    from weft.testing.verify import Settings, find_subject
+    from weft.config.layout import Layout
+    from weft.config.model_spec import size_hides
+    from weft.verify.subject import Settings, find_subject
 
     if note := size_hides(model):
         say(note)
@@ -106,7 +107,7 @@ def read_part(text: str | None) -> tuple[int, int]:
 
 
 def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
-    from weft.testing.verify import Verifier, check_subject
+    from weft.verify.verifier import Verifier, check_subject
 
     check_subject(subject, plan)
     with Verifier(subject, plan.world_size) as verifier:
@@ -123,9 +124,10 @@ def _verify_one(subject: Subject, plan: Plan, as_json: bool) -> int:
 
 
 def _verify_all(subject: Subject, num_ranks: int, choice: _Choice, as_json: bool) -> int:
-    from weft.spec.rules import check
-    from weft.testing import layout_of, legal
-    from weft.testing.verify import Sweep, Verifier, covering_plans
+    from weft.config.plan_rules import check
+    from weft.verify.matrix import layout_of, legal
+    from weft.verify.subject import Sweep, covering_plans
+    from weft.verify.verifier import Verifier
 
     settings, facts = subject.settings, subject.facts(num_ranks)
     sizes: dict[str, Any] = {"model": subject.shape, "global_batch": subject.even_batch, "seq_len": settings.seq_len}

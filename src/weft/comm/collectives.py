@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import torch
 
-from weft.comm.links import Operation, Parts
+from weft.comm.mesh import Axis
 from weft.comm.pending import Pending
-from weft.comm.wire import Coder, gather_coded, sum_coded
+from weft.comm.transports.link import Operation
+from weft.comm.transports.scattered_tensor import Parts
+from weft.comm.wire.coded_collectives import gather_coded, sum_coded
+from weft.comm.wire.coder import Coder
 from weft.errors import CommError
-from weft.mesh import Axis
 
 _OPS = ("sum", "max", "min")
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

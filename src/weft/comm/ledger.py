@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weft.mesh import Waited
+from weft.comm.mesh import Waited
 from weft.units import format_bytes
 
 #: Waits of a device's stream that are kept to be read later: more than a step has. Older ones have long passed.

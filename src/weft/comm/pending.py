@@ -7,9 +7,9 @@ from functools import cached_property
 
 import torch
 
-from weft.comm.links import Operation, StreamWait, finish, waited
-from weft.comm.meet import link_of, links_of
-from weft.mesh import Axis
+from weft.comm.connect import link_of, links_of
+from weft.comm.mesh import Axis
+from weft.comm.transports.link import Operation, StreamWait, finish, waited
 
 
 class Pending:

@@ -1,4 +1,4 @@
-"""Data: from files to batches. Names are loaded at first use, so that preparing data costs no torch."""
+"""Data, from files to batches. Names load at first use; preparing data needs no torch."""
 
 from __future__ import annotations
 
@@ -26,21 +26,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from weft.data.order import (
-        Batch,
-        EvalBatches,
-        Loader,
-        Prefetch,
-        Sample,
-        SampleStream,
-        SampleView,
-        ShardedLoader,
-        marked,
-        view_sample,
-        visible,
-    )
-    from weft.data.prepared import PreparedData, PreparedSource, prepare_data, verify_data
-    from weft.data.tokens import Tokenizer
+    from weft.data.order.loader import Batch, EvalBatches, Loader, Prefetch, SampleView, marked, view_sample, visible
+    from weft.data.order.stream import Sample, SampleStream
+    from weft.data.order.user_dataloader import ShardedLoader
+    from weft.data.store.prepare import prepare_data
+    from weft.data.store.prepared import PreparedData, PreparedSource, verify_data
+    from weft.data.text.tokenizer import Tokenizer
 
 __getattr__ = loads(
     __name__,
@@ -49,17 +40,17 @@ __getattr__ = loads(
         "EvalBatches": ".order.loader",
         "Loader": ".order.loader",
         "Prefetch": ".order.loader",
-        "PreparedData": ".prepared.prepared_data",
-        "PreparedSource": ".prepared.prepared_data",
+        "PreparedData": ".store.prepared",
+        "PreparedSource": ".store.prepared",
         "Sample": ".order.stream",
         "SampleStream": ".order.stream",
-        "SampleView": ".order.preview",
-        "ShardedLoader": ".order.sharded",
-        "Tokenizer": ".tokens.tokenizer",
-        "marked": ".order.preview",
-        "prepare_data": ".prepared.prepare",
-        "verify_data": ".prepared.prepared_data",
-        "view_sample": ".order.preview",
-        "visible": ".order.preview",
+        "SampleView": ".order.loader",
+        "ShardedLoader": ".order.user_dataloader",
+        "Tokenizer": ".text.tokenizer",
+        "marked": ".order.loader",
+        "prepare_data": ".store.prepare",
+        "verify_data": ".store.prepared",
+        "view_sample": ".order.loader",
+        "visible": ".order.loader",
     },
 )

@@ -23,16 +23,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft.comm import all_reduce
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import Axis
+from weft.config.plan import RECOMPUTES, Plan
 from weft.errors import ModelError, PlanError, Problem
-from weft.memory.budget import cheapest_choice
-from weft.memory.policy import Forward, Policy, run_block, spare_buffers, without_graph
+from weft.memory.policy import Forward, Policy, cheapest_choice, run_block, spare_buffers, without_graph
 from weft.memory.trace import BlockTrace, PolicyCost, Storages, num_bytes, storages_of, trace_block
-from weft.mesh import Axis
+from weft.models.inspect import blocks as model_blocks
+from weft.models.inspect import dry_run, hugging_face, layers
+from weft.models.inspect.blocks import become, repeated_blocks, revert
 from weft.private_torch import tree_leaves, uncompiled
-from weft.spec.plan import RECOMPUTES, Plan
-from weft.structure import become, dry_run, hugging_face, layers, repeated_blocks, revert
-from weft.structure import blocks as model_blocks
 from weft.units import counted, format_bytes, parse_bytes
 
 #: What makes two blocks the same: class, parameters and inputs, the latter two as name or order, shape and dtype.

@@ -14,8 +14,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from weft.memory.block_state import spare_attributes
-from weft.memory.policy import Forward, Policy, is_attention, spare_buffers, state_of, without_cache, without_graph
-from weft.memory.selective import is_heavy
+from weft.memory.policy import (
+    Forward,
+    Policy,
+    is_attention,
+    is_heavy,
+    spare_buffers,
+    state_of,
+    without_cache,
+    without_graph,
+)
 from weft.private_torch import TorchDispatchMode, storage_key, tree_leaves, tree_map
 
 #: Storages by identity. Holding the storage keeps its identity from being given to another one.

@@ -1,14 +1,10 @@
-"""Decoder transformers in plain PyTorch: build, initialise, sample. No file here knows of ranks."""
+"""Decoders, encoders, experts and adapters in plain PyTorch."""
 
 from __future__ import annotations
 
-from weft.models.attention import Cache
-from weft.models.experts import MoE
-from weft.models.initialise import BATCH_NORMS, initialise, initialise_parameter
-from weft.models.meta_models import as_shapes
-from weft.models.registry import build_decoder
-from weft.models.sampling import generate
-from weft.models.transformer import Block, Decoder
+from typing import TYPE_CHECKING
+
+from weft.lazy import loads
 
 __all__ = [
     "BATCH_NORMS",
@@ -22,3 +18,27 @@ __all__ = [
     "initialise",
     "initialise_parameter",
 ]
+
+if TYPE_CHECKING:
+    from weft.models.decoder import Block, Decoder, as_shapes
+    from weft.models.experts import MoE
+    from weft.models.initialize import BATCH_NORMS, initialise, initialise_parameter
+    from weft.models.kv_cache import Cache
+    from weft.models.registry import build_decoder
+    from weft.models.sampling import generate
+
+__getattr__ = loads(
+    __name__,
+    {
+        "BATCH_NORMS": ".initialize",
+        "Block": ".decoder",
+        "Cache": ".kv_cache",
+        "Decoder": ".decoder",
+        "MoE": ".experts",
+        "as_shapes": ".decoder",
+        "build_decoder": ".registry",
+        "generate": ".sampling",
+        "initialise": ".initialize",
+        "initialise_parameter": ".initialize",
+    },
+)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_rules import shape_problems
 from weft.errors import ModelError
-from weft.models.initialise import initialise
-from weft.models.transformer import Decoder
-from weft.spec import DecoderSpec
-from weft.spec.model import shape_problems
+from weft.models.decoder import Decoder
+from weft.models.initialize import initialise
 
 
 def build_decoder(

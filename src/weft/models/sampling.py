@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.models.attention import Cache
-from weft.models.transformer import Decoder
+from weft.models.decoder import Decoder
+from weft.models.kv_cache import Cache
 
 
 @torch.no_grad()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import nn
 
+from weft.config.sections import OptimizerGroup, OptimizerSection, ScheduleSection
 from weft.errors import ConfigError, Problem
 from weft.lazy import named_object
 from weft.optim.muon import Muon
 from weft.optim.rounded_adamw import RoundedAdamW
-from weft.spec.config import OptimizerGroup, OptimizerSection
+from weft.private_torch import foreach_norm
 
 #: Parts of a decoder that look tokens up or score them: Muon leaves these matrices to AdamW.
 _ENDS = frozenset({"embed", "pos_embed", "head"})
@@ -162,3 +164,53 @@ def _some(params: Mapping[str, nn.Parameter]) -> str:
 def _refuse(key: str, rule: str) -> NoReturn:
     sign = "=" if key.endswith(("match", "name")) else ": "
     raise ConfigError([Problem(f"optimizer.{key}", f"optimizer.{key}{sign}{rule}")])
+
+
+# Learning rate over the steps of a run, as a pure function: nothing to save, nothing to resume.
+
+
+def lr_factor(step: int, num_steps: int, schedule: ScheduleSection) -> float:
+    """Return the factor on the peak learning rate.
+
+    Warm-up rises linearly and reaches 1 after `warmup_steps` steps. linear and cosine then fall to `final` at the
+    last step; wsd (warmup-stable-decay, Hu et al. 2024, arXiv 2404.06395) stays at 1 and falls linearly to `final`
+    over its last `decay_steps`.
+
+    Args:
+        step: from 0.
+        num_steps: of the whole run.
+        schedule: the schedule's settings.
+    """
+    start = schedule.warmup(num_steps)
+    if step < start:
+        return (step + 1) / start
+    if schedule.kind == "constant":
+        return 1.0
+    if schedule.kind == "wsd":
+        start = max(start, num_steps - schedule.decay(num_steps))
+        if step < start:
+            return 1.0
+    # The last step, num_steps - 1, is at 1.
+    progress = min(1.0, (step - start + 1) / max(1, num_steps - start))
+    if schedule.kind == "cosine":
+        return schedule.final + (1 - schedule.final) * 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - (1 - schedule.final) * progress
+
+
+# One gradient norm over all gradients of a rank, and the factor that clips it.
+
+
+def global_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the euclidean norm of all tensors as one vector: 0-d, float64 for float64 gradients, else float32."""
+    if not grads:
+        return torch.zeros(())
+    norms = foreach_norm(list(grads), 2.0, dtype=torch.promote_types(grads[0].dtype, torch.float32))
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor that brings a gradient of `norm` to at most `max_norm`; 1.0 when it is within, or that is 0.
+
+    The same formula as torch.nn.utils.clip_grad_norm_, its small constant too: a run that moves over goes on unchanged.
+    """
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0

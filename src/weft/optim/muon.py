@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from weft.optim.decided import DecidedOptimizer
+from weft.optim.step_decision import DecidedOptimizer
 from weft.private_torch import foreach_lerp_
 
 #: The quintic iteration of torch.optim.Muon: towards singular values of 1, fast and roughly.

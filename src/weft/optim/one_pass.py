@@ -217,7 +217,7 @@ def adam_kernel(
     dials: torch.Tensor | None = None,
 ) -> None:
     """One kernel on a GPU; nothing changes where the factor is NaN. dials: where they are, lr and corrections."""
-    from weft.optim.triton_steps import launch_adam
+    from weft.optim.triton_kernels import launch_adam
 
     tensors = (master, grad, exp_avg, exp_avg_sq, weights)
     launch_adam(tensors, factor, dials, (lr, beta1, beta2, eps, weight_decay, correction1, correction2), decoupled)
@@ -237,7 +237,7 @@ def sgd_kernel(
     dials: torch.Tensor | None = None,
 ) -> None:
     """One kernel on a GPU; nothing changes where the factor is NaN. dials: where they are, lr."""
-    from weft.optim.triton_steps import launch_sgd
+    from weft.optim.triton_kernels import launch_sgd
 
     launch_sgd((master, grad, momentum_buffer, weights), factor, dials, (lr, momentum, weight_decay), nesterov)
 

@@ -6,11 +6,13 @@ The arithmetic is that of the decision on the host, in float64, so both come to 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from weft.comm import LateCopy
+from weft.comm.pending import LateCopy
 from weft.optim.loss_scale import LossScale
 
 
@@ -59,3 +61,27 @@ class StepDecision:
     def factor_for(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the factor in the format that gradients of masters of `dtype` are multiplied in."""
         return self.factor.to(torch.promote_types(dtype, torch.float32))
+
+
+# Optimizers that the device tells whether their step is taken, while the host goes on without knowing it.
+
+
+class DecidedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose `step` changes nothing where the device says so.
+
+    decision: of the step under way, whose gradients are scaled already; None: the host has decided to take it.
+    """
+
+    decision: StepDecision | None = None
+
+    @contextmanager
+    def decided(self, decision: StepDecision) -> Iterator[None]:
+        """Let the step inside follow a decision."""
+        self.decision = decision
+        try:
+            yield
+        finally:
+            self.decision = None
+
+    def settle(self) -> None:
+        """Bring counts of steps that the host keeps in line with what the device decided of the last one."""

@@ -11,17 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from weft.comm.autograd import is_join
+from weft.comm.mesh import Mesh
+from weft.config.plan import Plan
 from weft.errors import WeftWarning
-from weft.memory import Handle, Opaque, recompute_of
-from weft.mesh import Mesh
-from weft.models import MoE
-from weft.parallel.context import hold_context
+from weft.memory.opaque import Handle, Opaque
+from weft.memory.recompute import recompute_of
+from weft.models.experts import MoE
+from weft.models.inspect import hugging_face
+from weft.models.inspect.blocks import become, repeated_blocks
+from weft.parallel.context.context import hold_context
 from weft.parallel.dropout import FunctionalDropout, hold_dropped_attention
 from weft.parallel.expert import SpreadExperts
 from weft.parallel.private_torch import lean_partitioner, leave_side_effects_to_forward
 from weft.private_torch import without_modes
-from weft.spec.plan import Plan
-from weft.structure import become, hugging_face, repeated_blocks
 
 
 class OpaqueModule(nn.Module):

@@ -8,25 +8,35 @@ from typing import Any
 
 from torch import nn
 
+from weft.comm.mesh import Mesh
+from weft.config.layout import Layout
 from weft.errors import ModelError, PlanError, Problem, WeftWarning
-from weft.memory import MOST_OF_HOST, Host, apply_recompute, offload_activations, offload_lines, open_host
-from weft.mesh import Mesh
-from weft.parallel.batch_statistics import group_norms, watch_local_means
+from weft.memory.activation_offload import offload_activations
+from weft.memory.offload import MOST_OF_HOST, Host, offload_lines, open_host
+from weft.memory.recompute import apply_recompute
+from weft.models.inspect.blocks import repeated_blocks
+from weft.models.inspect.find_layout import expect_parts_named
+from weft.parallel.batch_norm import group_norms
+from weft.parallel.choose_engine import build_engine
 from weft.parallel.compile_blocks import compile_blocks, hold_as_operators, warn_of_uncompiled
-from weft.parallel.context import apply_context, check_sequences, context_of
+from weft.parallel.context.context import apply_context, check_sequences, context_of
 from weft.parallel.dropout import follow_positions
 from weft.parallel.expert import divide_sequences, expect_experts, spread_experts
-from weft.parallel.layers import attend_by_borders, choose_float8, use_float8, watch_indices
+from weft.parallel.layers.distributed_encoders import SpreadChoice, attach_spread, choose_spread
 from weft.parallel.layers.documents import attend_in_documents, follow_position_ids
-from weft.parallel.layers.spread import SpreadChoice, attach_spread, choose_spread
-from weft.parallel.local_tensors import OriginalParameters, Precision, grown, originals_of
-from weft.parallel.pipeline import build_pipeline, pipeline_of
-from weft.parallel.placement import Placement, attach, guard_model, is_attached, merge_placements, move
-from weft.parallel.tensor import check_whole_model, cut_tensors, fuse_whole_head
-from weft.parallel.zero import build_engine, meet_rarely
-from weft.spec import Layout
-from weft.structure import repeated_blocks
-from weft.structure.layouts import expect_parts_named
+from weft.parallel.layers.encoder_items import attend_by_borders
+from weft.parallel.layers.float8 import choose_float8, use_float8
+from weft.parallel.layers.index_check import watch_indices
+from weft.parallel.local_means import watch_local_means
+from weft.parallel.local_sgd import meet_rarely
+from weft.parallel.pipeline.runtime import build_pipeline, pipeline_of
+from weft.parallel.state.flat_slices import grown, originals_of
+from weft.parallel.state.gradients import attach, is_attached
+from weft.parallel.state.materialize import guard_model, move
+from weft.parallel.state.placement import Placement, merge_placements
+from weft.parallel.state.precision import Precision
+from weft.parallel.state.stale_references import OriginalParameters
+from weft.parallel.tensor.apply import check_whole_model, cut_tensors, fuse_whole_head
 
 
 def parallelize(
@@ -50,7 +60,7 @@ def parallelize(
         mesh: of the plan.
         layout: which modules tensor parallelism cuts how, and which hold experts; found where it is None.
         placements: of a module that the caller cut by hand, by parameter name; nothing else is cut then.
-        seed: of parameters on the meta device, filled as `weft.models.initialise` does; of dropout without a key.
+        seed: of parameters on the meta device, filled as `weft.models.initialize` does; of dropout without a key.
         filled_later: whether `data_parallel(model).load_weights` gives parameters on the meta device their values.
         pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: a size, or a share of it.
         norm_group: samples whose statistics batch norms take together, on any ranks; 0: those of this rank.

@@ -9,12 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost import CLASSES, TERMS, LayerCosts, Parts, device_parts, layer_costs
+from weft.config.cluster import ClusterSpec
+from weft.planner.cost.layer import LayerCosts, layer_costs
 from weft.planner.cost.machine import Fabric, Tables
-from weft.planner.foresight import fits_chance, memory_spread, shipped
-from weft.planner.measured import HostTables, host
-from weft.planner.space import Columns, Job
-from weft.spec import ClusterSpec
+from weft.planner.cost.memory import CLASSES
+from weft.planner.cost.step import TERMS, Parts, device_parts
+from weft.planner.measured.host_layer import host_layer_costs
+from weft.planner.measured.host_step import host_parts
+from weft.planner.measured.profile_tables import HostTables
+from weft.planner.space.columns import Columns, Job
+from weft.planner.uncertainty import fits_chance, memory_spread, shipped
 
 Array = NDArray[np.float64]
 #: Fewer rows are added up by numpy in one call.
@@ -105,7 +109,7 @@ def estimate(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -
         tables: constants of the device, or of a host that was measured.
     """
     if isinstance(tables, HostTables):
-        return _estimates(job, cluster, columns, tables, [host.host_parts(job, columns, tables.laws)])
+        return _estimates(job, cluster, columns, tables, [host_parts(job, columns, tables.laws)])
     return _estimates(job, cluster, columns, tables, list(device_parts(job, cluster, columns, tables)))
 
 
@@ -145,7 +149,7 @@ def estimate_seconds(job: Job, cluster: ClusterSpec, columns: Columns, tables: T
 def costs_of_layer(job: Job, cluster: ClusterSpec, columns: Columns, tables: Tables) -> LayerCosts:
     """Seconds of one layer and of the ends by part: what the terms of `estimate` are made of."""
     if isinstance(tables, HostTables):
-        return host.host_layer_costs(job, columns, tables.laws)
+        return host_layer_costs(job, columns, tables.laws)
     return layer_costs(
         job, columns, tables, Fabric.of(tables, cluster.devices_per_node, cluster.rack_nodes, cluster.oversubscription)
     )

@@ -1,7 +1,4 @@
-"""Training: the step, the loop around it, and a run from its folder.
-
-Names are loaded at first use: what prepares a run and starts its ranks needs none of the models.
-"""
+"""The training step, the loop around it, and a run from its folder. Names load at first use."""
 
 from __future__ import annotations
 
@@ -31,31 +28,33 @@ __all__ = [
 if TYPE_CHECKING:
     from weft.train.engine import Engine
     from weft.train.folder import RunFolder, run_folder
-    from weft.train.loop import Hook, Progress, Trainer
-    from weft.train.microbatch import Microbatches
-    from weft.train.run import RunResult, Start, prepare_run, run_rank
-    from weft.train.step import StepMetrics, TrainStep
-    from weft.train.task import Metric, Task
-    from weft.train.tasks import generate_text
+    from weft.train.hooks import Hook, Progress
+    from weft.train.microbatches import Microbatches
+    from weft.train.preparation import prepare_run
+    from weft.train.rank_run import RunResult, Start, run_rank
+    from weft.train.step.train_step import StepMetrics, TrainStep
+    from weft.train.tasks.base import Metric, Task
+    from weft.train.tasks.generation import generate_text
+    from weft.train.trainer import Trainer
 
 __getattr__ = loads(
     __name__,
     {
         "Engine": ".engine",
-        "Hook": ".loop",
-        "Metric": ".task",
-        "Microbatches": ".microbatch",
-        "Progress": ".loop",
+        "Hook": ".hooks",
+        "Metric": ".tasks.base",
+        "Microbatches": ".microbatches",
+        "Progress": ".hooks",
         "RunFolder": ".folder",
-        "RunResult": ".run",
-        "Start": ".run",
-        "StepMetrics": ".step",
-        "Task": ".task",
-        "TrainStep": ".step",
-        "Trainer": ".loop",
-        "generate_text": ".tasks",
-        "prepare_run": ".run",
+        "RunResult": ".rank_run",
+        "Start": ".rank_run",
+        "StepMetrics": ".step.train_step",
+        "Task": ".tasks.base",
+        "TrainStep": ".step.train_step",
+        "Trainer": ".trainer",
+        "generate_text": ".tasks.generation",
+        "prepare_run": ".preparation",
         "run_folder": ".folder",
-        "run_rank": ".run",
+        "run_rank": ".rank_run",
     },
 )

@@ -11,21 +11,22 @@ import torch
 from torch import nn
 
 from tests.parity.cases import LLAMA
-from weft.comm import Ledger
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.partitioning import choose_cp_mode, sent_bytes
+from weft.config.plan import Plan
 from weft.errors import CommError, ModelError
-from weft.mesh import build_mesh
-from weft.models import build_decoder, generate
-from weft.parallel import parallelize
-from weft.parallel.context import Context, apply_context, context_of, cut_sequence, sequence_in_use
-from weft.parallel.context.attention_functions import PREFIX, refuse_chunks
-from weft.spec.plan import Plan
-from weft.spec.shares import choose_cp_mode
-from weft.spec.shares.sequence_chunks import sent_bytes
-from weft.structure import token_flow
-from weft.testing import DecoderCase, train_case
-from weft.train.step import evaluate
-from weft.train.tasks import DecoderTask
+from weft.models.inspect import token_flow
+from weft.models.registry import build_decoder
+from weft.models.sampling import generate
+from weft.parallel.context.apply import Context
+from weft.parallel.context.attention import PREFIX, refuse_chunks
+from weft.parallel.context.context import apply_context, context_of, cut_sequence, sequence_in_use
+from weft.parallel.parallelize import parallelize
+from weft.train.step.evaluation import evaluate
+from weft.train.tasks.decoder import DecoderTask
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.parity import DecoderCase, train_case
 
 
 def hf_llama(**changes):

@@ -9,15 +9,16 @@ import torch
 
 from tests.parallel.context.test_context import hf_llama
 from tests.parity.cases import LLAMA
-from weft.comm import all_gather
-from weft.mesh import build_mesh
-from weft.parallel import parallelize
+from weft.comm.collectives import all_gather
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.parallel.compile_blocks import compile_blocks, hold_as_operators
-from weft.parallel.context import cut_sequence, document_borders, sequence_in_use
-from weft.parallel.context.context_mode import Context
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase
+from weft.parallel.context import modes as document_borders
+from weft.parallel.context.apply import Context
+from weft.parallel.context.context import cut_sequence, sequence_in_use
+from weft.parallel.parallelize import parallelize
 from weft.train.tasks.decoder_loss import model_forward
+from weft.verify.parity import DecoderCase
 
 
 def _hugging_face_batch(kind):

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.parallel.context import kernel
-from weft.parallel.context.kernel import Scoring
-from weft.parallel.context.order import SequenceOrder
-from weft.parallel.context.pieces import BOTH_WAYS, CAUSAL, Piece, Sight, pieces
+from weft.parallel.context import kernels as kernel
+from weft.parallel.context.kernels import BOTH_WAYS, CAUSAL, Piece, Scoring, Sight, pieces
+from weft.parallel.context.sequence_order import SequenceOrder
 
 MODES = ("gather", "ring", "ulysses")
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.comm import Ledger
-from weft.mesh import build_mesh
-from weft.parallel.context.kernel import Scoring
-from weft.parallel.context.order import SequenceOrder
-from weft.parallel.context.pieces import BOTH_WAYS, Sight
-from weft.parallel.context.ways import View, attend_cut
-from weft.spec.plan import Plan
-from weft.spec.shares.sequence_chunks import sent_bytes
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import build_mesh
+from weft.config.partitioning import sent_bytes
+from weft.config.plan import Plan
+from weft.parallel.context.kernels import BOTH_WAYS, Scoring, Sight
+from weft.parallel.context.modes import View, attend_cut
+from weft.parallel.context.sequence_order import SequenceOrder
 
 BATCH, WIDTH = 2, 8
 MODES = ("gather", "ring", "ulysses")

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tests.parity.cases import LLAMA
+from weft.comm.mesh import build_mesh
+from weft.config.plan import Plan
 from weft.errors import ModelError, WeftWarning
-from weft.mesh import build_mesh
-from weft.parallel.context import check_sequences
-from weft.parallel.context.whole_mixers import WholeMixers
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase, train_case
-from weft.train.microbatch import call_model
+from weft.parallel.context.context import check_sequences
+from weft.parallel.context.full_mixers import WholeMixers
+from weft.train.microbatches import call_model
 from weft.train.tasks.decoder_loss import token_cross_entropy
+from weft.verify.parity import DecoderCase, train_case
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "alibi": (

@@ -11,22 +11,25 @@ from torch import nn
 
 from tests.parity.pipeline_cases import GPT2, TIED
 from tests.whole_state import capture, restore
-from weft.checkpoint import load_checkpoint, save_checkpoint
-from weft.comm.peer import lanes
-from weft.mesh import build_mesh, join_group
-from weft.models import as_shapes, build_decoder
-from weft.optim import build_optimizer
-from weft.parallel import data_parallel, parallelize
+from weft.checkpoint.load import load_checkpoint
+from weft.checkpoint.save import save_checkpoint
+from weft.comm import peer as lanes
+from weft.comm.mesh import build_mesh, join_group
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.config.sections import OptimizerSection
+from weft.models.decoder import as_shapes
+from weft.models.registry import build_decoder
+from weft.optim.build import build_optimizer
+from weft.parallel.parallelize import parallelize
 from weft.parallel.pipeline.runtime import pipeline_of
-from weft.spec import DecoderSpec
-from weft.spec.config import OptimizerSection
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase
-from weft.testing.parity import local_microbatches
-from weft.train.microbatch.microbatches import Microbatches
-from weft.train.state import resume
-from weft.train.step import TrainStep, mean_loss
+from weft.parallel.state.gradients import data_parallel
+from weft.train.microbatches import Microbatches
+from weft.train.model_state import resume
+from weft.train.step.evaluation import mean_loss
+from weft.train.step.train_step import TrainStep
 from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.verify.parity import DecoderCase, local_microbatches
 
 
 def start(plan_text: str, spec: DecoderSpec = TIED, *, device: str | None = None, dtype: torch.dtype | None = None):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from weft.errors import ModelError, PlanError
-from weft.testing.parity import train_case
+from weft.verify.parity import train_case
 
 VOCAB, DIM, SEQ, BATCH = 11, 8, 4, 4
 DEPTH = 4

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from tests.parallel.pipeline.flows import FLOWS, REFUSED, FlowCase, Model, batch_of, build, train_flows
 from weft.errors import ModelError
-from weft.parallel.pipeline.carried import Carried
+from weft.models.inspect.chain import find_chain
+from weft.parallel.pipeline.boundary import Carried
 from weft.parallel.pipeline.stage import Stage
 from weft.parallel.pipeline.survey import ValueSurvey
-from weft.structure import find_chain
-from weft.testing.parity import train_plain
+from weft.verify.parity import train_plain
 
 
 def call(model, ids):

@@ -7,16 +7,14 @@ import torch
 from torch import nn
 
 from tests.parity.pipeline_cases import GPT2, TIED, FamilyCase, FrozenCase, SequentialCase
+from weft.config.plan import Plan
 from weft.errors import ModelError
-from weft.models import build_decoder
-from weft.parallel.pipeline.absent import Absent, without_tensors
-from weft.parallel.pipeline.carried import Carried
-from weft.parallel.pipeline.split import _cost, stage_counts
-from weft.parallel.pipeline.stage import Stage
+from weft.models.inspect.chain import find_chain
+from weft.models.registry import build_decoder
+from weft.parallel.pipeline.boundary import Absent, Carried, without_tensors
+from weft.parallel.pipeline.stage import Stage, _cost, stage_counts
 from weft.parallel.pipeline.survey import ValueSurvey
-from weft.spec.plan import Plan
-from weft.structure import find_chain
-from weft.testing import DecoderCase
+from weft.verify.parity import DecoderCase
 
 CASES = {
     "llama": DecoderCase(TIED, documents=True, seq_len=8),

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from weft.mesh import build_mesh
-from weft.models import build_decoder
-from weft.parallel.layers import HeldGradients
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.layers.deferred_gradients import HeldGradients
 from weft.parallel.parallelize import cut
-from weft.parallel.pipeline.weight_gradients import deliver, hold_weight_gradients
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.testing.memory import LiveTensors
+from weft.parallel.pipeline.runtime import deliver, hold_weight_gradients
+from weft.verify.memory import LiveTensors
 
 
 class Conv1D(nn.Module):

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tests.choice import gate_runs
-from weft.mesh import build_mesh
-from weft.parallel import data_parallel, parallelize
-from weft.parallel.pipeline.carried import Carried
+from weft.comm.mesh import build_mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.parallel.parallelize import parallelize
+from weft.parallel.pipeline.boundary import Carried
 from weft.parallel.pipeline.runtime import pipeline_of
-from weft.spec import DecoderSpec
-from weft.spec.plan import Plan
-from weft.testing import DecoderCase
-from weft.testing.parity import local_microbatches
-from weft.train.step import TrainStep
+from weft.parallel.state.gradients import data_parallel
+from weft.train.step.train_step import TrainStep
+from weft.verify.parity import DecoderCase, local_microbatches
 
 SPEC = DecoderSpec(vocab_size=61, dim=16, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=24, max_seq_len=32)
 CASE = DecoderCase(SPEC, num_steps=3, global_batch=16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.planner.cost.alike import Alike
-from weft.planner.space import Columns
+from weft.planner.cost.row_dedupe import Alike
+from weft.planner.space.columns import Columns
 
 
 def many(num_rows: int) -> Columns:

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner.cost.pipeline.pipeline_cost import bubble_s, in_flight, sends
-from weft.planner.cost.pipeline.pipeline_sim import Durations, Timeline, simulate
+from weft.config.pipeline_schedule import build_schedule
+from weft.config.plan import SCHEDULES
+from weft.planner.cost.pipeline import Durations, Timeline, bubble_s, in_flight, sends, simulate
 from weft.planner.space.columns import Columns
-from weft.spec.plan import SCHEDULES
-from weft.spec.schedule import build_schedule
 
 _LOOPED = ("interleaved", "zb_interleaved")
 _V_SHAPED = ("zb_v", "dualpipe_v")

@@ -9,17 +9,18 @@ from dataclasses import replace
 
 import pytest
 
-from weft.planner import estimate
-from weft.planner.cost.machine.tables import Tables
-from weft.planner.cost.memory.communicators import axis_groups, lanes
-from weft.planner.search import Question, estimated
+from weft.config.cluster import ClusterSpec
+from weft.config.model_spec import decoder_spec
+from weft.config.pipeline_schedule import build_schedule, flows
+from weft.config.plan import SCHEDULES, Plan
+from weft.planner.cost.machine import Tables
+from weft.planner.cost.memory_terms import axis_groups, lanes
+from weft.planner.estimator import estimate
+from weft.planner.search.question import Question
 from weft.planner.search.ranks import memory_by_rank
-from weft.planner.space import Columns, Job, Shape, Stack
-from weft.spec import ClusterSpec
-from weft.spec.model import decoder_spec
-from weft.spec.plan import SCHEDULES, Plan
-from weft.spec.schedule import build_schedule
-from weft.spec.schedule.transfers import flows
+from weft.planner.search.refine import estimated
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape, Stack
 
 JOB = Job(shape=Shape.of_decoder(decoder_spec("llama3-8b")), seq_len=8192, global_batch=128)
 #: Bytes of a communicator.

@@ -7,19 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from weft.planner import estimate
-from weft.planner.cost import context_cost
-from weft.planner.cost.machine.collective_cost import Fabric
-from weft.planner.cost.machine.kernels import flash_s
-from weft.planner.cost.machine.tables import Tables
-from weft.planner.cost.memory import layer_bytes
+from weft.config.cluster import ClusterSpec
+from weft.config.model_spec import decoder_spec
+from weft.config.partitioning import sent_bytes
+from weft.planner.cost import context as context_cost
+from weft.planner.cost.machine import Fabric, Tables, flash_s
+from weft.planner.cost.memory_terms import layer_bytes
+from weft.planner.estimator import estimate
+from weft.planner.report.explanation import search
 from weft.planner.space.columns import CP_MODES, Columns, Job
-from weft.planner.space.shape import Shape
-from weft.planner.space.stack import Stack
-from weft.planner.tell.explained import search
-from weft.spec.cluster import ClusterSpec
-from weft.spec.model import decoder_spec
-from weft.spec.shares.sequence_chunks import sent_bytes
+from weft.planner.space.shape import Shape, Stack
 
 SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
 JOB = Job(shape=SHAPE, seq_len=8192, global_batch=64)

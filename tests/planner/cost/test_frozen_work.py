@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from weft.planner import estimate
-from weft.planner.cost.machine.tables import Tables
-from weft.planner.space import AdapterSize, Columns, FrozenWork, Job, Shape
-from weft.spec.cluster import ClusterSpec
-from weft.spec.model import decoder_spec
-from weft.spec.plan import Plan
+from weft.config.cluster import ClusterSpec
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import Plan
+from weft.planner.cost.machine import Tables
+from weft.planner.estimator import estimate
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
+from weft.planner.space.trained_part import AdapterSize, FrozenWork
 
 SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
 CLUSTER = ClusterSpec.parse("8xh100")
@@ -65,8 +67,9 @@ def test_unpacking_takes_time_and_bytes_travel_packed():
 
 def test_the_formats_are_those_of_the_runtime():
     pytest.importorskip("torch")
-    from weft.models.adapters import BASE_FORMATS, base_format
-    from weft.planner.space import adapter_size
+    from weft.models import quantized_linear as base_format
+    from weft.models.quantized_linear import BASE_FORMATS
+    from weft.planner.space import trained_part as adapter_size
 
     assert {name: each.block_bytes for name, each in BASE_FORMATS.items()} == adapter_size.BLOCK_BYTES
     assert (base_format.BLOCK, base_format._AT_ONCE) == (adapter_size.BLOCK, adapter_size.UNPACKED_AT_ONCE)
@@ -113,9 +116,9 @@ def test_a_pipeline_fills_for_forwards_too():
 
 def test_logits_of_a_teacher_are_as_many_bytes_as_are_alive():
     torch = pytest.importorskip("torch")
-    from weft.planner.cost.memory import TWO_LOGITS
-    from weft.testing.memory import LiveTensors
-    from weft.train.tasks.distill.divergence import distilled_losses
+    from weft.planner.cost.memory_terms import TWO_LOGITS
+    from weft.train.tasks.distill import distilled_losses
+    from weft.verify.memory import LiveTensors
 
     hidden, head = torch.randn(64, 8).bfloat16().requires_grad_(), torch.randn(8, 2048).bfloat16()
     labels = torch.zeros(64, dtype=torch.int64)
@@ -141,7 +144,7 @@ def test_logits_of_a_teacher_are_as_many_bytes_as_are_alive():
 )
 def test_the_fullest_moment_beside_a_frozen_base_is_as_planned(text, base):
     pytest.importorskip("torch")
-    from weft.testing.memory.adapter_peak import adapter_peaks
+    from weft.verify.memory import adapter_peaks
 
     live, planned = adapter_peaks(text, base)
     assert planned == pytest.approx(live, rel=0.06)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import pytest
 
 from tests.planner.measured.synthetic import profile
-from weft.planner import estimate
-from weft.planner.cost.machine.tables import Tables
-from weft.planner.cost.memory.recorded_memory import passes_held
-from weft.planner.estimator import Estimates
-from weft.planner.measured.here import cluster_of
-from weft.planner.search import Question, answer
-from weft.planner.space import Columns, Job, Shape
-from weft.planner.tell import compare, explain, what_if
-from weft.spec import ClusterSpec, DecoderSpec
-from weft.spec.plan import Plan
-from weft.spec.rules import Facts, check
-from weft.train.microbatch.passes.graphed_passes import WARM_UPS
+from weft.config.cluster import ClusterSpec
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.config.plan_rules import check
+from weft.config.rule import Facts
+from weft.planner.cost.machine import Tables
+from weft.planner.cost.memory_terms import passes_held
+from weft.planner.estimator import Estimates, estimate
+from weft.planner.measured.profile_tables import cluster_of
+from weft.planner.report.comparison import compare
+from weft.planner.report.explanation import explain
+from weft.planner.report.scenario import what_if
+from weft.planner.search.best_plans import answer
+from weft.planner.search.question import Question
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
+from weft.train.step.graphed_passes import WARM_UPS
 
 #: The decoder of the table in docs/reference/gpu.md.
 SPEC = DecoderSpec(

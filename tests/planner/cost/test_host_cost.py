@@ -7,15 +7,15 @@ from itertools import pairwise
 
 import pytest
 
-from weft.memory.budget import cheapest_choice
-from weft.planner.cost.layer_cost import layer_costs
-from weft.planner.cost.machine.collective_cost import Fabric
-from weft.planner.cost.recompute_cost import menu, replay_s
+from weft.memory.policy import cheapest_choice
+from weft.planner.cost.layer import layer_costs
+from weft.planner.cost.machine import Fabric
+from weft.planner.cost.recompute import menu, replay_s
+from weft.planner.report.verdict import read_plan
 from weft.planner.search.best_plans import host_message
-from weft.planner.search.moves import estimated
 from weft.planner.search.question import Question
+from weft.planner.search.refine import estimated
 from weft.planner.space.columns import Columns
-from weft.planner.tell.verdict import read_plan
 
 
 def test_a_replay_stops_before_what_backward_does_not_ask_for():

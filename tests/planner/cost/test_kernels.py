@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner import estimate
-from weft.planner.cost.layer_kernels import cut_of, kernels
-from weft.planner.cost.machine.collective_cost import Fabric
-from weft.planner.cost.machine.kernels import bytes_s, core_s, flash_s, gemm_s
-from weft.planner.cost.machine.tables import Tables
-from weft.planner.space import Columns, Job, Shape
-from weft.spec import ClusterSpec, decoder_spec
-from weft.spec.cluster import device, devices
-from weft.spec.plan import Plan
+from weft.config.cluster import ClusterSpec, device, devices
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import Plan
+from weft.planner.cost.layer import cut_of, kernels
+from weft.planner.cost.machine import Fabric, Tables, bytes_s, core_s, flash_s, gemm_s
+from weft.planner.estimator import estimate
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
 
 H100 = Tables.of(device("h100"))
 PEAK = H100.flops["bf16"]

@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner import estimate
-from weft.planner.cost.machine.tables import Tables
-from weft.planner.cost.memory import CLASSES, layer_bytes, loss_memory
-from weft.planner.space.adapter_size import AdapterSize
+from weft.config.cluster import ClusterSpec
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import RECOMPUTES, Plan
+from weft.config.sections import AdapterSection
+from weft.planner.cost import memory_terms as loss_memory
+from weft.planner.cost.machine import Tables
+from weft.planner.cost.memory import CLASSES
+from weft.planner.cost.memory_terms import layer_bytes
+from weft.planner.estimator import estimate
 from weft.planner.space.columns import Columns, Job
-from weft.planner.space.shape import Shape
-from weft.planner.space.stack import Stack
-from weft.spec.cluster import ClusterSpec
-from weft.spec.config import AdapterSection
-from weft.spec.model import decoder_spec
-from weft.spec.plan import RECOMPUTES, Plan
+from weft.planner.space.shape import Shape, Stack
+from weft.planner.space.trained_part import AdapterSize
 
 SHAPE = Shape.of_decoder(decoder_spec("llama3-8b"))
 FUSED = Stack(fused_norm=True)
@@ -144,7 +145,7 @@ def test_gpt_keeps_34_bytes_and_its_scores():
 
 
 def test_the_loss_is_cut_where_the_runtime_cuts_it():
-    head = importlib.import_module("weft.parallel.tensor.head")
+    head = importlib.import_module("weft.parallel.tensor.language_head")
     assert loss_memory.LARGE_LOGITS_BYTES == head.LARGE_LOGITS_BYTES
 
 

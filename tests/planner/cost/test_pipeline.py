@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.planner.cost.pipeline.pipeline_cost import (
+from weft.config.partitioning import divide_layers
+from weft.config.pipeline_schedule import build_schedule
+from weft.config.plan import SCHEDULES
+from weft.planner.cost.pipeline import (
     balanced_layers,
     bubble_s,
     chunks_per_rank,
@@ -17,9 +20,6 @@ from weft.planner.cost.pipeline.pipeline_cost import (
     split_layers,
 )
 from weft.planner.space.columns import Columns
-from weft.spec.plan import SCHEDULES
-from weft.spec.schedule import build_schedule
-from weft.spec.shares import divide_layers
 
 
 def piped(schedule="1f1b", pp=8, num_micro=32, virtual_stages=1) -> Columns:

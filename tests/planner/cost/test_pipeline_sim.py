@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.spec.schedule.cases import schedules
-from weft.planner.cost.pipeline.makespan import makespan_s
-from weft.planner.cost.pipeline.pipeline_sim import Durations, simulate
-from weft.spec.schedule import Action, Schedule, build_schedule
+from weft.config.pipeline_schedule import Action, Schedule, build_schedule
+from weft.planner.cost.pipeline import Durations, makespan_s, simulate
 
 
 def test_what_a_pair_hides_makes_its_forward_leave_later():

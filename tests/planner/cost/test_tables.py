@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from weft.config.cluster import device, devices
 from weft.errors import ConfigError
-from weft.planner.cost.machine.tables import Tables
-from weft.spec.cluster import device, devices
+from weft.planner.cost.machine import Tables
 
 
 def test_every_device_has_constants_in_both_tiers():

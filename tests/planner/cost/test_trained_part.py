@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from weft.planner import estimate
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import Plan
+from weft.config.sections import OptimizerGroup
 from weft.planner.cost.machine import Tables
-from weft.planner.search import Question
-from weft.planner.space import Columns
+from weft.planner.estimator import estimate
+from weft.planner.search.question import Question
+from weft.planner.space.columns import Columns
 from weft.planner.space.trained_part import TrainedPart, parameters_of
-from weft.spec import DecoderSpec, decoder_spec
-from weft.spec.config import OptimizerGroup
-from weft.spec.plan import Plan
 
 SMALL = {
     "vocab_size": 96,
@@ -40,7 +41,7 @@ def test_names_and_sizes_are_those_of_the_model(name: str) -> None:
     pytest.importorskip("torch")
     import torch
 
-    from weft.models import Decoder
+    from weft.models.decoder import Decoder
 
     with torch.device("meta"):
         model = Decoder(SPECS[name])

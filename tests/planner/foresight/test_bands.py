@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.planner.foresight import (
+from weft.config.cluster import ClusterSpec, devices
+from weft.planner.space.columns import Job
+from weft.planner.space.shape import Shape
+from weft.planner.uncertainty import (
     LEVELS,
     Circumstances,
     circumstances_of,
@@ -19,9 +22,6 @@ from weft.planner.foresight import (
     time_bands,
     unmeasured,
 )
-from weft.planner.space import Job, Shape
-from weft.spec import ClusterSpec
-from weft.spec.cluster import devices
 
 KNOWN = Circumstances(generation="hopper", experts=False, narrow=False, seq_len=4096, nodes=4, stages=1)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from weft.planner.measured.here import this_host
 from weft.planner.measured.laws import BETWEEN
-from weft.planner.measured.profile import Lesson, Machine, Measurement, Profile
+from weft.planner.measured.machine_profile import Lesson, Machine, Measurement, Profile
+from weft.planner.measured.profile_tables import this_host
 
 #: Operations a second of a core, values a second through memory, bytes a second between ranks, seconds of a call.
 FLOPS, VALUES, BYTES, CALL = 5e10, 1e9, 2e9, 1e-5

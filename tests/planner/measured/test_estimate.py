@@ -6,18 +6,17 @@ import numpy as np
 import pytest
 
 from tests.planner.measured.synthetic import profile
+from weft.config.partitioning import divide_layers
+from weft.config.plan import Plan
 from weft.errors import ConfigError
-from weft.planner import estimate
 from weft.planner.cost.step import TERMS
-from weft.planner.measured import measured_tables
-from weft.planner.measured.here import cluster_of
-from weft.planner.measured.host.crowd import crowd_of, ranks_of
-from weft.planner.measured.profile import Lesson, Profile
-from weft.planner.space.adapter_size import AdapterSize
+from weft.planner.estimator import estimate
+from weft.planner.measured.host_layer import crowd_of, ranks_of
+from weft.planner.measured.machine_profile import Lesson, Profile
+from weft.planner.measured.profile_tables import cluster_of, measured_tables
 from weft.planner.space.columns import Columns, Job
 from weft.planner.space.shape import Shape
-from weft.spec.plan import Plan
-from weft.spec.shares import divide_layers
+from weft.planner.space.trained_part import AdapterSize
 
 SHAPE = Shape(vocab=2048, hidden=256, layers=8, heads=8, kv_heads=4, head_dim=32, ffn=768)
 JOB = Job(shape=SHAPE, seq_len=128, global_batch=8)
@@ -168,7 +167,7 @@ def test_what_runs_taught_scales_its_part() -> None:
 
 
 def test_every_estimate_says_what_it_rests_on() -> None:
-    from weft.planner.tell.basis import time_by_rung
+    from weft.planner.report.explanation import time_by_rung
 
     known = profile()
     for count, rungs in ((4, {"here"}), (8, {"here", "common"})):
@@ -198,8 +197,8 @@ def test_several_hosts_were_not_measured() -> None:
 
 
 def test_a_gpu_profile_gives_constants() -> None:
-    from weft.planner.measured.profile import Measurement
-    from weft.spec.cluster import ClusterSpec
+    from weft.config.cluster import ClusterSpec
+    from weft.planner.measured.machine_profile import Measurement
 
     cluster = ClusterSpec.parse("2xh100")
     known = profile()

@@ -8,7 +8,7 @@ import pytest
 from tests.planner.measured.synthetic import BYTES, CALL, FLOPS, VALUES, profile
 from weft.errors import ConfigError
 from weft.planner.measured.laws import Laws, fit_law
-from weft.planner.measured.profile import Measurement
+from weft.planner.measured.machine_profile import Measurement
 
 
 def test_a_law_gives_back_what_made_its_samples() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from tests.planner.measured.synthetic import profile
 from weft.errors import ConfigError
-from weft.planner.measured.lessons import RUN_FILE, learn, lesson_of, lesson_words, measured_parts, part_factors
-from weft.planner.measured.profile import Lesson
+from weft.planner.measured.laws import RUN_FILE, learn, lesson_of, lesson_words, measured_parts, part_factors
+from weft.planner.measured.machine_profile import Lesson
 
 
 def run(folder: Path, **changes: object) -> Path:

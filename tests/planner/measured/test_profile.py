@@ -8,8 +8,8 @@ import pytest
 
 from tests.planner.measured.synthetic import profile
 from weft.errors import ConfigError
-from weft.planner.measured.here import cluster_of, profile_here, stale
-from weft.planner.measured.profile import Lesson, load_profile
+from weft.planner.measured.machine_profile import Lesson, load_profile
+from weft.planner.measured.profile_tables import cluster_of, profile_here, stale
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

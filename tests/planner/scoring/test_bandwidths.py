@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.planner.scoring.rows.bandwidths import (
-    device_gib,
-    gibibytes,
-    memory_bytes_per_s,
-    network_bytes_per_s,
-    sequences,
-    tokens,
-)
+from weft.planner.scoring.cells import device_gib, gibibytes, memory_bytes_per_s, network_bytes_per_s, sequences, tokens
 
 GIGA = 1e9
 

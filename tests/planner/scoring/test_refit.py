@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from weft.planner.foresight import Circumstances
-from weft.planner.scoring.refit import refit
-from weft.planner.scoring.residuals import Residual, coverage, experience, experience_text
-from weft.planner.scoring.rows import read_runs
-from weft.planner.scoring.scores import predict_run
+from weft.planner.scoring.metrics import Residual, coverage, experience, experience_text
+from weft.planner.scoring.published_runs import read_runs
+from weft.planner.scoring.scores import predict_run, refit
+from weft.planner.uncertainty import Circumstances
 
 SAMPLE = Path(__file__).with_name("sample_runs.csv")
 
@@ -93,7 +92,7 @@ def test_what_is_less_certain_gets_a_wider_scale():
 def test_experience_is_written_as_it_is_read():
     import tomllib
 
-    from weft.planner.foresight.bands import experience_of
+    from weft.planner.uncertainty import experience_of
 
     known = experience(drawn(1, wide=2.0), drawn(2))
     again = experience_of(tomllib.loads(experience_text(known)))

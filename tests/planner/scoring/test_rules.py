@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from weft.errors import ConfigError
-from weft.planner.cost.layer_kernels import attention_gain
-from weft.planner.cost.machine import Fabric
-from weft.planner.cost.machine.tables import Tables
-from weft.planner.scoring.fill import candidates, predict
-from weft.planner.scoring.rows.names import cluster_of, device_named, network_rate
-from weft.planner.scoring.rows.runs import read_runs
-from weft.planner.scoring.rows.shapes import shape_of, step_flops
-from weft.planner.scoring.rows.stacks import stack_of, stack_rules
-from weft.planner.space import Job
+from weft.planner.cost.layer import attention_gain
+from weft.planner.cost.machine import Fabric, Tables
+from weft.planner.scoring.cells import cluster_of, device_named, network_rate, shape_of, step_flops
+from weft.planner.scoring.published_runs import read_runs
+from weft.planner.scoring.scores import candidates, predict
+from weft.planner.scoring.stacks import stack_of, stack_rules
+from weft.planner.space.columns import Job
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from weft.cli.app import run
-from weft.cli.planning.plan_score import score_runs
+from weft.cli.plan_score import score_runs
 from weft.errors import ConfigError
-from weft.planner.scoring import SCORE_TIERS, score
+from weft.planner.scoring.scores import SCORE_TIERS, score
 
 SAMPLE = Path(__file__).with_name("sample_runs.csv")
 FIELDS = {"id", "tier", "predicted_iter_s", "predicted_mem_gib", "measured_iter_s", "error", "fits_probability"}

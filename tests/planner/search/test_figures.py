@@ -6,9 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from weft.planner.search.figures import flops_per_token, matmul_params, model_flops_utilisation, step_cost, usual_price
+from weft.config.cluster import ClusterSpec, devices
+from weft.planner.search.candidate import (
+    flops_per_token,
+    matmul_params,
+    model_flops_utilisation,
+    step_cost,
+    usual_price,
+)
 from weft.planner.search.question import Question
-from weft.spec.cluster import ClusterSpec, devices
 
 QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128)
 

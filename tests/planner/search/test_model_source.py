@@ -9,16 +9,16 @@ import pytest
 import torch
 import transformers
 
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_spec import ModelSpec, decoder_spec
+from weft.config.plan import Plan
 from weft.errors import ConfigError, WeftError
-from weft.planner import estimate
 from weft.planner.cost.machine import Tables
-from weft.planner.measured.host import host_memory
+from weft.planner.estimator import estimate
+from weft.planner.measured.host_memory import host_memory
 from weft.planner.search.model_source import _FAMILIES, default_batch, default_seq_len, read_model
 from weft.planner.search.question import Question
-from weft.planner.space import Columns
-from weft.spec import DecoderSpec
-from weft.spec.model import ModelSpec, decoder_spec
-from weft.spec.plan import Plan
+from weft.planner.space.columns import Columns
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
          "num_hidden_layers": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192,

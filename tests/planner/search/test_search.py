@@ -11,15 +11,14 @@ import pytest
 
 import weft
 from tests.choice import gate_runs
+from weft.config.plan import RECOMPUTES, Plan
+from weft.config.plan_rules import LASTING, RULES, check
+from weft.planner.report.explanation import search
+from weft.planner.report.scenario import change
 from weft.planner.search.best_plans import answer
 from weft.planner.search.candidate import Answer, layouts
-from weft.planner.search.moves import estimated, neighbours
 from weft.planner.search.question import Question
-from weft.planner.search.refine import anneal, descend
-from weft.planner.tell.explained import search
-from weft.planner.tell.scenario import change
-from weft.spec.plan import RECOMPUTES, Plan
-from weft.spec.rules.plan_rules import LASTING, RULES, check
+from weft.planner.search.refine import anneal, descend, estimated, neighbours
 
 SMALL = {"seq_len": 1024, "global_batch": 48}
 

@@ -10,12 +10,14 @@ import pytest
 
 from weft import env
 from weft.cli.app import run
+from weft.config.files import load_config
+from weft.config.model_spec import decoder_spec
+from weft.config.sections import AdapterSection
 from weft.errors import ModelError
-from weft.planner.search import read_model, tuned_question, what_fits
-from weft.planner.space import AdapterSize, Shape
-from weft.spec import decoder_spec
-from weft.spec.config import AdapterSection
-from weft.spec.files import load_config
+from weft.planner.search.model_source import read_model
+from weft.planner.search.tuning import tuned_question, what_fits
+from weft.planner.space.shape import Shape
+from weft.planner.space.trained_part import AdapterSize
 
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from weft.planner.search import Question, answer
-from weft.planner.search.moves import estimated
-from weft.spec.plan import Plan
+from weft.config.plan import Plan
+from weft.planner.search.best_plans import answer
+from weft.planner.search.question import Question
+from weft.planner.search.refine import estimated
 
 #: Plans that seconds of annealing found, where the default search was 10 to 12 % behind such plans.
 CASES = {

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.mesh.places import strides
+from weft.comm.mesh import strides
+from weft.config.model_spec import ModelSpec, decoder_spec, model_names
+from weft.config.plan import AXES, PRECISIONS, RESHARDS, SCHEDULES, Plan
 from weft.planner.space.columns import CP_MODES, Columns, Job
 from weft.planner.space.shape import Shape
-from weft.spec.model import ModelSpec, decoder_spec, model_names
-from weft.spec.plan import AXES, RESHARDS, SCHEDULES, Plan
-from weft.spec.plan.plan import PRECISIONS
 
 JOB = Job(shape=Shape.of_decoder(decoder_spec("llama3-8b")), seq_len=8192, global_batch=64)
 

@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.config.cluster import ClusterSpec
+from weft.config.plan import Plan
 from weft.errors import ConfigError
-from weft.planner import estimate
 from weft.planner.cost.machine import Tables
-from weft.planner.search import Question
-from weft.planner.space import Columns, Job, Shape
-from weft.planner.space.document_mix import DocumentMix
-from weft.spec import ClusterSpec
-from weft.spec.plan import Plan
+from weft.planner.estimator import estimate
+from weft.planner.search.question import Question
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
+from weft.planner.space.trained_part import DocumentMix
 
 SHAPE = Shape(vocab=32768, hidden=2048, layers=8, heads=16, kv_heads=8, head_dim=128, ffn=8192)
 JOB = Job(shape=SHAPE, seq_len=8192, global_batch=8)

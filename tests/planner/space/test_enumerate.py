@@ -9,12 +9,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from weft.config.plan import RECOMPUTES, RESHARDS, SCHEDULES, Plan
+from weft.config.plan_rules import LASTING, RULES, check
 from weft.planner.search.question import Question
 from weft.planner.space.columns import CP_MODES, PRECISIONS, Columns
-from weft.planner.space.enumerate import Tally, enumerate_space
-from weft.planner.space.plan_space import Space
-from weft.spec.plan import RECOMPUTES, RESHARDS, SCHEDULES, Plan
-from weft.spec.rules.plan_rules import LASTING, RULES, check
+from weft.planner.space.enumerate import Space, Tally, enumerate_space
 
 WORLDS = (1, 6, 8, 12)
 CLUSTERS = {12: "2x6xh100"}

@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from weft.models import build_decoder
-from weft.parallel.layers.float8_layers import choose_float8
-from weft.planner.search import Question
-from weft.planner.search.moves import estimated
-from weft.planner.space.half_layers import half_share
-from weft.spec import DecoderSpec
-from weft.spec.model import decoder_spec
-from weft.spec.plan import Plan
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import Plan
+from weft.models.registry import build_decoder
+from weft.parallel.layers.float8 import choose_float8
+from weft.planner.search.question import Question
+from weft.planner.search.refine import estimated
+from weft.planner.space.trained_part import half_share
 
 LLAMA = DecoderSpec(vocab_size=64, dim=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=160, max_seq_len=64)
 SPECS = {

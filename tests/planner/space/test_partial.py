@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.spec.plans import plans
+from weft.config.cluster import device
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import Plan, plan_fields
+from weft.config.plan_rules import RULES
+from weft.config.rule import Facts, Rule, UnknownFact
 from weft.planner.space.partial import BROKEN, KEPT, OPEN, PartialPlans, RuleReader, broken, crossed, verdicts
-from weft.spec.cluster import device
-from weft.spec.model import decoder_spec
-from weft.spec.plan import Plan, plan_fields
-from weft.spec.rules.plan_rules import RULES
-from weft.spec.rules.rule import Facts, Rule, UnknownFact
 
 FACTS = Facts(
     model=decoder_spec("tiny"), world_size=8, global_batch=24, seq_len=256, device=device("v100"), open_axis=None

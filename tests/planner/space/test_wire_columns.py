@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from tests.comm import block8  # noqa: F401 (registers the wire)
-from weft.planner import estimate
+from weft.config.cluster import ClusterSpec
+from weft.config.model_spec import ModelSpec, decoder_spec
+from weft.config.plan import Plan
+from weft.config.wire_formats import COMPRESSES, GATHERS, WIRES, wire_spec
 from weft.planner.cost.machine import Tables
-from weft.planner.space.columns import Columns, Job
-from weft.planner.space.shape import Shape
-from weft.planner.space.stack import Stack
-from weft.planner.space.wire_columns import copy_bytes, state_bytes, weight_bytes, wire_bytes
-from weft.spec.cluster import ClusterSpec
-from weft.spec.model import ModelSpec, decoder_spec
-from weft.spec.plan import Plan
-from weft.spec.wires import COMPRESSES, GATHERS, WIRES, wire_spec
+from weft.planner.estimator import estimate
+from weft.planner.space.columns import Columns, Job, copy_bytes, state_bytes, weight_bytes, wire_bytes
+from weft.planner.space.shape import Shape, Stack
 
 CLUSTER = ClusterSpec.parse("16x8xh100")
 JOB = Job(shape=Shape.of_decoder(decoder_spec("llama3-8b")), seq_len=4096, global_batch=256)

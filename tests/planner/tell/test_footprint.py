@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.memory import apply_recompute
-from weft.models import build_decoder
-from weft.planner.tell.footprint import Usage, activation_bytes, remedies
-from weft.spec import DecoderSpec
-from weft.spec.model import decoder_spec
-from weft.spec.plan import Plan
-from weft.spec.rules.plan_rules import NOT_BUILT, check
-from weft.spec.rules.rule import Facts
-from weft.testing.memory import LiveTensors
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_spec import decoder_spec
+from weft.config.plan import Plan
+from weft.config.plan_rules import NOT_BUILT, check
+from weft.config.rule import Facts
+from weft.memory.recompute import apply_recompute
+from weft.models.registry import build_decoder
+from weft.planner.report.verdict import Usage, activation_bytes, remedies
 from weft.train.tasks.decoder_loss import token_cross_entropy
+from weft.verify.memory import LiveTensors
 
 GIB = 2**30
 STATES = Usage(parameters=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB, activations=8 * GIB, num_rows=4, num_blocks=32)
@@ -71,7 +71,7 @@ def test_rules_leave_out_what_is_not_built_or_not_legal():
 
 
 def test_sharding_is_offered_with_what_it_saves_once_it_is_built(monkeypatch):
-    monkeypatch.setattr("weft.planner.tell.footprint.check", lambda plan, facts: [])
+    monkeypatch.setattr("weft.planner.report.verdict.check", lambda plan, facts: [])
     no_rows = Usage(parameters=4 * GIB, gradients=4 * GIB, optimizer=8 * GIB)
     one, two, three = remedies(Plan(dp_replicate=4), no_rows, 0)
     assert (one.change, one.saved_bytes) == ("dp_shard=4 zero=1", 6 * GIB)

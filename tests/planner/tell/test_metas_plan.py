@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from weft.planner.search import Candidate, Question
-from weft.planner.search.figures import flops_per_token
-from weft.planner.search.moves import estimated
-from weft.planner.tell.basis import band_of
-from weft.spec.plan import Plan
+from weft.config.plan import Plan
+from weft.planner.report.explanation import band_of
+from weft.planner.search.candidate import Candidate, flops_per_token
+from weft.planner.search.question import Question
+from weft.planner.search.refine import estimated
 
 SHAPE = "pp=16 dp_shard=128 tp=8 sp=on schedule=interleaved microbatches=16 virtual_stages=7"
 PLAN = f"{SHAPE} zero=2 precision=bf16 compile=on"

@@ -6,16 +6,24 @@ from xml.etree import ElementTree
 
 import pytest
 
+from weft.config.plan import Plan
+from weft.planner.report.explanation import explain, fit_words, memory_bars, waterfall
+from weft.planner.report.pictures import (
+    CLASS_COLOURS,
+    TERM_COLOURS,
+    Drawing,
+    Polyline,
+    Rect,
+    Text,
+    memory_by_rank,
+    pareto,
+)
+from weft.planner.report.pictures import waterfall as draw_waterfall
+from weft.planner.report.verdict import read_plan
 from weft.planner.search import ranks
 from weft.planner.search.best_plans import answer
-from weft.planner.search.moves import estimated
 from weft.planner.search.question import Question
-from weft.planner.tell.explanation import explain, fit_words, memory_bars, waterfall
-from weft.planner.tell.pictures.canvas import Drawing, Polyline, Rect, Text
-from weft.planner.tell.pictures.charts import CLASS_COLOURS, TERM_COLOURS, memory_by_rank, pareto
-from weft.planner.tell.pictures.charts import waterfall as draw_waterfall
-from weft.planner.tell.verdict import read_plan
-from weft.spec.plan import Plan
+from weft.planner.search.refine import estimated
 
 QUESTION = Question.of("llama3-8b", "8xh100", seq_len=8192, global_batch=128, built_only=False, most_plans=20_000)
 PIPED = "pp=4 dp_shard=2 zero=1 microbatches=16 precision=bf16 recompute=full compile=on"

@@ -7,9 +7,9 @@ import xml.etree.ElementTree as ElementTree
 from hypothesis import given, settings
 
 from tests.spec.schedule.cases import schedules
-from weft.planner.cost.pipeline.pipeline_sim import Durations
-from weft.planner.tell.pictures.timeline import Bar, draw_bars, draw_schedule
-from weft.spec.schedule import build_schedule, parts
+from weft.config.pipeline_schedule import build_schedule, parts
+from weft.planner.cost.pipeline import Durations
+from weft.planner.report.pictures import Bar, draw_bars, draw_schedule
 
 SVG = "{http://www.w3.org/2000/svg}"
 

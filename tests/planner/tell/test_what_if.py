@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from weft.config.plan import Plan
 from weft.errors import ConfigError
-from weft.planner.search import estimated
+from weft.planner.report.scenario import LEVERS, change, what_if
+from weft.planner.report.tables import scenario_table
+from weft.planner.report.verdict import nearest_yes
 from weft.planner.search.question import Question
-from weft.planner.tell.nearest import nearest_yes
-from weft.planner.tell.report import scenario_table
-from weft.planner.tell.scenario import LEVERS, change, what_if
-from weft.spec.plan import Plan
+from weft.planner.search.refine import estimated
 
 BASE = Question.of("llama3-8b", "2x8xh100", seq_len=4096, global_batch=64, built_only=False, most_plans=20_000)
 

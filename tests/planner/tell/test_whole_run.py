@@ -9,8 +9,7 @@ import pytest
 
 from weft.cli.app import run
 from weft.errors import ConfigError
-from weft.planner.tell import whole_runs
-from weft.planner.tell.whole_run import goodput, read_run
+from weft.planner.report.full_run import goodput, read_run, whole_runs
 
 FIXED = "dp_shard=8 zero=3 precision=bf16 compile=on recompute=full"
 

@@ -7,18 +7,16 @@ from dataclasses import replace
 import pytest
 
 from tests.planner import stub
+from weft.config.cluster import ClusterSpec, device
+from weft.config.plan_rules import LASTING, check
 from weft.errors import ConfigError, PlanError, WeftError
+from weft.planner.report.comparison import compare
+from weft.planner.report.tables import comparison_table, why_not_table
+from weft.planner.report.verdict import nearest_yes, why_not
 from weft.planner.search import best_plans as search
-from weft.planner.search import moves
+from weft.planner.search import refine as moves
 from weft.planner.search.best_plans import answer
 from weft.planner.search.question import Question
-from weft.planner.tell.comparison import compare
-from weft.planner.tell.nearest import nearest_yes
-from weft.planner.tell.report import comparison_table, why_not_table
-from weft.planner.tell.verdict import why_not
-from weft.spec import ClusterSpec
-from weft.spec.cluster import device
-from weft.spec.rules.plan_rules import LASTING, check
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from weft.spec.plan import SCHEDULES
-from weft.spec.schedule import Schedule, build_schedule
+from weft.config.pipeline_schedule import Schedule, build_schedule
+from weft.config.plan import SCHEDULES
 
 
 @st.composite

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from tests.spec.schedule.cases import schedules
+from weft.config.pipeline_schedule import Action, Pair, build_schedule, makes, parts, schedule_of
+from weft.config.plan import SCHEDULES, Plan
 from weft.errors import PlanError
-from weft.spec.plan import SCHEDULES, Plan
-from weft.spec.schedule import Action, Pair, build_schedule, makes, parts, schedule_of
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 

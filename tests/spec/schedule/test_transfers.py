@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given, settings
 
 from tests.spec.schedule.cases import schedules
-from weft.spec.schedule import Action, Schedule, build_schedule, makes, needs, parts
-from weft.spec.schedule.transfers import Transfer, arrived_by, flows, receiving_early, with_transfers
+from weft.config.pipeline_schedule import (
+    Action,
+    Schedule,
+    Transfer,
+    arrived_by,
+    build_schedule,
+    flows,
+    makes,
+    needs,
+    parts,
+    receiving_early,
+    with_transfers,
+)
 
 EXAMPLES = settings(max_examples=60, deadline=None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.testing.paper import why_not
+from weft.gpu_sim.stub_library import why_not
 
 
 def pytest_collection_modifyitems(items):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.testing.paper import script_on_paper
+from weft.gpu_sim.plans import script_on_paper
 
 pytestmark = pytest.mark.paper
 
@@ -39,7 +39,7 @@ print(json.dumps({
 #: Every module that took `move_batch` by name gets one that leaves batches where they are.
 BATCHES_STAY = """
 import sys
-import weft.train.script.script_run
+import weft.train.script
 for module in list(sys.modules.values()):
     if module.__name__.startswith("weft.") and hasattr(module, "move_batch"):
         module.move_batch = lambda batch, device: batch
@@ -98,8 +98,8 @@ import sys
 import torch
 import transformers
 import weft
-from weft.data.batch import move_batch
-from weft.testing.paper.streams import device_here
+from weft.data.batches import move_batch
+from weft.gpu_sim.cuda import device_here
 
 sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 kind, config = {

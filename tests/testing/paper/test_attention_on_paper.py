@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from weft.testing.paper import script_on_paper
+from weft.gpu_sim.plans import script_on_paper
 
 pytestmark = pytest.mark.paper
 
@@ -19,16 +19,16 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.engines.gpu_kernels import GpuKernels
-from weft.mesh import build_mesh
+from weft.train.gpu_kernels import GpuKernels
+from weft.comm.mesh import build_mesh
 from weft.models import build_decoder
-from weft.parallel import parallelize
-from weft.spec import DecoderSpec
-from weft.spec.config import RunConfig
-from weft.spec.plan import Plan
-from weft.testing.paper import compiled
+from weft.parallel.parallelize import parallelize
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.run_config import RunConfig
+from weft.config.plan import Plan
+from weft.gpu_sim import compiled
 from weft.train import TrainStep
-from weft.train.tasks import model_forward, token_cross_entropy
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
 
 GPU, SEEN = torch.device("cuda", 0), Counter()
 SPEC = DecoderSpec(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weft.errors import LaunchError
-from weft.testing.paper import why_not
-from weft.testing.paper.stub import stub_library as build
+from weft.gpu_sim import stub_library as build
+from weft.gpu_sim.stub_library import why_not
 
 
 def test_without_a_compiler_it_says_what_to_install(monkeypatch):
@@ -49,7 +49,7 @@ def test_a_plan_that_breaks_a_rule_is_no_traceback():
     if why_not():
         pytest.skip(why_not())
     done = subprocess.run(
-        [sys.executable, "-m", "weft.testing.paper", "plans", "zero=3"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "weft.gpu_sim", "plans", "zero=3"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

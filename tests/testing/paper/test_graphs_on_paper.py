@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from weft.testing.paper import plans_on_paper, script_on_paper
+from weft.gpu_sim.plans import plans_on_paper, script_on_paper
 
 pytestmark = pytest.mark.paper
 
@@ -51,8 +51,8 @@ def test_a_step_keeps_the_rules_of_captures_and_is_launched_as_few(known, option
 COUNT = """
 import json
 import torch
-import weft.testing.paper.plans as plans
-from weft.testing.paper.streams import device_here
+import weft.gpu_sim.decoder_plans as plans
+from weft.gpu_sim.cuda import device_here
 
 plain, held = plans.token_cross_entropy, []
 for act, plan in CASES:

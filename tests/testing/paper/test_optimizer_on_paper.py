@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from weft.testing.paper import script_on_paper
+from weft.gpu_sim.plans import script_on_paper
 
 pytestmark = pytest.mark.paper
 
 COUNT = """
 import inspect, json
 from weft.models import build_decoder
-from weft.parallel.zero.flat.arrivals import AwaitsWeights
-from weft.testing.paper.plans import PaperModel, plan_report
-from weft.testing.paper.streams import device_here
+from weft.parallel.zero_flat.prefetch import AwaitsWeights
+from weft.gpu_sim.decoder_plans import PaperModel, plan_report
+from weft.gpu_sim.cuda import device_here
 
 PARTS = ("parallel/zero/", "optim/", "comm/links/", "train/step/train_step.py")
 # Layers of torch are counted at Weft's line that calls them: this one waits for weights and calls the module's forward.

@@ -7,13 +7,14 @@ import json
 import pytest
 import torch
 
-from weft.comm.links import NCCL_FORMATS
-from weft.planner.cost.memory.communicators import axis_groups, lanes
-from weft.planner.space import Columns, Job, Shape
-from weft.spec.plan import Plan
-from weft.testing.paper import PaperReport, plans_on_paper, script_on_paper
-from weft.testing.paper.clock.roofline import FLOPS
-from weft.testing.paper.plans import PaperModel
+from weft.comm.transports.backend import NCCL_FORMATS
+from weft.config.plan import Plan
+from weft.gpu_sim.clock import FLOPS
+from weft.gpu_sim.decoder_plans import PaperModel
+from weft.gpu_sim.plans import PaperReport, plans_on_paper, script_on_paper
+from weft.planner.cost.memory_terms import axis_groups, lanes
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
 
 pytestmark = pytest.mark.paper
 
@@ -113,8 +114,8 @@ TRIED = {"dense": (DENSE, {}), "experts": (EXPERTS, {"experts": 4}), "documents"
 TRY = """
 import gc, json
 
-from weft.testing.paper.plans import PaperModel, plan_report
-from weft.testing.paper.streams import device_here
+from weft.gpu_sim.decoder_plans import PaperModel, plan_report
+from weft.gpu_sim.cuda import device_here
 
 gc.freeze()
 for options, plans in json.loads(TRIED):
@@ -186,8 +187,8 @@ def check(known, reports, least=200, experts=0):
 STEPPED = """
 import json
 
-from weft.testing.paper.plans import PaperModel, plan_report
-from weft.testing.paper.streams import device_here
+from weft.gpu_sim.decoder_plans import PaperModel, plan_report
+from weft.gpu_sim.cuda import device_here
 
 for plan, optimizer, states in json.loads(OPTIMIZERS):
     subject = PaperModel(layers=1, seq_len=128, batch=2, optimizer=optimizer, states=states)
@@ -227,14 +228,14 @@ import contextlib, gc, json, sys
 from unittest.mock import patch
 
 import torch
-import weft.train.script.script_run
-from weft.comm.links.backend import BackendLink
+import weft.train.script
+from weft.comm.transports.backend import BackendLink
 from weft.memory.host_link import _CudaCopy
-from weft.models.transformer import SwiGLU
-from weft.parallel.zero.sharded.first_gathers import FirstGathers
-from weft.testing.paper.plans import PaperModel, plan_report
-from weft.testing.paper.streams import device_here
-from weft.train.step import TrainStep
+from weft.models.decoder import SwiGLU
+from weft.parallel.zero_sharded.hooks import FirstGathers
+from weft.gpu_sim.decoder_plans import PaperModel, plan_report
+from weft.gpu_sim.cuda import device_here
+from weft.train.step.train_step import TrainStep
 
 
 def finished_unawaited(link, operation):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.testing.paper import script_on_paper
+from weft.gpu_sim.plans import script_on_paper
 
 pytestmark = pytest.mark.paper
 
@@ -14,7 +14,7 @@ MOST_WAITS = 157
 RUN = f"""
 import sys
 from pathlib import Path
-from weft.spec.files.config_file import load_config
+from weft.config.files import load_config
 from weft.train import prepare_run, run_rank
 
 place = Path(sys.argv[1])

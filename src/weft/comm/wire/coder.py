@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from weft.comm.wire.low_rank import Matrix
-from weft.comm.wire.wire import State, Wire
+from weft.comm.wire.wire_format import State, Wire
 
 
 class Coder:

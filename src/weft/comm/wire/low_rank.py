@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from weft.comm.wire.wire import Wire
+from weft.comm.wire.wire_format import Wire
 
 #: What a coder carries the bases Q as.
 BASIS = "basis"

@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from weft.data.media.encoded import Encoded
-from weft.data.media.file_forms import printable
-from weft.data.media.media_kinds import PICTURE, class_files
-from weft.data.media.pixels import picture_size
-from weft.data.order import permutation
+from weft.data.media.files import printable
+from weft.data.media.images import Encoded, picture_size
+from weft.data.media.records import PICTURE, class_files
+from weft.data.order.stream import permutation
 from weft.errors import DataError
 from weft.units import format_count
 

@@ -15,9 +15,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.media.audio import sound_size
 from weft.data.media.class_folder import MOST_BAD
-from weft.data.media.encoded import Encoded
-from weft.data.media.file_forms import (
+from weft.data.media.files import (
     RECORD_SUFFIXES,
     FoundRecord,
     RecordColumns,
@@ -27,11 +27,10 @@ from weft.data.media.file_forms import (
     printable,
     records_in,
 )
-from weft.data.media.media_kinds import KINDS, PICTURE, MediaKind, class_files
-from weft.data.media.pixels import picture_size
-from weft.data.media.sound import sound_size
-from weft.data.order import permutation
-from weft.data.prepared import RowTable, RowWriter, ready_table
+from weft.data.media.images import Encoded, picture_size
+from weft.data.media.records import KINDS, PICTURE, MediaKind, class_files
+from weft.data.order.stream import permutation
+from weft.data.store.row_table import RowTable, RowWriter, ready_table
 from weft.errors import DataError
 from weft.units import format_count
 

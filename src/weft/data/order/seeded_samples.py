@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
-from weft.data.batch import kept_generators, seed_generators
-from weft.data.order.sample_order import derive_key
+from weft.data.order.stream import derive_key
+from weft.data.random_state import kept_generators, seed_generators
 
 
 @dataclass(frozen=True, slots=True)

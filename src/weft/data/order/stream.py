@@ -1,19 +1,324 @@
-"""Sequences in training order: sample(index) is a pure function of the seed and the global sample index."""
+"""The order of data as pure functions: nothing is shuffled in memory, so any place is reached at once.
+
+A permutation is a Feistel network over the next power of two, walked until it lands inside (Black and Rogaway, "Ciphers
+with Arbitrary Finite Domains", 2002): fewer than two steps on average.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from weft.data.order.mixture import Mixture
-from weft.data.order.packing import open_spans
-from weft.data.order.sample_order import derive_key, permutation
-from weft.data.shards import SplitCounts, SplitReader
+from weft.data.token_files import SplitCounts, SplitReader, sync
 from weft.errors import DataError
+
+_MASK = 2**64 - 1
+_MULTIPLY_1, _MULTIPLY_2 = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+_ROUNDS = 8
+
+
+@lru_cache(maxsize=1024)
+def derive_key(*parts: int | str) -> int:
+    """Return 64 bits that depend on all parts and on their order."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class Permutation:
+    """A fixed permutation of range(size) that is computed per element. key: 64 bits."""
+
+    def __init__(self, size: int, key: int):
+        self.size = size
+        bits = max(1, (size - 1).bit_length())
+        self._low_bits = (bits + 1) // 2
+        self._low_mask = (1 << self._low_bits) - 1
+        self._high_mask = (1 << (bits - self._low_bits)) - 1
+        self._keys = [derive_key(key, number) for number in range(_ROUNDS)]
+
+    def __call__(self, index: int) -> int:
+        """index: 0 .. size - 1."""
+        while True:
+            low, high = index & self._low_mask, index >> self._low_bits
+            for number, key in enumerate(self._keys):
+                if number % 2:
+                    low ^= _scramble(high, key) & self._low_mask
+                else:
+                    high ^= _scramble(low, key) & self._high_mask
+            index = high << self._low_bits | low
+            if index < self.size:
+                return index
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """The same for an array of indices. int64 [n] -> int64 [n]."""
+        result = np.array(indices, np.uint64)
+        walking = np.arange(result.size)
+        while walking.size:
+            result[walking] = self._step(result[walking])
+            walking = walking[result[walking] >= self.size]
+        return result.astype(np.int64)
+
+    def _step(self, index: np.ndarray) -> np.ndarray:
+        low_bits, low_mask, high_mask = (np.uint64(n) for n in (self._low_bits, self._low_mask, self._high_mask))
+        low, high = index & low_mask, index >> low_bits
+        for number, key in enumerate(self._keys):
+            if number % 2:
+                low = low ^ (_scramble_array(high, key) & low_mask)
+            else:
+                high = high ^ (_scramble_array(low, key) & high_mask)
+        return high << low_bits | low
+
+
+def _scramble(value: int, key: int) -> int:
+    value = (value ^ key) * _MULTIPLY_1 & _MASK
+    value = (value ^ value >> 32) * _MULTIPLY_2 & _MASK
+    return value ^ value >> 32
+
+
+def _scramble_array(value: np.ndarray, key: int) -> np.ndarray:
+    half = np.uint64(32)
+    value = (value ^ np.uint64(key)) * np.uint64(_MULTIPLY_1)
+    value = (value ^ (value >> half)) * np.uint64(_MULTIPLY_2)
+    return value ^ (value >> half)
+
+
+@lru_cache(maxsize=256)
+def permutation(size: int, *parts: int | str) -> Permutation:
+    """Return the permutation of range(size) that the parts name, such as a seed, a source and an epoch."""
+    return Permutation(size, derive_key(*parts))
+
+
+# Which source a global sample comes from: a pure function of the sample's index, exact in the long run.
+
+#: Weights are kept as integers with this sum: all arithmetic is exact at any index.
+_SCALE = 2**32
+_GRID = 4096
+
+
+class Mixture:
+    """shares: positive weights of samples, of any sum. block: samples that are permuted among each other."""
+
+    def __init__(self, shares: Sequence[float], *, seed: int, block: int = 256):
+        self._parts = _integer_shares(shares)
+        self._seed, self._block = seed, block
+        self._locate = lru_cache(maxsize=8)(self._block_table)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """(source, how many samples of this source came before) for a global sample index."""
+        if len(self._parts) == 1:
+            return 0, index
+        number, slot = divmod(index, self._block)
+        sources, ordinals = self._locate(number)
+        return int(sources[slot]), int(ordinals[slot])
+
+    def counts_before(self, index: int) -> list[int]:
+        """Samples of each source among the first `index`."""
+        if len(self._parts) == 1:
+            return [index]
+        number, slot = divmod(index, self._block)
+        counts = self._dealt(number * self._block)
+        if slot:
+            for source in self._locate(number)[0][:slot].tolist():
+                counts[source] += 1
+        return counts
+
+    def _block_table(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        before, after = self._dealt(number * self._block), self._dealt((number + 1) * self._block)
+        sizes = [last - first for first, last in zip(before, after, strict=True)]
+        in_turn = np.repeat(np.arange(len(sizes)), sizes)
+        sources = in_turn[permutation(self._block, "mixture", self._seed, number).take(np.arange(self._block))]
+        ordinals = np.empty(self._block, np.int64)
+        for source, first in enumerate(before):
+            slots = np.flatnonzero(sources == source)
+            ordinals[slots] = first + np.arange(slots.size)
+        return sources, ordinals
+
+    def _dealt(self, total: int) -> list[int]:
+        """How many samples of each source fall due among the first `total`; the sum is `total`."""
+        # The time at which `total` are due is near `total` itself; find the last tick with at most that many.
+        low, high = max(0, total - len(self._parts) - 1) * _GRID, (total + len(self._parts) + 1) * _GRID
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if sum(self._due(middle)) <= total else (low, middle - 1)
+        counts, following = self._due(low), self._due(low + 1)
+        for source in range(len(counts)):
+            counts[source] += min(following[source] - counts[source], total - sum(counts))
+        return counts
+
+    def _due(self, tick: int) -> list[int]:
+        """Samples of each source that are due by a tick: the nearest whole number to its share of the time."""
+        return [(2 * tick * part + _GRID * _SCALE) // (2 * _GRID * _SCALE) for part in self._parts]
+
+
+def _integer_shares(shares: Sequence[float]) -> list[int]:
+    total = float(sum(shares))
+    parts = [max(1, round(share / total * _SCALE)) for share in shares]
+    parts[parts.index(max(parts))] += _SCALE - sum(parts)
+    return parts
+
+
+# Rows that samples bring to tensors whose rows are no samples, such as patches of images.
+
+
+def rows_of(samples: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    """Tell how many rows a sample brings to tensors that a collate function concatenates, such as patches of images.
+
+    One tuple for each tensor, array or list of the samples whose length is not 1 for all, without repetitions; a
+    sample without it brings none.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for names in _columns(samples):
+        counts = tuple(_length(_at(sample, names)) for sample in samples)
+        if any(count != 1 for count in counts) and any(counts):
+            found[counts] = None
+    return tuple(found)
+
+
+def _columns(samples: Sequence[Any]) -> list[Any]:
+    """Names or places of what samples hold; None for a sample that is one thing."""
+    names: dict[Any, None] = {}
+    for sample in samples:
+        if isinstance(sample, Mapping):
+            names.update(dict.fromkeys(sample))
+        elif isinstance(sample, tuple | list):
+            names.update(dict.fromkeys(range(len(sample))))
+        else:
+            names[None] = None
+    return list(names)
+
+
+def _at(sample: Any, name: Any) -> Any:
+    if isinstance(sample, Mapping):
+        return sample.get(name)
+    if isinstance(sample, tuple | list):
+        return sample[name] if isinstance(name, int) and name < len(sample) else None
+    return sample if name is None else None
+
+
+def _length(value: Any) -> int:
+    """Rows of a value: dim 0 of a tensor or array, entries of a list."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else 0
+    return len(value) if isinstance(value, list) else 0
+
+
+# How stored tokens become sequences: each packing gives the span of tokens that a sequence number stands for.
+
+_PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatSpans:
+    """The stored tokens as a ring that is cut every seq_len, from a start that the epoch shifts."""
+
+    num_tokens: int
+    seq_len: int
+
+    @property
+    def num_sequences(self) -> int:
+        return -(-self.num_tokens // self.seq_len)
+
+    def span(self, sequence: int, shift: int) -> tuple[int, int]:
+        """(first token, number of inputs). shift: 0 .. num_tokens - 1."""
+        done = sequence * self.seq_len
+        return (shift + done) % self.num_tokens, min(self.seq_len, self.num_tokens - done)
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpans:
+    """Spans given by where each starts. starts: int64 [num_sequences + 1], the last is the number of tokens."""
+
+    starts: np.ndarray
+    seq_len: int
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.starts) - 1
+
+    def span(self, sequence: int, shift: int = 0) -> tuple[int, int]:
+        """(first token, number of inputs). shift does not apply."""
+        start = int(self.starts[sequence])
+        return start, min(self.seq_len, int(self.starts[sequence + 1]) - start)
+
+
+def fit_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
+    """Next-fit in stored order: whole documents as long as they fit, longer ones in pieces of seq_len.
+
+    offsets: int64 [num_documents + 1]. Returns int64 [num_sequences + 1].
+    """
+    starts = [0]
+    position, total = 0, int(offsets[-1])
+    while position < total:
+        # The end token of the last document may be a label without being an input: hence the + 1.
+        border = int(offsets[np.searchsorted(offsets, position + seq_len + 1, side="right") - 1])
+        position = border if border > position else position + seq_len
+        starts.append(position)
+    return np.array(starts, np.int64)
+
+
+def pad_starts(offsets: np.ndarray, seq_len: int) -> np.ndarray:
+    """One document a sequence, longer ones in pieces of seq_len. Returns int64 [num_sequences + 1]."""
+    lengths = np.diff(offsets)
+    num_pieces = np.maximum(1, -(-(lengths - 1) // seq_len))
+    first = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    inside = (np.arange(int(num_pieces.sum())) - first) * seq_len
+    return np.append(np.repeat(offsets[:-1], num_pieces) + inside, offsets[-1]).astype(np.int64)
+
+
+def plan_path(folder: Path, packing: str, seq_len: int) -> Path:
+    return folder / f"{packing}-{seq_len}-v{_PLAN_VERSION}.npy"
+
+
+def write_plan(folder: Path, packing: str, seq_len: int, offsets: np.ndarray) -> None:
+    """Compute the plan of a split and keep it beside the shards, unless it is there as it was written.
+
+    Call it under the split's lock.
+
+    Args:
+        folder: of the split's shards.
+        packing: "concat" (which needs no plan), "fit" or "pad".
+        seq_len: tokens of a sequence.
+        offsets: int64 (documents + 1,), where each document starts and the last one ends.
+    """
+    path = plan_path(folder, packing, seq_len)
+    digest = path.with_suffix(".digest")
+    if packing == "concat" or (path.exists() and digest.exists() and digest.read_text() == _digest(path)):
+        return
+    starts = (fit_starts if packing == "fit" else pad_starts)(offsets, seq_len)
+    temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with temporary.open("wb") as file:
+        np.save(file, starts, allow_pickle=False)
+    sync(temporary)
+    digest.write_text(_digest(temporary))
+    os.replace(temporary, path)
+    sync(folder)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def open_spans(
+    folder: Path, packing: str, seq_len: int, offsets: np.ndarray, num_tokens: int
+) -> ConcatSpans | TableSpans:
+    """The spans of a split; the plan is read from beside the shards, or computed where it is not there."""
+    if packing == "concat":
+        return ConcatSpans(num_tokens, seq_len)
+    try:
+        starts = np.load(plan_path(folder, packing, seq_len), mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        starts = (fit_starts if packing == "fit" else pad_starts)(offsets, seq_len)
+    return TableSpans(starts.view(np.ndarray), seq_len)
+
+
+# Sequences in training order: sample(index) is a pure function of the seed and the global sample index.
 
 IGNORED = -100
 

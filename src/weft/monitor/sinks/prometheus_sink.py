@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from weft.monitor.figures import FigureReading, readings
-from weft.monitor.sinks.http_post import Poster
-from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble
-from weft.spec.figures import FIGURES
+from weft.config.metrics import FIGURES
+from weft.monitor.metrics import FigureReading, readings
+from weft.monitor.sinks.base import FigureSink, Poster, SinkJob, SinkTrouble
 
 #: Seconds between two pushes.
 _PUSH_S = 5.0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import WeftError
-from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble
+from weft.monitor.sinks.base import FigureSink, SinkJob, SinkTrouble
 
 #: How often (s) a pump looks for new events.
 _LOOK_S = 0.5

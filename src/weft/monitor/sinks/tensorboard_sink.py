@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, BinaryIO
 
-from weft.monitor.sinks.sink import FigureSink, SinkJob, SinkTrouble, flat_values
+from weft.monitor.sinks.base import FigureSink, SinkJob, SinkTrouble, flat_values
 
 _POLYNOMIAL = 0x82F63B78
 

@@ -1,130 +1,182 @@
-"""The doors of context parallelism: prepare a model, cut a batch, say when cut sequences are in use."""
+"""One model's context parallelism on one rank: how its batches are cut, and what its attention calls.
+
+B sequences, T tokens of this rank, H query heads, K key-value heads, C width of one head.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.errors import ModelError, WeftWarning
-from weft.memory import Opaque
-from weft.mesh import Mesh
-from weft.models import Decoder
-from weft.parallel.context.attention_functions import hold_attention, replace_attention
-from weft.parallel.context.context_mode import Context
-from weft.parallel.context.decoder_attention import hold_cores, replace_cores
-from weft.parallel.context.whole_mixers import WholeMixers, chains_of, check_mixers, gather_mixers, mixers_of
-from weft.parallel.placement import Placement
-from weft.structure import hugging_face, token_flow
-
-_ATTRIBUTE = "_weft_context"
+from weft.comm.mesh import Axis
+from weft.config.partitioning import choose_cp_mode, num_chunks, ulysses_fits
+from weft.config.plan import Plan
+from weft.errors import ModelError
+from weft.parallel.context.kernels import Scoring
+from weft.parallel.context.modes import View, attend_cut, find_borders
+from weft.parallel.context.sequence_order import SequenceOrder, cut_batch, sequence_length
 
 
-def check_sequences(model: nn.Module, mesh: Mesh) -> str:
-    """Look at a whole model, before it is divided, for what `apply_context` must know: why attention needs all tokens.
+class Context:
+    """How one model's sequences lie over the ranks of `cp`.
 
-    Returns "" where attention itself can be cut.
-
-    Raises:
-        ModelError: where attention can neither be replaced nor be given all tokens.
-        LayoutError: where a block mixes tokens outside of the modules that would get all.
-    """
-    if mesh["cp"].size == 1 or not hugging_face.is_hugging_face(model):
-        return ""
-    if why := token_flow.why_fixed_attention(model):
-        if mesh.plan.sp:
-            raise ModelError(
-                f"cp={mesh['cp'].size} sp=on: {why}, so it gets all tokens on every rank, and sp would cut "
-                "them once more. Use sp=off or cp=1 for this model."
-            )
-        if mesh.plan.compile:
-            raise ModelError(
-                f"cp={mesh['cp'].size} compile=on: {why}, so it gets all tokens on every rank, and compiled blocks do "
-                "not do that yet. Use compile=off or cp=1 for this model."
-            )
-        check_mixers(model, mesh["cp"])
-    return why
-
-
-def apply_context(
-    model: nn.Module, mesh: Mesh, why: str = "", runs: Sequence[Sequence[str]] | None = None
-) -> dict[str, Placement]:
-    """Let `model` take sequences that are cut over `mesh["cp"]`, in place. Nothing happens where cp is 1.
-
-    Returns the placements of the parameters it changed: none, since every rank of cp keeps them whole.
+    in_use: whether the model is being given cut sequences. Where it is not, as in generation, attention is as the
+    model has it, and each rank computes the whole of what it is given.
 
     Args:
-        model: whole, or this rank's stages of it.
-        mesh: of the plan.
-        why: what `check_sequences` said of the whole model.
-        runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
-
-    Raises:
-        ModelError: for a model whose attention cannot be replaced from outside.
+        plan: its `cp_mode` and `tp`.
+        axis: the ranks of cp.
+        num_heads: query heads of the whole model.
+        num_kv_heads: key-value heads of the whole model.
     """
-    if mesh["cp"].size == 1:
-        return {}
-    if why:
-        context = _give_all(model, mesh, why, runs)
-    elif hugging_face.is_hugging_face(model):
-        heads = hugging_face.attention_heads(model)
-        assert heads is not None  # else attention gets all tokens
-        context = Context(mesh.plan, mesh["cp"], *heads)
-        replace_attention(model, context)
-    elif isinstance(model, Decoder):
-        context = Context(mesh.plan, mesh["cp"], model.spec.num_heads, model.spec.num_kv_heads)
-        replace_cores(model, context)
-    else:
-        raise ModelError(
-            f"cp={mesh['cp'].size}: {type(model).__name__} is neither one of Weft's decoders nor one of transformers, "
-            f"so its attention cannot be replaced. Use cp=1."
-        )
-    setattr(model, _ATTRIBUTE, context)
-    return {}
+
+    def __init__(self, plan: Plan, axis: Axis, num_heads: int, num_kv_heads: int):
+        self.axis = axis
+        self.in_use = False
+        self.num_calls = 0  # of attention since the last look
+        self.callers: set[nn.Module] = set()  # of attention, until one forward has been seen whole
+        self.has_looked = False
+        #: How a Hugging Face model counts its positions where it is given none.
+        self.positions: Callable[[Context, Tensor, Tensor | None, Tensor], Tensor] | None = None
+        self._plan = plan
+        self._heads = (num_heads, num_kv_heads)
+        self._labels_checked = False
+        self._views: dict[int, View] = {}
+        self._divided: Any = WeakTensorKeyDictionary()  # document ids -> View: all layers are given the same tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the model is a plain one
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        """Treat what the model is given inside as this rank's parts of sequences."""
+        before, self.in_use = self.in_use, True
+        try:
+            yield
+        finally:
+            self.in_use = before
+
+    def order(self, seq_len: int) -> SequenceOrder:
+        """Return where this rank's tokens are in sequences of that length.
+
+        Raises:
+            ModelError: where tokens or heads cannot be divided evenly.
+        """
+        cp, (heads, kv_heads) = self.axis.size, self._heads
+        mode = choose_cp_mode(self._plan.cp_mode, cp, heads, kv_heads, seq_len, self._plan.tp)
+        if mode == "ulysses" and not ulysses_fits(cp, heads, kv_heads, self._plan.tp):
+            raise ModelError(
+                f"cp_mode=ulysses: {heads} heads and {kv_heads} key-value heads cannot be divided over cp={cp} and "
+                f"tp={self._plan.tp}. Use cp_mode=ring or cp_mode=gather."
+            )
+        if seq_len % num_chunks(mode, cp):
+            raise ModelError(
+                f"cp={cp}: cp_mode={mode} cuts a sequence into {num_chunks(mode, cp)} equal chunks, and {seq_len} "
+                f"tokens do not divide evenly. Pad the sequences to a multiple of {num_chunks(mode, cp)} tokens."
+            )
+        return SequenceOrder(mode, cp, self.axis.rank, seq_len)
+
+    def cut(self, batch: Any) -> Any:
+        """Return this rank's part of a batch of whole sequences; see `cut_batch`.
+
+        Raises:
+            ModelError: where no tensor of the batch is (batch, sequence), or the sequence cannot be divided evenly.
+        """
+        seq_len = sequence_length(batch)
+        if seq_len is None:
+            raise ModelError(
+                f"cp={self.axis.size}: the batch has no tensor of shape (batch, sequence) that could be cut. "
+                f"Use cp=1 for this model."
+            )
+        self.check_labels(batch)
+        return cut_batch(batch, self.order(seq_len))
+
+    def places(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the place in the sequence of each of this rank's tokens, of which there are so many; (T,)."""
+        return self.order(num_tokens * self.axis.size).places(device)
+
+    def attend(
+        self, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, ids_BT: Tensor | None,
+        sink_H: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the attention over the whole sequence; (B, H, T, C).
+
+        Args:
+            q_BHTC: queries of this rank's tokens.
+            k_BKTC: keys of the same tokens.
+            v_BKTC: values of the same tokens.
+            scoring: scale, softcap, what each query sees, and dropout.
+            ids_BT: tokens see only tokens of the same id, which are neighbours; pass the same tensor in all layers.
+            sink_H: a score of each head beside those of the keys, without a value.
+
+        Raises:
+            ModelError: where there are more keys than queries, as from a cache.
+        """
+        self.num_calls += 1
+        if q_BHTC.shape[2] != k_BKTC.shape[2]:
+            raise ModelError(
+                f"cp={self.axis.size}: {q_BHTC.shape[2]} queries of {k_BKTC.shape[2]} keys; a cut sequence has no "
+                f"cache. Generate outside of training steps: there the model takes whole sequences."
+            )
+        view = self.divide(q_BHTC.shape[2] * self.axis.size, ids_BT)
+        return context_attention(q_BHTC, k_BKTC, v_BKTC, scoring, view, sink_H)
+
+    def divide(self, seq_len: int, ids_BT: Tensor | None) -> View:
+        """Return how this rank sees sequences of so many tokens, divided into documents by `ids_BT`.
+
+        Called before the layers are, it leaves them nothing to look for: they pass the same tensor.
+        """
+        if ids_BT is None:
+            if seq_len not in self._views:
+                self._views = {seq_len: View(self.axis, self.order(seq_len))}
+            return self._views[seq_len]
+        if ids_BT not in self._divided:
+            order = self.order(seq_len)
+            self._divided[ids_BT] = View(self.axis, order, find_borders(ids_BT, self.axis, order))
+        return self._divided[ids_BT]
+
+    def sees_whole(self, path: str) -> bool:
+        """Return whether the module of that path works on all tokens of a sequence, though it is cut."""
+        del path
+        return False
+
+    def check_labels(self, batch: Any) -> None:
+        """Look once whether labels are the inputs, to be shifted inside of sequences.
+
+        Raises:
+            ModelError: where they are: sequences are cut here.
+        """
+        if self._labels_checked:
+            return
+        self._labels_checked = True
+        if not isinstance(batch, Mapping) or not {"labels", "input_ids"} <= batch.keys():
+            return
+        labels, inputs = batch["labels"], batch["input_ids"]
+        if labels.shape == inputs.shape and bool((labels == inputs)[labels >= 0].all()) and bool((labels >= 0).any()):
+            raise ModelError(
+                f"labels: they equal input_ids, so the loss would have to shift them, and under cp={self.axis.size} "
+                f"a token and the next may be on different ranks. Shift them in the data: labels[t] = input_ids[t + 1]."
+            )
 
 
-def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[str]] | None) -> WholeMixers:
-    here = chains_of(model) if runs is None else runs
-    context = WholeMixers(mesh.plan, mesh["cp"], [path for run in here for path in run], mixers := mixers_of(model))
-    gather_mixers(model, context, here, mixers)
-    if mesh.rank == 0:
-        warnings.warn(
-            f"cp={mesh['cp'].size}: {why}, so what mixes tokens gets all of them on every rank of cp: the numbers are "
-            "those of one process, the rest of each block has its share of the tokens, but attention costs every rank "
-            "the memory and time of a whole sequence, and each of its calls gathers the hidden states.",
-            WeftWarning,
-            stacklevel=2,
-        )
-    return context
+def context_attention(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
+) -> Tensor:
+    """`attend_cut`, seen as one call by modes that look for attention, such as recompute=attention."""
+    given = (q_BHTC, k_BKTC, v_BKTC)
+    if has_torch_function(given):
+        return handle_torch_function(context_attention, given, *given, scoring, view, sink_H)
+    return attend_cut(*given, scoring, view, sink_H)
 
 
-def hold_context(model: nn.Module, recomputes: bool) -> None:
-    """Let compiled blocks hold attention over cut sequences as one operator each. Call it before they are compiled."""
-    if context_of(model) is not None:
-        opaque = Opaque(is_attention=True, recomputes=recomputes)
-        hold_cores(model, opaque)
-        hold_attention(model, opaque)
-
-
-def context_of(model: nn.Module) -> Context | None:
-    """Return what `apply_context` made for this model; None where its sequences are whole."""
-    return getattr(model, _ATTRIBUTE, None)
-
-
-def cut_sequence(model: nn.Module, batch: Any) -> Any:
-    """Return this rank's part of a batch of whole sequences: of each tensor whose dim 1 is the sequence, its tokens.
-
-    The batch itself where the model's sequences are whole. Labels must be shifted already.
-    """
-    context = context_of(model)
-    return batch if context is None else context.cut(batch)
-
-
-def sequence_in_use(model: nn.Module) -> AbstractContextManager[None]:
-    """Surround forward and backward of what `cut_sequence` gave. Outside of it the model takes whole sequences."""
-    context = context_of(model)
-    return contextlib.nullcontext() if context is None else context.use()
+#: What `weft.memory` looks for.
+context_attention.is_attention = True

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.parallel.context.context_mode import Context
-from weft.parallel.context.document_borders import whole_sequence
+from weft.parallel.context.apply import Context
+from weft.parallel.context.modes import whole_sequence
 
 #: What transformers calls the counting of RoBERTa: a method of the embeddings, in earlier versions a function beside.
 _COUNTS = "create_position_ids_from_input_ids"

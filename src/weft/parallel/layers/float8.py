@@ -1,145 +1,158 @@
-"""Products of linear layers in float8: how numbers are rounded, and who multiplies them.
+"""Which linear layers multiply in float8, and how they come to it.
 
-    output        x rounded by token, the weight by output feature        over the features that go in
-    x's gradient  the output's gradient rounded by token, the weight as a whole    over the features that come out
-    weight's gradient    not rounded, in the compute format
-
-That is the recipe "rowwise". Under "tensorwise" x, the output's gradient and the weight have one scale each, for all
-tokens of a microbatch on a rank: torchao reports faster products so. What a token becomes depends on the others then.
-
-Numbers round to e4m3 (4 exponent bits, 3 of mantissa), gradients under one scale to e5m2, of a wider range. A scale is
-the largest power of two that keeps the largest magnitude of its numbers within the format, so that scaling itself
-rounds nothing, and the rounded numbers are numbers of bf16 too. By rows, what a token becomes depends on that token and
-the weights alone: any division of a batch over ranks, microbatches and stages rounds alike. Where tensor parallelism
-divides the features that a scale spans, ranks agree on the largest first.
-
-Method: Micikevicius et al. 2022, arXiv 2209.05433 (the formats); the choice of scales is torchao's recipe
-"rowwise_with_gw_hp". Devices without such products multiply the rounded numbers in the compute format.
-
-R rows (tokens), I features in, O features out.
+Linear layers inside of the repeated blocks do, in front of their norms and behind; embeddings, the head, norms, stacked
+experts, what chooses experts, and a base that is kept as bytes do not. Both sides of a layer's whole weight must be
+multiples of 16, and the user may keep more layers as they are. Both look at the model and not at the plan, so every
+plan of a model rounds the same layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from weft.comm.autograd import max_over
-from weft.comm.wire import power_scale
-from weft.mesh import Axis
-from weft.parallel.private_torch import multiplies_float8, own_view, scaled_product
+from weft.errors import ModelError, PlanError, WeftWarning
+from weft.models.adapters import AdaptedLinear
+from weft.models.inspect import layers
+from weft.models.inspect.blocks import become, repeated_blocks
+from weft.parallel.layers.deferred_gradients import HoldingLayer, linear
+from weft.parallel.layers.float8_products import MULTIPLE, RECIPES, Float8
+from weft.parallel.private_torch import multiplies_float8
 
-#: How scales are chosen.
-RECIPES = ("rowwise", "tensorwise")
-FORMAT, WIDER = torch.float8_e4m3fn, torch.float8_e5m2
-#: The largest number of each format.
-LARGEST = {FORMAT: 448.0, WIDER: 57344.0}
-#: Sides of matrices that products of devices take.
-MULTIPLE = 16
+#: Blocks at an end of the model.
+_END = re.compile(r"(first|last):(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Float8:
-    """How one layer multiplies.
+class Float8Linear(HoldingLayer):
+    """A linear layer that multiplies in float8."""
 
-    inner: the ranks that share the features that go in; outer: those that come out. None: all of them are here.
-    recipe: one of RECIPES.
-    """
-
-    inner: Axis | None = None
-    outer: Axis | None = None
-    recipe: str = RECIPES[0]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Float8:
-        return self  # a copy of the layer runs on the same ranks
-
-    def product(self, x: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return the product without autograd: (..., I) and (O, I) give (..., O)."""
-        x_RI = x.reshape(-1, x.shape[-1])
-        if self.recipe == "tensorwise":
-            of_x, of_weight = _agreed(self.inner, _whole(x_RI), _whole(weight_OI))
-            [of_weight] = _agreed(self.outer, of_weight)
-            out_RO = _multiply(x_RI, weight_OI, _scale(of_x)[:, None], _scale(of_weight)[:, None])
-            return own_view(out_RO, (*x.shape[:-1], weight_OI.shape[0]))
-        by_row, by_feature = _agreed(self.inner, _largest(x_RI), _largest(weight_OI))
-        out_RO = _multiply(x_RI, weight_OI, _scale(by_row)[:, None], _scale(by_feature)[:, None])
-        return own_view(out_RO, (*x.shape[:-1], weight_OI.shape[0]))
-
-    def input_gradients(self, grads: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
-        """Return the gradient of their input, (R, I), that each of some products adds.
-
-        grads: (R, O) each. weights: (O, I) each.
-        """
-        if self.recipe == "tensorwise":
-            return [self._input_gradient(grad, weight) for grad, weight in zip(grads, weights, strict=True)]
-        largest = [of for grad, weight in zip(grads, weights, strict=True) for of in (_largest(grad), _whole(weight))]
-        scales = [_scale(one) for one in _agreed(self.outer, *largest)]
-        return [
-            _multiply(grad, weight.t(), scales[2 * at][:, None], scales[2 * at + 1].expand(weight.shape[1])[:, None])
-            for at, (grad, weight) in enumerate(zip(grads, weights, strict=True))
-        ]
-
-    def _input_gradient(self, grad_RO: Tensor, weight_OI: Tensor) -> Tensor:
-        """One of those under one scale for all tokens."""
-        of_grad, of_weight = _agreed(self.outer, _whole(grad_RO), _whole(weight_OI))
-        [of_weight] = _agreed(self.inner, of_weight)
-        scale = _scale(of_grad, WIDER)[:, None]
-        return _multiply(grad_RO, weight_OI.t(), scale, _scale(of_weight)[:, None], WIDER)
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) to (..., O)."""
+        transposed = layers.is_transposed(self)
+        out = linear(x, self.weight, self.bias, self._weft_held, transposed=transposed, form=self._weft_float8)
+        return self.adapt(out, x) if isinstance(self, AdaptedLinear) else out
 
 
-def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, form: Float8 | None) -> Tensor:
-    """Compute `torch.nn.functional.linear`, in float8 where the layer has a form, without autograd.
+def choose_float8(
+    model: nn.Module, device: torch.device, keep: Sequence[str] = (), recipe: str = RECIPES[0], *, speaks: bool
+) -> None:
+    """Choose the layers that shall multiply in float8. Call it on the whole model, before any technique cuts it.
 
     Args:
-        x: (..., I).
-        weight_OI: (O, I).
-        bias_O: (O,) or None.
-        form: how the layer multiplies; None: in the format of its operands.
+        model: whole.
+        device: that it will run on.
+        keep: patterns of paths (`*.down_proj`), and `first:N` or `last:N` blocks, that stay in bf16.
+        recipe: how scales are chosen, one of RECIPES.
+        speaks: whether this rank warns of layers that stay, and of a device without such products.
+
+    Raises:
+        ModelError: where no layer can, where all are kept, where nothing is what `keep` names, and for other recipes.
     """
-    if form is None:
-        return F.linear(x, weight_OI, bias_O)
-    out = form.product(x, weight_OI)
-    return out if bias_O is None else out + bias_O
+    if recipe not in RECIPES:
+        raise ModelError(f"fp8_recipe={recipe!r}: it is {' or '.join(RECIPES)}. Use fp8_recipe={RECIPES[0]!r}.")
+    chosen, left = 0, list[str]()
+    fitting = _fitting(model, left)
+    kept = _kept(fitting, list(repeated_blocks(model)), keep)
+    for path, module in fitting.items():
+        if path not in kept:
+            module._weft_float8 = Float8(recipe=recipe)  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
+            chosen += 1
+    if kept and not chosen:
+        raise ModelError(
+            f"bf16_layers={list(keep)}: all {len(kept)} linear layers that could multiply in float8 stay in bf16. Keep "
+            "fewer, or use precision=bf16."
+        )
+    if not chosen:
+        raise ModelError(
+            f"precision=fp8: model of type {type(model).__name__} has no linear layer in repeated blocks whose sides "
+            f"are multiples of {MULTIPLE}. Use precision=bf16."
+        )
+    if speaks and left:
+        said = f"{len(left)} of {chosen + len(left)} linear layers in blocks stay in bf16, the first is {left[0]}"
+        warnings.warn(f"precision=fp8: {said}: their sides are no multiples of {MULTIPLE}.", WeftWarning, stacklevel=4)
+    if speaks and not multiplies_float8(torch.empty(0, dtype=torch.bfloat16, device=device)):
+        warnings.warn(
+            f"precision=fp8: this {device.type} has no products of float8. Weft rounds as such a device would and "
+            "multiplies in bf16: the same numbers, and slower than precision=bf16.",
+            WeftWarning,
+            stacklevel=4,
+        )
 
 
-def round_to(x: Tensor, scale: Tensor, form: torch.dtype = FORMAT) -> Tensor:
-    """The scaled numbers, in the format. scale: of float32, a power of two each."""
-    return (x * scale.to(x.dtype)).to(form)
+def _fitting(model: nn.Module, left: list[str]) -> dict[str, nn.Module]:
+    """By path, the linear layers in blocks that can multiply in float8; those whose sides do not fit go to `left`."""
+    found: dict[str, nn.Module] = {}
+    for path, block in repeated_blocks(model).items():
+        routers = _routers(block)
+        for name, module in block.named_modules():
+            if not layers.is_linear(module) or layers.is_packed(module) or id(module) in routers:
+                continue
+            shape, whole = tuple(layers.weight_of(module).shape), f"{path}.{name}" if name else path
+            if any(side % MULTIPLE for side in shape):
+                left.append(f"{whole} {shape}")
+            else:
+                found[whole] = module
+    return found
 
 
-def _multiply(a_RK: Tensor, b_CK: Tensor, scale_a: Tensor, scale_b: Tensor, form_a: torch.dtype = FORMAT) -> Tensor:
-    """a b^T, both rounded. scale_a: (R, 1). scale_b: (C, 1). Or both (1, 1)."""
-    small_a, small_b = round_to(a_RK, scale_a, form_a), round_to(b_CK, scale_b)
-    back_a, back_b = scale_a.reciprocal(), scale_b.reciprocal()
-    if multiplies_float8(a_RK) and a_RK.shape[0] and not any(side % MULTIPLE for side in b_CK.shape):
-        return scaled_product(small_a.contiguous(), small_b.contiguous(), back_a, back_b, a_RK.dtype)
-    dtype = a_RK.dtype
-    return (small_a.to(dtype) * back_a.to(dtype)) @ (small_b.to(dtype) * back_b.to(dtype)).t()
+def _kept(fitting: Mapping[str, nn.Module], blocks: list[str], keep: Sequence[str]) -> set[str]:
+    """The paths of `fitting` that one of the words names. Raises ModelError where a word names none."""
+    kept = set[str]()
+    for word in keep:
+        named = {path for path in fitting if fnmatchcase(path, word)}
+        if end := _END.fullmatch(word):
+            count = int(end[2])
+            chosen = blocks[:count] if end[1] == "first" else blocks[max(0, len(blocks) - count) :]
+            named = {path for path in fitting if any(path == one or path.startswith(f"{one}.") for one in chosen)}
+        if not named:
+            raise ModelError(
+                f"bf16_layers={word!r}: no linear layer in blocks is called so. Use first:N, last:N or a pattern of "
+                f"paths such as {next(iter(fitting), 'blocks.0.*')!r}, in which * stands for anything."
+            )
+        kept |= named
+    return kept
 
 
-def _largest(x_RK: Tensor) -> Tensor:
-    """The largest magnitude of each row, (R,)."""
-    return torch.linalg.vector_norm(x_RK, ord=torch.inf, dim=-1)
+def use_float8(model: nn.Module) -> None:
+    """Let the marked layers that no technique has cut multiply in float8, in place."""
+    for module in model.modules():
+        if getattr(module, "_weft_float8", None) is not None and not isinstance(module, HoldingLayer):
+            become(module, Float8Linear)
 
 
-def _whole(x: Tensor) -> Tensor:
-    """The largest magnitude of all, (1,); 0 where there is nothing."""
-    if x.numel() == 0:
-        return x.new_zeros(1)
-    return torch.linalg.vector_norm(x, ord=torch.inf).view(1)
+def refuse_partial(path: str, module: nn.Module) -> None:
+    """Refuse a marked layer whose output's gradient is a partial sum on each rank.
+
+    Args:
+        path: of the layer.
+        module: the layer, or any other module.
+
+    Raises:
+        PlanError: rounding summands is not rounding their sum.
+    """
+    if getattr(module, "_weft_float8", None) is not None:
+        raise PlanError(
+            f"precision=fp8: under tp each rank has a part of the gradient of {path}'s output, and rounding parts is "
+            "not rounding their sum. Use tp=1, a smaller tp where key and value heads are fewer than tp, or "
+            "precision=bf16."
+        )
 
 
-def _agreed(axis: Axis | None, *largest: Tensor) -> list[Tensor]:
-    """The same magnitudes over all ranks of an axis: one small collective."""
-    if axis is None or axis.size == 1:
-        return list(largest)
-    return list(max_over(torch.cat(largest), axis).split([len(one) for one in largest]))
-
-
-def _scale(largest: Tensor, form: torch.dtype = FORMAT) -> Tensor:
-    """What numbers of such a magnitude are multiplied by: a power of two in float32."""
-    return power_scale(largest, LARGEST[form])
+def _routers(block: nn.Module) -> set[int]:
+    """Linear layers beside stacked experts that choose among them."""
+    modules, found = dict(block.named_modules()), set[int]()
+    for path, experts in layers.find_experts(block):
+        count, around = layers.num_experts(path, experts), modules[layers.parent_of(path)]
+        found |= {
+            id(module)
+            for name, module in around.named_modules()
+            if not name.startswith(f"{path.rpartition('.')[2]}.")
+            and layers.is_linear(module)
+            and layers.weight_of(module).shape[0] == count
+        }
+    return found

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.data.batch import map_tensors, parts_of, tensors_in
+from weft.data.batches import map_tensors, parts_of, tensors_in
 from weft.errors import ModelError
+from weft.models.inspect import hugging_face
 from weft.parallel.pipeline.remote import RemoteTensor, to_meta
 from weft.private_torch import TorchDispatchMode, storage_key, version_of
-from weft.structure import hugging_face
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 

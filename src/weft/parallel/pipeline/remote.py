@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from weft.data.batch import map_tensors, tensors_in
+from weft.data.batches import map_tensors, tensors_in
 from weft.errors import ModelError
 from weft.parallel.private_torch import without_overrides
 from weft.private_torch import version_of

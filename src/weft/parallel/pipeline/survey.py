@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.data.batch import map_tensors, parts_of, tensors_in
+from weft.data.batches import map_tensors, parts_of, tensors_in
 from weft.errors import ModelError
-from weft.parallel.layers import StandIn
+from weft.models.inspect import blocks
+from weft.models.inspect.chain import Chain
+from weft.parallel.layers.index_check import StandIn
 from weft.parallel.pipeline.probe import Probe
 from weft.parallel.pipeline.remote import RemoteTensor, is_remote, local
-from weft.structure import Chain, blocks
 
 #: Number of a call, and of the tensor among its outputs.
 Value = tuple[int, int]

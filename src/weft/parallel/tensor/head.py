@@ -1,203 +1,367 @@
-"""The head of a language model: logits, or at once the loss of its tokens, so that nobody ever holds all logits.
+"""What the loss of a head does with logits element by element: two passes, in one of three forms.
 
-A head that is told the labels before the forward (`expect_labels`) gives a `HeadLoss` in the place of logits: it goes
-through the logits a few tokens at a time, and with a cut vocabulary no rank sees those of other ranks' entries. Without
-labels it gives whole logits, so a loss function of the user's own works under every plan.
+On a CPU exponentials take the place of logits, which is the least memory. On a GPU torch's own kernel normalises narrow
+logits in one pass, and gradients take their place. Compiled, both passes read the logits themselves, in
+the format of the product, and nothing wider is ever written.
 
-N tokens, C tokens at a time, D features, V entries of the vocabulary of this rank.
+C tokens at a time, V entries of the vocabulary of this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from weft.comm.autograd import gather_slice
-from weft.errors import ModelError
-from weft.mesh import Axis
-from weft.parallel.layers import check_labels
-from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer
-from weft.parallel.tensor.cut_modules import Entry
-from weft.parallel.tensor.head_log_probs import token_log_probs
-from weft.parallel.tensor.head_loss import LossWay, token_loss
-from weft.private_torch import register_pytree_node
-from weft.structure import become, layers
-
-#: Without a cut vocabulary the head gives the loss at once where logits would take more than this.
-LARGE_LOGITS_BYTES = 2**28
-
-_ATTRIBUTE = "_weft_head"
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import Axis
+from weft.config.partitioning import LossChunk
+from weft.parallel.tensor.linear import SharedLayer
 
 
-class _InPlaceOfLogits:
-    """What a model must not change after the head, because it is no logits."""
+class Labels(NamedTuple):
+    """Of each token its label's place among this rank's entries, and whether it is here; the place is 0 if not."""
 
-    __slots__ = ()
-
-    def contiguous(self) -> Self:
-        """Return this: models may ask it of their logits, and no number changes."""
-        return self
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        _refuse(name)
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        _refuse("indexing")
-
-    def __truediv__(self, other: Any) -> NoReturn:
-        _refuse("division")
-
-    def __mul__(self, other: Any) -> NoReturn:
-        _refuse("multiplication")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        _refuse(getattr(function, "__name__", str(function)))
+    place_C1: Tensor
+    is_here_C: Tensor
 
 
-@dataclass(slots=True)
-class HeadLoss(_InPlaceOfLogits):
-    """What a head gives in the place of logits: the sum of the tokens' losses, for `labels`, and how many count.
+class LogitPasses(NamedTuple):
+    """Two functions.
 
-    With weights both are sums of weights.
+    sums: (logits_CV, labels, dtype of sums) to (what the other needs, log-sum-exp_C here, logit_C at the place).
+    gradient: (what the first kept, log-sum-exp_C of the whole vocabulary, logit_C, labels, dtype) to the gradient of
+    each logit, (C, V). Logits may be overwritten.
     """
 
-    loss_sum: torch.Tensor
-    num_tokens: torch.Tensor
-    labels: torch.Tensor
+    sums: Callable[[Tensor, Labels, torch.dtype], tuple[Any, Tensor, Tensor]]
+    gradient: Callable[[Any, Tensor, Tensor, Labels, torch.dtype], Tensor]
 
 
-@dataclass(slots=True)
-class HeadLogProbs(_InPlaceOfLogits):
-    """What a head gives a loss that asks for tokens: log p(label) of each, (B, T), and 0 where none counts."""
+def passes_for(logits_CV: Tensor, sums: torch.dtype, is_compiled: bool) -> LogitPasses:
+    """Those for such logits, whose sums have that dtype."""
+    if is_compiled:
+        return _compiled()
+    # Beside logits of the format of the sum, normalised ones would be as large again.
+    return _IN_PLACE if logits_CV.device.type == "cpu" or logits_CV.dtype == sums else _NORMALISED
 
-    log_probs: torch.Tensor
-    labels: torch.Tensor
+
+def _logit_at(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> Tensor:
+    return logits_CV.gather(1, labels.place_C1).squeeze(1).to(dtype)
 
 
-def _refuse(what: str) -> NoReturn:
-    raise ModelError(
-        f"loss: the model changes its logits after the head ({what}), so the head cannot give the loss. "
-        f"Give a loss_fn of your own, which gets whole logits."
+def _less_label(share_CV: Tensor, whole_C: Tensor, label_C: Tensor, labels: Labels) -> Tensor:
+    """In place: less 1 at the label, before that is rounded: near 1 a narrow format has few values."""
+    less_C = ((label_C - whole_C).exp_() - 1.0).to(share_CV.dtype)
+    there_C = share_CV.gather(1, labels.place_C1).squeeze(1)
+    return share_CV.scatter_(1, labels.place_C1, less_C.where(labels.is_here_C, there_C)[:, None])
+
+
+def _sums_in_place(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
+    label_C = _logit_at(logits_CV, labels, dtype)
+    wide_CV = logits_CV.to(dtype)
+    largest_C = wide_CV.amax(1)
+    wide_CV -= largest_C[:, None]
+    return (wide_CV.exp_(), largest_C), wide_CV.sum(1).log_() + largest_C, label_C
+
+
+def _gradient_in_place(kept: Any, whole_C: Tensor, label_C: Tensor, labels: Labels, dtype: torch.dtype) -> Tensor:
+    wide_CV, largest_C = kept
+    wide_CV *= (largest_C - whole_C).exp_()[:, None]
+    return _less_label(wide_CV.to(dtype), whole_C, label_C, labels)
+
+
+_IN_PLACE = LogitPasses(_sums_in_place, _gradient_in_place)
+
+
+def _sums_normalised(logits_CV: Tensor, labels: Labels, dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
+    label_C = _logit_at(logits_CV, labels, dtype)
+    normal_CV = torch.log_softmax(logits_CV, 1, dtype)
+    lse_C = label_C - normal_CV.gather(1, labels.place_C1).squeeze(1)
+    return (normal_CV, lse_C, logits_CV), lse_C, label_C
+
+
+def _gradient_normalised(kept: Any, whole_C: Tensor, label_C: Tensor, labels: Labels, dtype: torch.dtype) -> Tensor:
+    normal_CV, lse_C, logits_CV = kept
+    if whole_C is not lse_C:  # the vocabulary is cut
+        normal_CV += (lse_C - whole_C)[:, None]
+    return _less_label(torch.exp(normal_CV, out=logits_CV), whole_C, label_C, labels)
+
+
+_NORMALISED = LogitPasses(_sums_normalised, _gradient_normalised)
+
+
+def _narrow_sums(logits_CV: Tensor, place_C1: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    label_C = logits_CV.gather(1, place_C1).squeeze(1).to(dtype)
+    return logits_CV.to(dtype).logsumexp(1), label_C
+
+
+def _narrow_gradient(
+    logits_CV: Tensor, whole_C: Tensor, place_C1: Tensor, is_here_C: Tensor, dtype: torch.dtype
+) -> Tensor:
+    share_CV = (logits_CV.to(whole_C.dtype) - whole_C[:, None]).exp()
+    entries_V = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    is_label_CV = (entries_V == place_C1) & is_here_C[:, None]
+    return (share_CV - is_label_CV.to(share_CV.dtype)).to(dtype)
+
+
+@cache
+def _compiled() -> LogitPasses:
+    """By torch.compile, for any number of tokens; compiled when they are first called."""
+    sums, gradient = torch.compile(_narrow_sums, dynamic=True), torch.compile(_narrow_gradient, dynamic=True)
+    return LogitPasses(
+        lambda logits_CV, labels, dtype: (logits_CV, *sums(logits_CV, labels.place_C1, dtype)),
+        lambda kept, whole_C, label_C, labels, dtype: gradient(kept, whole_C, labels.place_C1, labels.is_here_C, dtype),
     )
 
 
-register_pytree_node(
-    HeadLoss,
-    lambda loss: ([loss.loss_sum, loss.num_tokens, loss.labels], None),
-    lambda leaves, _: HeadLoss(*leaves),
-    serialized_type_name="weft.HeadLoss",
-)
-register_pytree_node(
-    HeadLogProbs,
-    lambda found: ([found.log_probs, found.labels], None),
-    lambda leaves, _: HeadLogProbs(*leaves),
-    serialized_type_name="weft.HeadLogProbs",
-)
+# Cross-entropy of tokens straight from hidden states, a few tokens at a time, with the vocabulary cut or whole.
 
 
-class Head:
-    """What the head of one model needs besides its weight. vocab: entries without padding.
+@dataclass(frozen=True, slots=True)
+class LossWay:
+    """How a head goes through its tokens: equal on all ranks of tp, whose chunks exchange numbers.
 
-    entry: in front of a cut head. scales: the model changes logits after the head, so it gives no loss.
-    way: how it goes through its tokens; None: as on a CPU.
+    compiled: what is done element by element.
     """
 
-    def __init__(self, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None):
-        self.line = line
-        self.vocab = vocab
-        self.entry = entry
-        self.scales = scales
-        self.way = way
-        self.labels: torch.Tensor | None = None
-        self.weights: torch.Tensor | None = None
-        self.of_tokens = False  # the loss asks for each token's log-probability
-        self.ignore = -100
+    chunk: LossChunk = field(default_factory=LossChunk)
+    compiled: bool = False
 
-    def gives_loss(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether this call is for the loss: it has labels for these tokens, and logits are cut or large."""
-        labels = self.labels
-        if labels is None or self.scales or x.dim() != labels.dim() + 1:
-            return False
-        shape = list(x.shape[:-1])
-        if self.line.cuts_tokens:
-            shape[TOKENS] *= self.line.axis.size
-        if tuple(shape) != tuple(labels.shape):
-            return False
-        return self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
+    @classmethod
+    def agreed(cls, axis: Axis, device: torch.device, compiled: bool) -> LossWay:
+        """For heads on `device`; on a GPU a collective over the axis: the smallest device sets the size."""
+        if device.type != "cuda":
+            return cls(LossChunk(), compiled)
+        chunk = LossChunk.of_device(torch.cuda.get_device_properties(device).total_memory)
+        if axis.size > 1:
+            smallest = all_reduce(torch.tensor(chunk.num_bytes, device=device), axis, op="min")
+            chunk = LossChunk(int(smallest))
+        return cls(chunk, compiled)
 
 
-class LossHead(nn.Module):
-    """A linear layer that gives logits, or the loss of its tokens."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """(B, T, D) to whole logits, or to a HeadLoss or HeadLogProbs."""
-        head: Head = getattr(self, _ATTRIBUTE)
-        weight, bias = layers.weight_of(self), layers.bias_of(self)
-        if head.gives_loss(x, weight):
-            labels = head.labels
-            assert labels is not None
-            check_labels(labels, head.vocab, head.ignore)
-            if head.of_tokens:
-                found = token_log_probs(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way)
-                return HeadLogProbs(found, labels)
-            weights = head.weights
-            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way, weights)
-            trained = labels != head.ignore
-            count = trained.sum() if weights is None else weights.where(trained, 0.0).sum(dtype=torch.float64)
-            return HeadLoss(loss_sum, count, labels)
-        if head.entry is None:
-            return F.linear(x, weight, bias)
-        logits = head.entry.product(self, head.entry.enter(x) if head.line.cuts_tokens else x)
-        return gather_slice(logits, head.line.axis, -1)[..., : head.vocab]
-
-
-def make_head(
-    module: nn.Module, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None = None
-) -> None:
-    """Let the module give the loss where it is told the labels. vocab: entries of the whole, without padding."""
-    become(module, LossHead, head=Head(line, vocab, entry, scales, way))
-
-
-def fuse_head(module: nn.Module, scales: bool, way: LossWay | None = None) -> None:
-    """`make_head` of a model whose vocabulary is not cut."""
-    uncut = SharedLayer(Axis("tp", 1, 0, (0,)))
-    make_head(module, uncut, layers.weight_of(module).shape[0], None, scales, way)
-
-
-def find_head(model: nn.Module) -> nn.Module | None:
-    """The module that `make_head` was called on, if any."""
-    return next((module for module in model.modules() if isinstance(module, LossHead)), None)
-
-
-@contextmanager
-def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
-    """Give the head of `model` the batch's labels inside, where `loss_fn` takes what it then gives.
+def token_loss(
+    x_BSD: torch.Tensor,
+    weight_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_BT: torch.Tensor,
+    line: SharedLayer,
+    vocab: int,
+    ignore: int,
+    way: LossWay | None = None,
+    weights_BT: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum the cross-entropies in nats over the tokens whose label is not `ignore`; 0-d, fp32 (fp64 for fp64).
 
     Args:
-        model: with a head that can give the loss, or none.
-        loss_fn: says that it takes that by an attribute `takes_head_loss` that is true, or "tokens" where it wants the
-            log-probability of each.
-        batch: a mapping with "labels", and "weights" where they do not all count as 1; of any other the head gives
-            logits.
+        x_BSD: what the head reads, of this rank's tokens where sp cuts them.
+        weight_VD: this rank's rows of the head.
+        bias_V: this rank's rows, or None.
+        labels_BT: int64, of all tokens.
+        line: how the head's layer is shared.
+        vocab: entries of the whole, of which this rank has those from rank * V on; entries from `vocab` on are padding.
+        ignore: the label of tokens that do not count.
+        way: how many tokens at a time; None: as on a CPU.
+        weights_BT: of all tokens' losses in the sum; None: 1.
     """
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    takes = getattr(loss_fn, "takes_head_loss", False)
-    module = find_head(model) if takes and labels is not None else None
-    if module is None:
-        yield
-        return
-    head: Head = getattr(module, _ATTRIBUTE)
-    head.labels, head.weights, head.of_tokens = labels, batch.get("weights"), takes == "tokens"
-    try:
-        yield
-    finally:
-        head.labels, head.weights, head.of_tokens = None, None, False
+    way = LossWay() if way is None else way
+    wants_grad = torch.is_grad_enabled()
+    return _TokenLoss.apply(x_BSD, weight_VD, bias_V, labels_BT, line, vocab, ignore, way, wants_grad, weights_BT)
+
+
+class _TokenLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BSD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        labels_BT: torch.Tensor,
+        line: SharedLayer,
+        vocab: int,
+        ignore: int,
+        way: LossWay,
+        wants_grad: bool,
+        weights_BT: torch.Tensor | None,
+    ) -> torch.Tensor:
+        whole = line.start_gather(x_BSD).wait() if line.cuts_tokens else x_BSD
+        needs = [wants_grad and need for need in ctx.needs_input_grad[:3]]
+        chunks = TokenChunks(weight_VD, bias_V, line, vocab, ignore, way, needs, whole, labels_BT)
+        loss_sum = chunks.sum(None if weights_BT is None else weights_BT.reshape(-1))
+        grad_x = chunks.grad_of_all()
+        if grad_x is not None:
+            grad_x = line.start_sum(grad_x).wait()
+        ctx.save_for_backward(grad_x, chunks.grad_weight, chunks.grad_bias)
+        ctx.formats = (x_BSD.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.formats, strict=True)
+        return (*(None if saved is None else _scaled(saved, grad, dtype) for saved, dtype in pairs), *[None] * 7)
+
+
+def trained_rows(labels_N: torch.Tensor, ignore: int) -> torch.Tensor | None:
+    """Return which tokens have a label, where leaving out the others pays; None: all go through the head.
+
+    In chats most tokens have none. Only on a CPU: a device would make the host wait for their number. Ranks of tp have
+    the same labels, so they choose alike.
+    """
+    if labels_N.device.type != "cpu":
+        return None
+    [kept_N] = (labels_N != ignore).nonzero(as_tuple=True)
+    return kept_N if kept_N.numel() <= 0.9 * labels_N.numel() else None
+
+
+def _scaled(saved: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient times the loss's own, in one pass, rounded once."""
+    if saved.dtype == dtype:
+        # In place: a weight's gradient is large. A second backward is refused by torch, since it sees the change.
+        return saved.mul_(grad)
+    return torch.mul(saved, grad, out=torch.empty_like(saved, dtype=dtype))
+
+
+class TokenChunks:
+    """One pass over the tokens, a few at a time; over those with a label, where that is less work."""
+
+    def __init__(
+        self,
+        weight_VD: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        line: SharedLayer,
+        vocab: int,
+        ignore: int,
+        way: LossWay,
+        needs: list[bool],
+        whole_BTD: torch.Tensor,
+        labels_BT: torch.Tensor,
+    ):
+        self.weight, self.bias, self.axis, self.ignore, self.way = weight_VD, bias_V, line.axis, ignore, way
+        self.shape, self.labels_N = whole_BTD.shape, labels_BT.reshape(-1)
+        self.hidden_ND, self.kept_N = whole_BTD.flatten(0, -2), trained_rows(self.labels_N, ignore)
+        if self.kept_N is not None:
+            self.hidden_ND, self.labels_N = self.hidden_ND[self.kept_N], self.labels_N[self.kept_N]
+        self.sums = torch.float64 if whole_BTD.dtype == torch.float64 else torch.float32
+        self.first = self.axis.rank * weight_VD.shape[0]
+        self.num_real = min(max(vocab - self.first, 0), weight_VD.shape[0])
+        self.grad_x = torch.empty_like(self.hidden_ND) if needs[0] else None
+        # Added up over the chunks in the format of sums: halves would lose what they add. The first chunk is put there.
+        self.is_first = self.labels_N.numel() > 0
+        made = torch.empty_like if self.is_first else torch.zeros_like
+        self.grad_weight = made(weight_VD, dtype=self.sums) if needs[1] else None
+        self.grad_bias = torch.zeros_like(bias_V, dtype=self.sums) if needs[2] and bias_V is not None else None
+
+    def losses(self, weights_N: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """The losses of a few tokens at a time. weights_N: of the tokens of the pass, in the gradients; None: 1."""
+        labels_N = self.labels_N
+        rows = max(1, self.way.chunk.rows(labels_N.numel(), self.weight.shape[0], self.sums.itemsize))
+        for start in range(0, labels_N.numel(), rows):
+            part = slice(start, start + rows)
+            yield self._chunk(part, labels_N[part], None if weights_N is None else weights_N[part])
+
+    def sum(self, weights_N: torch.Tensor | None) -> torch.Tensor:
+        """The sum of the losses, each times its weight. weights_N: of all tokens."""
+        weights_N = None if weights_N is None else self.of_pass(weights_N.to(self.sums))
+        total, done = torch.zeros((), dtype=self.sums, device=self.labels_N.device), 0
+        for losses_C in self.losses(weights_N):
+            here = slice(done, done + losses_C.numel())
+            total += losses_C.sum() if weights_N is None else losses_C @ weights_N[here]
+            done += losses_C.numel()
+        return total
+
+    def of_pass(self, values_N: torch.Tensor) -> torch.Tensor:
+        """What belongs to the tokens of the pass, of what all tokens have."""
+        return values_N if self.kept_N is None else values_N[self.kept_N]
+
+    def of_all(self, values_N: torch.Tensor) -> torch.Tensor:
+        """What all tokens have, with zeros where a token took no part."""
+        if self.kept_N is None:
+            return values_N
+        num_tokens = math.prod(self.shape[:-1])
+        return values_N.new_zeros(num_tokens, *values_N.shape[1:]).index_copy_(0, self.kept_N, values_N)
+
+    def grad_of_all(self) -> torch.Tensor | None:
+        """The gradient of the hidden states, (B, T, D), after the pass; None where nobody asked for it."""
+        return None if self.grad_x is None else self.of_all(self.grad_x).view(self.shape)
+
+    def _chunk(self, part: slice, labels_C: torch.Tensor, weights_C: torch.Tensor | None) -> torch.Tensor:
+        hidden_CD = self.hidden_ND[part]
+        logits_CV = F.linear(hidden_CD, self.weight, self.bias)
+        if self.num_real < logits_CV.shape[1]:
+            # Not -inf: on a rank of padding alone the sum of exponentials would be 0.
+            logits_CV[:, self.num_real :] = torch.finfo(logits_CV.dtype).min
+        local_C = labels_C - self.first
+        trained_C = labels_C != self.ignore
+        mine_C = trained_C & (local_C >= 0) & (local_C < self.num_real)
+        labels = Labels(local_C.where(mine_C, 0)[:, None], mine_C)
+        passes = passes_for(logits_CV, self.sums, self.way.compiled)
+        kept, lse_C, here_C = passes.sums(logits_CV, labels, self.sums)
+        del logits_CV  # `kept` may hold them
+        whole_C, label_C = self._over_ranks(lse_C, here_C, mine_C)
+        if self.grad_x is not None or self.grad_weight is not None:
+            grad_CV = passes.gradient(kept, whole_C, here_C, labels, hidden_CD.dtype)
+            del kept
+            self._gradients(part, hidden_CD, grad_CV, trained_C, weights_C)
+        return (whole_C - label_C).where(trained_C, 0.0)
+
+    def _over_ranks(
+        self, lse_C: torch.Tensor, label_logit_C: torch.Tensor, mine_C: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The log of the sum of exponentials and the label's logit, of the whole vocabulary."""
+        if self.axis.size == 1:
+            return lse_C, label_logit_C
+        largest_C = all_reduce(lse_C.clone(), self.axis, op="max")
+        both_2C = torch.stack([(lse_C - largest_C).exp_(), label_logit_C.where(mine_C, 0.0)])
+        both_2C = all_reduce(both_2C, self.axis)
+        return both_2C[0].log() + largest_C, both_2C[1]
+
+    def _gradients(
+        self,
+        part: slice,
+        hidden_CD: torch.Tensor,
+        grad_CV: torch.Tensor,
+        trained_C: torch.Tensor,
+        weights_C: torch.Tensor | None,
+    ) -> None:
+        """From the gradient of the logits, as if all tokens were trained: those that are not are left out here.
+
+        Rows of hidden states are shorter than rows of logits, but weights are told apart here, where they are few.
+        """
+        trained_C1 = trained_C[:, None]
+        if weights_C is not None:
+            grad_CV *= weights_C[:, None].to(grad_CV.dtype)
+        if self.grad_x is not None:
+            grad_CD = torch.mm(grad_CV, self.weight, out=self.grad_x[part])
+            grad_CD.masked_fill_(~trained_C1, 0.0)
+        if self.grad_weight is not None:
+            store = put_product if self.is_first else add_product
+            store(self.grad_weight, grad_CV.t(), hidden_CD.where(trained_C1, 0.0))
+            self.is_first = False
+        if self.grad_bias is not None:
+            self.grad_bias += trained_C.to(self.sums) @ grad_CV.to(self.sums)
+
+
+def put_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total = left @ right, in place, with sums as in `add_product`."""
+    if total.dtype == left.dtype:
+        torch.mm(left, right, out=total)
+    elif total.device.type == "cuda":
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.copy_(left @ right)
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, in place; where total is wider, a GPU's product adds up in its format and never rounds."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.device.type == "cuda":
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right

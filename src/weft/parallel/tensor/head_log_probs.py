@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from weft.parallel.tensor.cut_linear import SharedLayer
-from weft.parallel.tensor.head_loss import LossWay, TokenChunks
+from weft.parallel.tensor.head import LossWay, TokenChunks
+from weft.parallel.tensor.linear import SharedLayer
 
 
 def token_log_probs(

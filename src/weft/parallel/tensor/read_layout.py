@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from weft.config.layout import Layout, Style
+from weft.config.rule import alternatives
 from weft.errors import LayoutError, PlanError
-from weft.parallel.layers import StandIn
-from weft.spec import Layout, Style
-from weft.spec.rules import alternatives
-from weft.structure import Heads, layers
-from weft.structure.layouts import rms_form
+from weft.models.inspect import layers
+from weft.models.inspect.layers import Heads
+from weft.models.inspect.rms_norm import rms_form
+from weft.parallel.layers.index_check import StandIn
 
 
 def nowhere(path: str) -> bool:

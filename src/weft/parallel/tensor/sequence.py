@@ -1,12 +1,7 @@
-"""Sequence parallelism: between cut layers each rank of tp has its share of the tokens.
+"""All tokens of activations that are not gathered yet.
 
-Norms, dropout and the residual stream work on 1/tp of each sequence, from the first block to the last. The project's
-own decoders are cut from the embedding's sum to the head; other models keep all tokens outside of their blocks, where
-their code makes masks and positions from the shape of the hidden states.
-
-Method: Korthikanti et al. 2022, arXiv 2205.05198.
-
-B sequences, T tokens, S = T / tp tokens of this rank, D features.
+A module in front of cut layers is given these where they gather in pieces: it may ask for shape and format, and hands
+them to the layers. What else it does with them brings them together first.
 """
 
 from __future__ import annotations
@@ -17,17 +12,93 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.comm.autograd import copy_to, gather_from, gather_slice, slice_to
-from weft.errors import LayoutError
-from weft.models import Decoder
-from weft.parallel.randomness import CutPart
-from weft.parallel.tensor.cut_linear import TOKENS, SharedLayer, token_share
+from weft.comm.mesh import Axis
+from weft.config.layout import Layout, Style
+from weft.errors import LayoutError, PlanError
+from weft.models.decoder import Decoder
+from weft.models.inspect import layers, token_flow
+from weft.models.inspect.blocks import repeated_blocks
+from weft.parallel.private_torch import plain_call, without_memory
+from weft.parallel.random.streams import CutPart
+from weft.parallel.tensor.linear import TOKENS as TOKENS_sequence
+from weft.parallel.tensor.linear import SharedLayer, token_share
 from weft.parallel.tensor.read_layout import is_wide, nowhere
-from weft.private_torch import tree_flatten, tree_unflatten
-from weft.spec import Layout, Style
-from weft.structure import layers, repeated_blocks, token_flow
+from weft.private_torch import tree_flatten, tree_map_only, tree_unflatten
+
+#: Where the tokens are in activations: (batch, tokens, features).
+TOKENS = 1
+
+_untyped: Any = Tensor
+#: What may be asked of them as they are.
+_ASKED = {
+    *(getattr(_untyped, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "layout")),
+    *(getattr(_untyped, name) for name in ("size", "dim", "numel", "is_floating_point", "__len__")),
+}
+
+
+class Ungathered(Tensor):
+    """The ranks' tokens, (B, T, D), or (B * T, D) where is_flat; each rank has (B, S, D) of them."""
+
+    _own: Tensor
+    _axis: Axis
+    _is_flat: bool
+    _whole: Tensor | None
+    _has_grad: bool
+
+    @staticmethod
+    def of(x_BSD: Tensor, axis: Axis, *, is_flat: bool) -> Ungathered:
+        """Stand for what is gathered from x."""
+        batch, tokens, width = x_BSD.shape
+        shape = (batch * axis.size * tokens, width) if is_flat else (batch, axis.size * tokens, width)
+        found: Any = without_memory(Ungathered, shape, x_BSD)
+        found._own, found._axis, found._is_flat, found._whole = x_BSD, axis, is_flat, None
+        found._has_grad = torch.is_grad_enabled() and x_BSD.requires_grad
+        return found
+
+    def whole(self) -> Tensor:
+        """Bring them together, once.
+
+        Raises:
+            PlanError: inside of a step of autograd, through which their gradient would not come back.
+        """
+        if self._whole is None:
+            if self._has_grad and not torch.is_grad_enabled():
+                raise _hidden()
+            found = gather_from(self._own, self._axis, TOKENS)
+            self._whole = found.flatten(0, 1) if self._is_flat else found
+        return self._whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        if func in _ASKED:
+            return plain_call(func, args, kwargs or {})
+        if func is _untyped.requires_grad.__get__:
+            return args[0]._has_grad
+        args, kwargs = tree_map_only(cls, cls.whole, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        del func, types, args, kwargs
+        raise _hidden()
+
+
+def _hidden() -> PlanError:
+    return PlanError(
+        "tp_chunks: a module around cut layers hands its input to a step of autograd of its own, or reads it without "
+        "gradients, before they have gathered it. Use tp_chunks=1."
+    )
+
+
+# Sequence parallelism: between cut layers each rank of tp has its share of the tokens.
 
 #: What transformers calls an encoder's output among the arguments of a decoder's block.
 _ENCODER_STATES = "encoder_hidden_states"
@@ -204,7 +275,7 @@ class _Edge:
         place = self._find(leaves, module)
         token_share(leaves[place].shape, self._line.axis)
         self._part.sequences = leaves[place].shape[0]
-        leaves[place] = slice_to(leaves[place], self._line.axis, TOKENS)
+        leaves[place] = slice_to(leaves[place], self._line.axis, TOKENS_sequence)
         return tree_unflatten(leaves, tree)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -212,7 +283,7 @@ class _Edge:
         del args
         leaves, tree = tree_flatten(output)
         place = self._find(leaves, module)
-        leaves[place] = gather_slice(leaves[place], self._line.axis, TOKENS)
+        leaves[place] = gather_slice(leaves[place], self._line.axis, TOKENS_sequence)
         return tree_unflatten(leaves, tree)
 
     def _find(self, leaves: list[Any], module: nn.Module) -> int:
@@ -252,7 +323,7 @@ class _CutStates:
 
     def _cut(self, states: torch.Tensor) -> torch.Tensor:
         token_share(states.shape, self._line.axis)
-        return slice_to(states, self._line.axis, TOKENS)
+        return slice_to(states, self._line.axis, TOKENS_sequence)
 
 
 class _Together:
@@ -274,7 +345,7 @@ class _Together:
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape == hidden.shape:
                 if id(leaf) not in joined:
-                    joined[id(leaf)] = gather_from(leaf, self._line.axis, TOKENS)
+                    joined[id(leaf)] = gather_from(leaf, self._line.axis, TOKENS_sequence)
                 leaves[place] = joined[id(leaf)]
         return tree_unflatten(leaves, tree)
 
@@ -283,8 +354,8 @@ class _Together:
         del args
         leaves, tree = tree_flatten(output)
         place = _find_hidden(leaves, self._width, module)
-        axis, tokens = self._line.axis, leaves[place].shape[TOKENS]
-        leaves[place] = leaves[place].narrow(TOKENS, axis.rank * tokens // axis.size, tokens // axis.size)
+        axis, tokens = self._line.axis, leaves[place].shape[TOKENS_sequence]
+        leaves[place] = leaves[place].narrow(TOKENS_sequence, axis.rank * tokens // axis.size, tokens // axis.size)
         return tree_unflatten(leaves, tree)
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from weft.comm import all_gather, all_reduce, broadcast
+from weft.comm.collectives import all_gather, all_reduce, broadcast
+from weft.comm.mesh import Axis
+from weft.config.layout import Layout
 from weft.errors import LayoutError, PlanError, WeftError
-from weft.mesh import Axis
-from weft.parallel.placement import Placement
+from weft.models.inspect import dry_run, layers
+from weft.parallel.state.placement import Placement
 from weft.private_torch import tree_leaves, tree_map
-from weft.spec import Layout
-from weft.structure import dry_run, layers
 
 #: Parameters of the largest model that is tried: three copies in float64 are there for a moment.
 MOST_PARAMS = 20_000_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from weft.comm import all_reduce
+from weft.comm.collectives import all_reduce
 from weft.errors import ModelError
 from weft.models.adapters import adapted
-from weft.parallel.local_tensors import StateSource, Stretch
-from weft.parallel.placement import data_parallel
+from weft.parallel.state.flat_slices import StateSource, Stretch
+from weft.parallel.state.gradients import data_parallel
 
 
 @torch.no_grad()

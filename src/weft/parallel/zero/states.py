@@ -7,13 +7,18 @@ shape and format, and the value itself where it is a single number (step counter
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from weft.comm import all_gather, all_reduce
+from weft.comm.collectives import all_gather, all_reduce, broadcast
+from weft.comm.mesh import Axis
+from weft.comm.wire.low_rank import BASIS
 from weft.errors import CheckpointError
-from weft.mesh import Axis
+from weft.parallel.state.flat_slices import StateSource, Stretch
+from weft.parallel.state.gradients import DataParallel
 
 #: One state of one parameter: owner on the shard axis, shape ("cut" where it is divided as the parameter is), format,
 #: and the value of a single number.
@@ -51,3 +56,113 @@ def not_joinable(full_name: str, shape: torch.Size) -> CheckpointError:
         f"optimizer state {full_name!r}: its shape {tuple(shape)} is not the parameter's, so it cannot be joined. "
         f"Say elementwise=False on the optimizer."
     )
+
+
+# What wires carry from step to step, in checkpoints: each rank's own tensors, for the plan that made them.
+
+#: The plan that made the others, as bytes of its text.
+_PLAN = "plan"
+#: Steps that were taken, for wires that round by chance or begin later; under any plan.
+_TURN = "turn"
+
+
+def carried_here(engine: DataParallel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield this rank's tensors as (`rank/tensor/role/name`, tensor), and the plan; nothing where it carries none."""
+    mesh, states = engine.axes.mesh, engine.coders.states()
+    yield from ((f"{mesh.rank}/{name}", tensor) for name, tensor in states.items())
+    if engine.coders.counts_turns:
+        yield _TURN, torch.tensor([engine.coders.turn], dtype=torch.int64)
+    if states:
+        yield _PLAN, torch.frombuffer(bytearray(str(mesh.plan).encode()), dtype=torch.uint8).clone()
+
+
+def load_carried(engine: DataParallel, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Give this rank what `carried_here` gave. Lines that say what does not fit this plan and is left out."""
+    coders, mesh = engine.coders, engine.axes.mesh
+    coders.forget()
+    if _TURN in tensors:
+        coders.take_turn(int(tensors[_TURN]))
+    saved = bytes(tensors[_PLAN].tolist()).decode() if _PLAN in tensors else ""
+    if saved and saved != str(mesh.plan):
+        if all(name in (_TURN, _PLAN) or f"/{BASIS}/" in name for name in tensors):
+            return []  # what low rank begins with: any plan does without
+        return [
+            f"the rounding errors that reduce kept under '{saved}' are dropped: this plan is '{mesh.plan}', and "
+            "it starts without any"
+        ]
+    start = f"{mesh.rank}/"
+    found = {name.removeprefix(start): tensors[name] for name in tensors if name.startswith(start)}
+    coders.load({name: tensor.to(mesh.device, copy=True) for name, tensor in found.items()})
+    return []
+
+
+# Tensors by name from all stages of a pipeline, on every rank, piece by piece.
+
+#: Bytes of what a stage says before each tensor: name, shape, format.
+HEADER_BYTES = 1024
+
+
+def across_stages(
+    pairs: Iterator[tuple[str, torch.Tensor]], stages: Axis, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What each stage yields, one stage after another, each name once. A collective over the stages' axis."""
+    if stages.size == 1:
+        yield from pairs
+        return
+    seen: set[str] = set()
+    for stage in range(stages.size):
+        for name, tensor in _of_stage(pairs, stage, stages, device):
+            if name not in seen:
+                seen.add(name)
+                yield name, tensor
+
+
+def _of_stage(
+    pairs: Iterator[tuple[str, torch.Tensor]], stage: int, stages: Axis, device: torch.device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    while True:
+        name, tensor = next(pairs, (None, None)) if stage == stages.rank else (None, None)
+        told = None if tensor is None else {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+        header = _header(told).to(device)
+        said = json.loads(bytes(broadcast(header, stages, stage).tolist()))
+        if said is None:
+            return
+        whole = torch.empty(said["shape"], dtype=DTYPES[said["dtype"]], device=device)
+        if tensor is not None:
+            whole.copy_(tensor)
+        yield said["name"], broadcast(whole, stages, stage)
+
+
+def _header(told: dict[str, object] | None) -> torch.Tensor:
+    text = json.dumps(told).encode()
+    if len(text) > HEADER_BYTES:
+        raise CheckpointError(f"tensor {str(told)[:60]}...: its name is too long. Use at most 900 characters.")
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+# Debts in checkpoints: what replicas rounded off of gradients and still owe, by name of the parameter.
+
+#: Between a parameter's name and whose the debt is: a replica's number, or the owner's of a part of the total.
+MIDDLE = "/residual."
+
+
+def replicas_in(source: StateSource) -> int:
+    """Return how many replicas owe something in a checkpoint."""
+    return len({name.rpartition(MIDDLE)[2] for name in source.entries} - {"owner"})
+
+
+def read_owed(like: Stretch, source: StateSource, whose: tuple[str, ...] = ()) -> None:
+    """Add to a stretch what was owed of its elements.
+
+    Args:
+        like: named `parameter/residual.anyone`; its memory is added to.
+        source: the checkpoint's debts.
+        whose: what to read; nothing: all of them together.
+    """
+    param = like.name.rpartition(MIDDLE)[0]
+    for name in source.entries:
+        owner, middle, one = name.rpartition(MIDDLE)
+        if middle and owner == param and (not whose or one in whose):
+            found = torch.empty_like(like.flat)
+            replace(like, name=name, flat=found, home=None).fill(source)
+            like.flat.add_(found)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.layer_cost import padded_vocab
-from weft.planner.cost.traced_cost import end_params, layer_params
-from weft.planner.space import Columns, Job, TracedShape
+from weft.planner.cost.layer import padded_vocab
+from weft.planner.cost.traced import end_params, layer_params
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import TracedShape
 
 Array = NDArray[np.float64]
 

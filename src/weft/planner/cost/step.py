@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.planner.cost.alike import Alike
-from weft.planner.cost.host_cost import LayerWork, offload_s
-from weft.planner.cost.layer_cost import LayerCosts, distinct_costs, layer_costs, of_costs
+from weft.config.cluster import ClusterSpec
+from weft.config.plan import RECOMPUTES
+from weft.planner.cost.layer import LayerCosts, distinct_costs, layer_costs, of_costs
 from weft.planner.cost.machine import Fabric, Tables, bytes_s, gemm_s
-from weft.planner.cost.memory import is_offloaded, layer_bytes, memory_bytes
-from weft.planner.cost.overlap import RankTraffic, Window, exposed_s, gathered_s, of_traffic, traffic_of
+from weft.planner.cost.memory import memory_bytes
+from weft.planner.cost.memory_terms import is_offloaded, layer_bytes
 from weft.planner.cost.pipeline import (
     Stages,
     balanced_layers,
@@ -24,11 +24,20 @@ from weft.planner.cost.pipeline import (
     sends,
     split_layers,
 )
-from weft.planner.cost.recompute_cost import budget_s, replay_s
+from weft.planner.cost.recompute import budget_s, replay_s
+from weft.planner.cost.row_dedupe import Alike
 from weft.planner.cost.shares import Shares, rank_shares, second_job, shares_in_format, trained_shares
-from weft.planner.space import Columns, Job
-from weft.spec import ClusterSpec
-from weft.spec.plan import RECOMPUTES
+from weft.planner.cost.traffic import (
+    LayerWork,
+    RankTraffic,
+    Window,
+    exposed_s,
+    gathered_s,
+    of_traffic,
+    offload_s,
+    traffic_of,
+)
+from weft.planner.space.columns import Columns, Job
 
 Array = NDArray[np.float64]
 #: Seconds by term and bytes by class, one entry per plan.

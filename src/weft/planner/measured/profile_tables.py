@@ -1,17 +1,253 @@
-"""Where a profile enters the planner: the constants of a machine that was measured."""
+"""Constants of the cost model for GPUs from a profile: what was measured takes the place of what tables say.
+
+Each constant is solved for in the formula that uses it (kernels.py and collective_cost.py in planner/cost/), from the
+samples that it decides most. Constants that no sample decides stay as the tables have them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import platform
+import re
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
+from weft.config.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
 from weft.errors import ConfigError, Problem
-from weft.planner.cost.machine import Tables
-from weft.planner.measured.constants import constants_of
-from weft.planner.measured.host_tables import HostTables
-from weft.planner.measured.laws import Laws
-from weft.planner.measured.lessons import factors
-from weft.planner.measured.profile import Profile
-from weft.spec import ClusterSpec
+from weft.planner.cost.machine import Tables, flash_s
+from weft.planner.measured.laws import Laws, factors, fit_law
+from weft.planner.measured.machine_profile import Machine, Measurement, Profile, default_path, load_profile
+
+#: Bytes that a fused AdamW step moves for a parameter in fp32: four numbers read, three written.
+_ADAM_BYTES = 28.0
+
+
+def constants_of(profile: Profile, device: DeviceSpec, tables: Tables) -> dict[str, float]:
+    """Constants of `tables` that the profile decides. device: the one that was measured."""
+    found: dict[str, float] = {}
+    peak = device.peak_flops("bf16") or device.peak_flops("fp16")
+    products = [*_of(profile, "linear_f", "bf16")]
+    if products and peak:
+        best = max(2.0 * s.size[0] * s.size[1] * s.size[2] / s.seconds for s in products)
+        found["gemm_ceiling"] = best / peak
+        found |= _attention(profile, tables.changed(gemm_ceiling=best / peak), peak)
+    copies = [*_of(profile, "copy", "bf16")] or [*_of(profile, "copy", "fp32")]
+    if copies and device.memory_bytes_per_s:
+        most = max(copies, key=lambda each: each.size)
+        width = 2 if most.dtype == "bf16" else 4
+        found["memory_eff"] = 2.0 * width * most.size[0] * most.size[1] / most.seconds / device.memory_bytes_per_s
+    steps = [*_of(profile, "adamw", "fp32")]
+    if steps and device.memory_bytes_per_s:
+        most = max(steps, key=lambda each: each.size)
+        found["adam_eff"] = _ADAM_BYTES * most.size[0] / most.seconds / device.memory_bytes_per_s
+    if calls := [*_of(profile, "add", "fp32")]:
+        found["host_op_s"] = min(each.seconds for each in calls)  # so small that the host's call is all of it
+    return found | _host(profile) | _links(profile, device)
+
+
+def _host(profile: Profile) -> dict[str, float]:
+    """Rate between a device and the host, and of the host's optimizer, with all devices at work: they share both."""
+    found: dict[str, float] = {}
+    moved = _crowded(profile, "to_host", "to_device")
+    if moved:
+        most = max(each.size for each in moved)
+        found["host_rate"] = most[0] / max(each.seconds for each in moved if each.size == most)
+    if steps := _crowded(profile, "host_adamw"):
+        slowest = max(steps, key=lambda each: each.seconds / each.size[0])
+        found["host_step_rate"] = slowest.ranks * _ADAM_BYTES * slowest.size[0] / slowest.seconds
+    return found
+
+
+def _crowded(profile: Profile, *ops: str) -> list[Measurement]:
+    """Samples of these operations with most ranks at work."""
+    found = [sample for sample in profile.samples if sample.op in ops]
+    most = max((sample.ranks for sample in found), default=0)
+    return [sample for sample in found if sample.ranks == most]
+
+
+def _of(profile: Profile, op: str, dtype: str) -> Iterable[Measurement]:
+    return (s for s in profile.samples if s.op == op and s.dtype == dtype and s.ranks == 1)
+
+
+def _attention(profile: Profile, tables: Tables, peak: float) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for op, name, times in (("attention_f", "attn_fwd", 4.0), ("attention_b", "attn_bwd", 10.0)):
+        shares: list[float] = []
+        for sample in _of(profile, op, "bf16"):
+            b, h, s, c = sample.size
+            flops = times * b * h * s * c * (s + 128) / 2  # causal, in blocks of 128
+            unit = tables.changed(**{name: 1.0})
+            ideal = float(flash_s(unit, flops, s, c, op == "attention_b", peak))
+            shares.append(ideal / sample.seconds)
+        if shares:
+            found[name] = statistics.median(shares)
+    return found
+
+
+def _links(profile: Profile, device: DeviceSpec) -> dict[str, float]:
+    """Rate and start of collectives over all devices of the node."""
+    groups = [sample.group for sample in profile.samples if sample.op == "all_gather"]
+    if not groups or not device.scale_up_bytes_per_s:
+        return {}
+    most = max(groups)
+    law = fit_law("all_gather", [s for s in profile.samples if s.op == "all_gather" and s.group == most])
+    start, _, each = law.coefficients
+    if each <= 0:
+        return {}
+    rate = (most - 1) / most / each
+    return {"link_eff": rate / device.scale_up_bytes_per_s, "link_alpha_s": max(start, 1e-6)}
+
+
+# This host as a profile names it, without torch: to see whether a profile still speaks of it.
+
+#: "here", "local", "4xhere": this machine, with so many ranks.
+_HERE = re.compile(r"(?:([0-9]{1,4})x)?(?:here|local)")
+
+
+def this_host() -> Machine:
+    """What ranks on this machine's processor are."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    import psutil
+
+    return Machine(
+        kind="cpu",
+        device=_processor(),
+        count=1,
+        cores=cores,
+        threads=1,
+        memory_bytes=psutil.virtual_memory().total,
+        torch=_torch_version(),
+        transports=("shared memory",) if _shares_memory() else ("gloo exchange",),
+    )
+
+
+def asks_for_here(text: str) -> bool:
+    """Whether a cluster's text means this machine."""
+    return _HERE.fullmatch(text.strip().lower()) is not None
+
+
+def profile_here(path: Path | None = None) -> Profile:
+    """This machine's profile. Raises ConfigError where there is none, or where it is of another machine or software."""
+    path = path or default_path()
+    if not path.exists():
+        rule = f"this machine has not been measured: there is no {path}"
+        raise ConfigError([Problem("cluster", f"cluster=here: {rule}. Measure it first: weft calibrate")])
+    profile = load_profile(path)
+    changes = stale(profile)
+    if changes:
+        rule = f"it was measured with {'; '.join(changes)}"
+        raise ConfigError([Problem("profile", f"profile={path}: {rule}. Measure again: weft calibrate")])
+    return profile
+
+
+def stale(profile: Profile) -> list[str]:
+    """What of this machine is not as the profile has it; of GPUs, what can be seen without torch."""
+    host = this_host()
+    if profile.machine.kind == "cpu":
+        return profile.machine.differences(host)
+    seen = replace(profile.machine, cores=host.cores, torch=host.torch)
+    return profile.machine.differences(seen)
+
+
+def cluster_of(profile: Profile, text: str = "here") -> ClusterSpec:
+    """The machine of a profile as a cluster of one node. text: "here", or "4xhere" for so many ranks."""
+    match = _HERE.fullmatch(text.strip().lower())
+    machine = profile.machine
+    wanted = int(match[1]) if match and match[1] else machine.count if machine.kind == "cuda" else machine.cores
+    if machine.kind == "cuda":
+        if not 1 <= wanted <= machine.count:
+            rule = f"this machine has {machine.count} GPUs"
+            raise ConfigError([Problem("cluster", f"cluster={text}: {rule}. Use e.g. {machine.count}xhere.")])
+        return ClusterSpec(nodes=1, devices_per_node=wanted, device=_gpu(machine))
+    most = 8 * machine.cores
+    if not 1 <= wanted <= most:
+        rule = f"this machine has {machine.cores} cores, and Weft estimates at most {most} ranks on them"
+        raise ConfigError([Problem("cluster", f"cluster={text}: {rule}. Use e.g. {machine.cores}xhere.")])
+    return ClusterSpec(nodes=1, devices_per_node=wanted, device=_cpu(profile, wanted))
+
+
+def _cpu(profile: Profile, num_ranks: int) -> DeviceSpec:
+    """One rank's share of a processor. Peaks are the fastest products that were measured, shared by the ranks."""
+    machine = profile.machine
+    peaks: dict[str, float] = {}
+    formats = profile.formats(num_ranks)
+    for sample in profile.samples:
+        if sample.op == "linear_f" and sample.dtype in formats:
+            m, n, k = sample.size
+            crowd = sample.ranks * 2.0 * m * n * k / sample.seconds  # of all ranks that were at work
+            peaks[sample.dtype] = max(peaks.get(sample.dtype, 0.0), crowd)
+    copies = [s.ranks * 8.0 * s.size[0] * s.size[1] / s.seconds for s in profile.samples if s.op == "copy"]
+    moved = [s.ranks * s.size[0] / s.seconds for s in profile.samples if s.op in ("to_host", "to_device")]
+    return DeviceSpec(
+        name="here",
+        title=machine.device,
+        peaks=tuple((name, peak / num_ranks) for name, peak in sorted(peaks.items())),
+        memory_bytes=machine.memory_bytes // num_ranks,
+        memory_bytes_per_s=max(copies, default=1e10) / num_ranks,
+        scale_up_bytes_per_s=max(copies, default=1e10) / num_ranks / 2,
+        scale_up_domain=num_ranks,
+        host_bytes_per_s=max(moved, default=1e10) / num_ranks,
+        sources="measured",
+        note="ranks share the cores of one host",
+    )
+
+
+def _gpu(machine: Machine) -> DeviceSpec:
+    known = device_by_torch_name(machine.device)
+    if known is None:
+        rule = f"the device {machine.device!r} of the profile is not in the device table"
+        remedy = "Describe it in a cluster file, and give the profile by --profile"
+        raise ConfigError([Problem("cluster", f"cluster=here: {rule}. {remedy}.")])
+    return replace(known, memory_bytes=machine.memory_bytes)
+
+
+def _torch_version() -> str:
+    from importlib import metadata  # slow to load, and most plans are for other machines
+
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _shares_memory() -> bool:
+    """Whether ranks of this host pass pieces through shared memory: the transport's own condition."""
+    return platform.system() == "Linux" and platform.machine() == "x86_64"
+
+
+def _processor() -> str:
+    """The processor's name, as Linux tells it, else the platform's word for it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    told: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        told.setdefault(key.strip(), value.strip())
+    name = told.get("model name") or platform.processor() or platform.machine()
+    detail = "-".join(told[key] for key in ("cpu family", "model", "stepping") if told.get(key))
+    return f"{name} ({detail})" if detail else name
+
+
+# The constants of a host: those of a device, and the laws of its primitives.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTables(Tables):
+    """The constants of a CPU host whose ranks share its cores. laws: of its primitives, of which estimates are made."""
+
+    laws: Laws
+
+    @classmethod
+    def with_laws(cls, tables: Tables, laws: Laws) -> HostTables:
+        """Return the constants of a host, with its laws."""
+        return cls(**{each.name: getattr(tables, each.name) for each in fields(tables)}, laws=laws)
+
+
+# Where a profile enters the planner: the constants of a machine that was measured.
 
 #: What decides terms of traffic: measured here only where as many ranks were at work.
 _TRAFFIC = ("link_eff", "nic_eff", "overlap_compute")

@@ -1,29 +1,355 @@
-"""Predictions of published runs under three tiers, and everything that is said of their errors."""
+"""Settings that a table leaves out, and the columns of a run.
+
+A setting that is not given is taken as its authors would have chosen it: of the candidates that fit into memory the
+fastest, by the same model; where none fits, the fastest of those that need little more than the least.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config.plan import RECOMPUTES, SCHEDULES
 from weft.planner.cost.machine import TIERS, Tables
-from weft.planner.foresight import Experience
-from weft.planner.scoring.families import FAMILIES, families
-from weft.planner.scoring.fill import predict
-from weft.planner.scoring.metrics import constant_rate, scored, summary, time_errors
-from weft.planner.scoring.prediction import Prediction
-from weft.planner.scoring.refit import Refit, refit
-from weft.planner.scoring.residuals import (
+from weft.planner.cost.step import TERMS
+from weft.planner.estimator import Estimates, estimate
+from weft.planner.scoring.metrics import (
+    FAMILIES,
+    Prediction,
     Residual,
+    circumstances,
+    constant_rate,
     coverage,
     experience,
+    families,
     memory_residuals,
+    scored,
+    summary,
+    time_errors,
     time_residuals,
 )
-from weft.planner.scoring.rows import PublishedRun, Skipped, read_runs
-from weft.planner.scoring.scalars import stack_scalars
+from weft.planner.scoring.published_runs import PublishedRun, Skipped, read_runs
+from weft.planner.space.columns import PRECISIONS, Columns
+from weft.planner.uncertainty import Experience
+
+_MICROBATCHES = (1, 2, 4, 8, 16)
+_VIRTUAL = tuple(range(1, 13))
+#: Where no candidate fits, those count that need at most this much more than the least.
+_NEAR_LEAST = 1.1
+#: What embedding and head may count as, in layers, where stages are filled.
+_ENDS = (0, 1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Remade:
+    """One way to recompute. share: of the layers. budget: share of what no recompute keeps, as the cheapest mix of
+    kernels leaves it; inf: none."""
+
+    name: str
+    share: float = 1.0
+    budget: float = math.inf
+
+
+_STATED = {"half": Remade("full", 0.5), "experts": Remade("none", budget=0.4)} | {
+    name: Remade(name) for name in ("none", "attention", "selective", "full")
+}
+#: From nothing to all, in steps: recipes name single kernels or a number of layers.
+_NOT_STATED = (
+    Remade("none"),
+    *(Remade("none", budget=kept) for kept in (0.85, 0.7, 0.55, 0.4)),
+    *(Remade("full", share) for share in (0.25, 0.5, 0.75, 1.0)),
+)
+
+
+def candidates(run: PublishedRun) -> Columns:
+    """The plans that the run may have had: one, where its row says everything."""
+    per_rank = max(1, run.job.global_batch // run.dp)
+    layers = run.job.shape.layers
+    sizes = (1,) if run.job.shape.moe_layers else _MICROBATCHES  # each token's activations are there top_k times
+    micros = (run.microbatch,) if run.microbatch else tuple(b for b in sizes if per_rank % b == 0) or (1,)
+    chunks = tuple(v for v in _VIRTUAL if any((layers + ends) % (run.pp * v) == 0 for ends in _ENDS))
+    chunks = tuple(v for v in chunks if v > 1) or chunks if run.interleaved else chunks
+    stages = (run.virtual_stages,) if run.virtual_stages else chunks or (1,)
+    policies = (_STATED[run.recompute],) if run.recompute else (*_NOT_STATED, *_scores(run))
+    zeros = (run.zero,) if run.zero is not None else (0, 1, 2)
+    experts = (run.ep,) if run.ep is not None else _expert_groups(run)
+    rows = [
+        (b, v, r, z, e)
+        for b, v, r, z, e in itertools.product(micros, stages, policies, zeros, experts)
+        if v == 1 or (per_rank // b) % run.pp == 0
+    ]
+    rows = rows or [(micros[0], 1, policies[0], zeros[0], experts[0])]
+    micro, virtual, policy, zero, ep = zip(*rows, strict=True)
+    micro, zero = np.minimum(np.array(micro), per_rank), np.array(zero)
+    shard = np.where(zero == 0, 1, run.shard)
+    return Columns.make(
+        len(rows),
+        pp=run.pp,
+        dp_replicate=run.dp // shard,
+        dp_shard=shard,
+        cp=run.cp,
+        tp=run.tp,
+        ep=ep,
+        zero=zero,
+        sp=run.sp,
+        schedule=[SCHEDULES.index("interleaved" if v > 1 else "1f1b") for v in virtual],
+        virtual_stages=virtual,
+        microbatch=micro,
+        num_micro=np.maximum(1, per_rank // micro),
+        recompute=[RECOMPUTES.index(each.name) for each in policy],
+        recompute_share=[each.share for each in policy],
+        activation_budget=[each.budget for each in policy],
+        precision=PRECISIONS.index(run.precision),
+        compile=run.compile,
+        reshard=0,
+        offload_optimizer=1.0 if run.host_optimizer else 0.0,
+        offload_activations=1.0 if run.host_activations else 0.0,
+    )
+
+
+def _expert_groups(run: PublishedRun) -> tuple[int, ...]:
+    """Sizes of expert parallelism that a run may have had which does not say."""
+    ranks, experts = run.dp * run.cp * run.tp, run.job.shape.num_experts
+    return tuple(e for e in (2**power for power in range(8)) if ranks % e == 0 and experts % e == 0)
+
+
+def _scores(run: PublishedRun) -> tuple[Remade, ...]:
+    """Recompute of attention's scores alone, where these are kept."""
+    return () if run.job.stack.flash else (Remade("attention"),)
+
+
+def predict(run: PublishedRun, tables: Tables) -> tuple[Estimates, int]:
+    """Estimates of a run's candidates, and the row that stands for it."""
+    columns = candidates(run)
+    estimates = estimate(run.job, run.cluster, columns, tables)
+    if len(columns) == 1:
+        return estimates, 0
+    fits = estimates.fits_probability > 0.5
+    if not fits.any():  # the run was possible: then memory is taken too high, of all candidates alike
+        fits = estimates.total_bytes <= _NEAR_LEAST * estimates.total_bytes.min()
+    return estimates, int(np.argmin(np.where(fits, estimates.step_s, np.inf)))
+
+
+# One scalar for each software stack, fitted without the table that it is applied to.
+
+#: What another source with the same stack counts as a whole, against one table of the same source.
+_OTHER_SOURCE = 0.05
+#: What "no scalar" counts, in tables: little evidence moves the scalar little.
+_PRIOR = 0.3
+#: A table speaks for a scalar of at most this much, as a logarithm: beyond, something else is wrong with it.
+_MOST = 0.2
+
+
+def stack_scalars(predictions: Sequence[Prediction]) -> dict[str, float]:
+    """Factor on the predicted step time of each run, by its id.
+
+    A table speaks by the median of log(measured / predicted) over its configurations. The scalar of a stack is the
+    weighted mean over the other tables of the run's source and over the other sources with its stack (each by the
+    median of its tables), drawn towards 1.
+    """
+    tables = _tables(predictions)
+    factors = {own: _factor(own, tables) for own in {_key(each) for each in predictions}}
+    return {each.run.id: factors[_key(each)] for each in predictions}
+
+
+def _factor(own: tuple[str, str, str], tables: Mapping[tuple[str, str, str], float]) -> float:
+    near = [median for key, median in tables.items() if key[:2] == own[:2] and key != own]
+    far: dict[str, list[float]] = defaultdict(list)
+    for (stack, source, _), median in tables.items():
+        if stack == own[0] and source != own[1]:
+            far[source].append(median)
+    votes = [statistics.median(medians) for medians in far.values()]
+    total = sum(map(_clipped, near)) + _OTHER_SOURCE * sum(map(_clipped, votes))
+    return math.exp(total / (_PRIOR + len(near) + _OTHER_SOURCE * len(far)))
+
+
+def _clipped(ratio: float) -> float:
+    return min(_MOST, max(-_MOST, ratio))
+
+
+def _key(each: Prediction) -> tuple[str, str, str]:
+    return each.run.job.stack.name, each.run.source, each.run.table
+
+
+def _tables(predictions: Sequence[Prediction]) -> dict[tuple[str, str, str], float]:
+    """Median log ratio of each table with measured times; runs made for scoring alone where a table has any."""
+    ratios: dict[tuple[str, str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    some_core = any(each.run.core for each in predictions)
+    for each in predictions:
+        if each.run.measured_s and (each.run.core or not some_core):
+            ratios[_key(each)][each.run.group].append(math.log(each.run.measured_s / each.step_s))
+    return {
+        key: statistics.median(statistics.fmean(group) for group in groups.values()) for key, groups in ratios.items()
+    }
+
+
+# What is fitted, refitted without a source or a kind of runs: how far off the planner is where it has not been.
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+#: Standard deviations of the logarithms of factors, before any run is seen: of terms, and of the others.
+_TERM_SD, _MAKE_SD, _STACK_SD = 0.075, 0.04, 0.03
+#: Error of one run, as a logarithm; what is further off counts less.
+_NOISE, _ROBUST = 0.1, 0.15
+#: A source counts as this many configurations at most.
+_SOURCE_RUNS = 6.0
+_STEPS = 8
+#: Of what a factor knows, a source that gives less than this share does not determine it.
+_WORTH = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One fitted number: its value with all sources, and the sources that determine it, by their share of what is
+    known of it, largest first; `prior`: the share of the value that it starts with."""
+
+    name: str
+    value: float
+    sources: tuple[tuple[str, float], ...]
+    prior: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """Predicted seconds by id of a run. seen: with all sources. source_out: without the run's source. family_out: by
+    kind, without all runs of that kind."""
+
+    seen: dict[str, float]
+    source_out: dict[str, float]
+    family_out: dict[str, dict[str, float]]
+    factors: tuple[Factor, ...]
+
+
+def refit(predictions: Sequence[Prediction]) -> Refit:
+    """Fit the factors to the runs with measured times: to all, and to all but each source and each kind.
+
+    Args:
+        predictions: of runs that score; one of each run.
+    """
+    measured = [each for each in predictions if each.run.measured_s]
+    if not measured:
+        return Refit({}, {}, {}, ())
+    data = _Data.of(measured)
+    names = [each.run.id for each in measured]
+    everything = np.ones(len(measured), dtype=np.bool_)
+    all_in = data.fit(everything)
+    without: Array = np.zeros(len(measured))
+    for source in sorted(set(data.sources)):
+        here = np.array([each == source for each in data.sources])
+        without[here] = data.predicted(data.fit(~here))[here]
+    out: dict[str, dict[str, float]] = {}
+    for family in FAMILIES:
+        here = np.array([family in families(each.run) for each in measured])
+        if here.any() and not here.all():
+            times = np.exp(data.predicted(data.fit(~here)))
+            out[family] = {name: float(times[row]) for row, name in enumerate(names) if here[row]}
+    return Refit(
+        seen=dict(zip(names, np.exp(data.predicted(all_in)).tolist(), strict=True)),
+        source_out=dict(zip(names, np.exp(without).tolist(), strict=True)),
+        family_out=out,
+        factors=data.factors(all_in),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """seconds: by run and term. marks: 1 where a factor of a make, a format or software speaks of a run."""
+
+    sources: list[str]
+    groups: list[tuple[str, str]]
+    measured: Array
+    seconds: Array
+    marks: Array
+    names: list[str]
+    sds: Array
+
+    @classmethod
+    def of(cls, runs: Sequence[Prediction]) -> _Data:
+        facts = [circumstances(each.run) for each in runs]
+        marks: dict[str, tuple[list[float], float]] = {}
+
+        def mark(name: str, holds: Callable[[int], bool], sd: float) -> None:
+            column = [float(holds(row)) for row in range(len(runs))]
+            if any(column) and not all(column):
+                marks[name] = (column, sd)
+
+        for make in sorted({one.generation for one in facts}):
+            mark(f"device {make or 'other'}", lambda row, make=make: facts[row].generation == make, _MAKE_SD)
+        mark("experts", lambda row: facts[row].experts, _MAKE_SD)
+        mark("fp8", lambda row: runs[row].run.precision == "fp8", _MAKE_SD)
+        mark("fp4", lambda row: runs[row].run.precision == "fp4", _MAKE_SD)
+        for stack in sorted({each.run.job.stack.name for each in runs}):
+            mark(f"software {stack}", lambda row, stack=stack: runs[row].run.job.stack.name == stack, _STACK_SD)
+        columns = [column for column, _ in marks.values()]
+        return cls(
+            sources=[each.run.source for each in runs],
+            groups=[(each.run.source, each.run.group) for each in runs],
+            measured=np.log([each.run.measured_s or 1.0 for each in runs]),
+            seconds=np.array([[each.terms.get(term, 0.0) for term in TERMS] for each in runs]),
+            marks=np.array(columns).T if columns else np.zeros((len(runs), 0)),
+            names=[*TERMS, *marks],
+            sds=np.array([_TERM_SD] * len(TERMS) + [sd for _, sd in marks.values()]),
+        )
+
+    def predicted(self, logs: Array) -> Array:
+        """Logarithms of the seconds of each run, with the logarithms of the factors."""
+        terms = len(TERMS)
+        return np.log(self.seconds @ np.exp(logs[:terms])) + self.marks @ logs[terms:]
+
+    def _weights(self, rows: Mask) -> Array:
+        """A configuration counts once, however often it was measured, and a source for _SOURCE_RUNS at most."""
+        repeats = Counter(group for group, row in zip(self.groups, rows, strict=True) if row)
+        sizes = Counter(source for source, _ in repeats)
+        weights = [
+            min(1.0, _SOURCE_RUNS / sizes[source]) / repeats[source, group] if row else 0.0
+            for (source, group), row in zip(self.groups, rows, strict=True)
+        ]
+        return np.array(weights)
+
+    def _slopes(self, logs: Array) -> Array:
+        scaled = self.seconds * np.exp(logs[: len(TERMS)])
+        return np.concatenate([scaled / scaled.sum(axis=1, keepdims=True), self.marks], axis=1)
+
+    def fit(self, rows: Mask) -> Array:
+        """Gauss-Newton steps with a loss that grows with the error, not with its square, where that is large."""
+        logs = np.zeros(len(self.names))
+        base = self._weights(rows)
+        for _ in range(_STEPS):
+            slopes, error = self._slopes(logs), self.measured - self.predicted(logs)
+            weights = base / np.maximum(1.0, np.abs(error) / _ROBUST)
+            left = slopes.T @ (slopes * weights[:, None]) / _NOISE**2 + np.diag(1 / self.sds**2)
+            right = slopes.T @ (weights * error) / _NOISE**2 - logs / self.sds**2
+            logs = logs + np.clip(np.linalg.solve(left, right), -0.3, 0.3)
+        return logs
+
+    def factors(self, logs: Array) -> tuple[Factor, ...]:
+        """Every factor, and whose runs determine it: by each source's part of the information on it."""
+        slopes = self._slopes(logs)
+        weights = self._weights(np.ones(len(self.sources), dtype=np.bool_))
+        known = slopes**2 * weights[:, None] / _NOISE**2
+        found: list[Factor] = []
+        for column, name in enumerate(self.names):
+            by_source: Counter[str] = Counter()
+            for source, part in zip(self.sources, known[:, column].tolist(), strict=True):
+                by_source[source] += part
+            prior = 1 / float(self.sds[column]) ** 2
+            whole = prior + sum(by_source.values())
+            shares = [(source, part / whole) for source, part in by_source.most_common() if part >= _WORTH * whole]
+            found.append(Factor(name, float(np.exp(logs[column])), tuple(shares), prior / whole))
+        return tuple(found)
+
+
+# Predictions of published runs under three tiers, and everything that is said of their errors.
 
 #: Tiers of a score: those of the tables, and one scalar per software stack on top.
 SCORE_TIERS = (*TIERS, "stack")

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.config.plan import Plan
 from weft.planner.cost.machine import Tables
 from weft.planner.estimator import Estimates, estimate, estimate_memory, estimate_seconds
 from weft.planner.search.candidate import Answer, Candidate, candidates, layouts
-from weft.planner.search.clock import MOST_STEPS, clocked, num_steps
+from weft.planner.search.pipeline_clock import MOST_STEPS, clocked, num_steps
 from weft.planner.search.question import Question
 from weft.planner.search.refine import anneal, descend
-from weft.planner.space import Columns, PlanGrid, Refused, Space, Tally, enumerate_space
-from weft.spec.plan import Plan
+from weft.planner.space.columns import Columns
+from weft.planner.space.enumerate import PlanGrid, Refused, Space, Tally, enumerate_space
 from weft.units import format_bytes
 
 Floats = NDArray[np.float64]

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.hugging_face_config import read_numbers
+from weft.config.model_spec import ModelSpec, decoder_spec, model_names
+from weft.config.parsing import MODEL_CODE
+from weft.config.traced_model import FORMAT, Limit, TracedModel
 from weft.errors import ModelError, did_you_mean
-from weft.planner.space import AdapterSize, FrozenWork, Shape, TracedShape
-from weft.spec import DecoderSpec, ModelSpec, TracedModel, decoder_spec
-from weft.spec.model import model_names, read_numbers
-from weft.spec.traced import FORMAT, Limit
-from weft.spec.written import MODEL_CODE
+from weft.planner.space.shape import Shape, TracedShape
+from weft.planner.space.trained_part import AdapterSize, FrozenWork
 
 if TYPE_CHECKING:
-    from weft.spec import RunConfig
+    from weft.config.run_config import RunConfig
 
 #: Families of Hugging Face whose configs are read, and whether two matrices go up in their feed-forward layers.
 _FAMILIES = {
@@ -153,9 +155,9 @@ def _read_text(text: str) -> PlannedModel:
 
 
 def _read_run(path: Path) -> PlannedModel:
-    from weft.spec import resolve_decoder
-    from weft.spec.files import load_config
-    from weft.spec.rules import least_vocab
+    from weft.config.config_rules import least_vocab
+    from weft.config.files import load_config
+    from weft.config.model_spec import resolve_decoder
 
     config = load_config(path, ["plan=auto"]).config
     if config.task.name is not None:

@@ -7,8 +7,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from weft.planner.space import Job
-from weft.spec.plan import AXES, PLAN_FIELDS, Plan
+from weft.config.plan import AXES, PLAN_FIELDS, Plan
+from weft.planner.space.columns import Job
 
 #: The values of a plan's fields.
 Row = tuple[Any, ...]

@@ -9,17 +9,25 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from weft.config.cluster import ClusterSpec, device_by_torch_name
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.layout import common_divisors
+from weft.config.model_spec import ModelSpec
+from weft.config.plan import AXES, PLAN_FIELDS, Plan
+from weft.config.plan_rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES
+from weft.config.plan_text import split_plan
+from weft.config.rule import Facts, Rule
+from weft.config.traced_model import TracedModel
 from weft.errors import ConfigError, PlanError, Problem
 from weft.planner import measured
 from weft.planner.cost.machine import Tables
-from weft.planner.measured import Profile, here, load_profile
+from weft.planner.measured import profile_tables as here
+from weft.planner.measured.machine_profile import Profile, load_profile
 from weft.planner.search.model_source import PlannedModel, default_batch, default_seq_len, read_model
 from weft.planner.search.verdicts import Verdicts
-from weft.planner.space import Job, Shape, Space, Stack
-from weft.spec import ClusterSpec, DecoderSpec, ModelSpec, TracedModel, common_divisors
-from weft.spec.cluster import device_by_torch_name
-from weft.spec.plan import AXES, PLAN_FIELDS, Plan, split_plan
-from weft.spec.rules import LASTING, LIMIT_RULES, ORDER_RULES, RULES, Facts, Rule
+from weft.planner.space.columns import Job
+from weft.planner.space.enumerate import Space
+from weft.planner.space.shape import Shape, Stack
 from weft.units import counted
 
 #: Probability of fitting into memory from which on a plan is listed.

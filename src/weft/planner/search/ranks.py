@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.config.partitioning import divide_by_rank
+from weft.config.pipeline_schedule import Schedule, build_schedule, stages_of
 from weft.errors import PlanError, Problem
-from weft.planner.cost import LayerCosts, layer_bytes, rank_bytes
+from weft.planner.cost.layer import LayerCosts
+from weft.planner.cost.memory import rank_bytes
+from weft.planner.cost.memory_terms import layer_bytes
 from weft.planner.cost.pipeline import Durations
 from weft.planner.estimator import costs_of_layer
-from weft.planner.measured import HostTables
+from weft.planner.measured.profile_tables import HostTables
 from weft.planner.search.candidate import Candidate
-from weft.planner.space import Columns
-from weft.spec.schedule import Schedule, build_schedule, stages_of
-from weft.spec.shares import divide_by_rank
+from weft.planner.space.columns import Columns
 
 
 @dataclass(frozen=True, slots=True)

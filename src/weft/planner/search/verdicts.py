@@ -6,9 +6,9 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+from weft.config.plan import MISSING, OpenPlan, Plan
+from weft.config.rule import Facts, Rule
 from weft.planner.search.plan_rows import PLACES, Row, differing
-from weft.spec.plan import MISSING, OpenPlan, Plan
-from weft.spec.rules import Facts, Rule
 
 
 class _Watched(OpenPlan):

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.spec.plan import MISSING, PLAN_FIELDS, OpenPlan, Plan, Undecided
-from weft.spec.rules import Facts, Rule, UnknownFact
+from weft.config.plan import MISSING, PLAN_FIELDS, OpenPlan, Plan, Undecided
+from weft.config.rule import Facts, Rule, UnknownFact
 
 Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]

@@ -1,16 +1,200 @@
-"""Which share of a decoder is trained where groups of the optimizer have lr=0, without building the model."""
+"""How large an adapter is, and what its frozen base takes, without building the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from weft.spec import DecoderSpec
+import numpy as np
+
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_spec import DecoderWidths
+from weft.config.traced_model import TracedModel
+from weft.errors import ConfigError, Problem
+from weft.planner.space.shape import Shape
+from weft.units import counted, parse_count
 
 if TYPE_CHECKING:
-    from weft.spec.config import OptimizerGroup
+    from weft.config.sections import AdapterSection, OptimizerGroup
+
+#: Of a linear layer: inputs and outputs.
+Widths = tuple[float, float]
+#: As in `models/adapters/base_format.py`, which loads torch (a test holds them together): weights of a block, and the
+#: bytes of one with its scale.
+BLOCK = 64
+BLOCK_BYTES = {"int8": BLOCK + 4, "nf4": BLOCK // 2 + 4}
+#: Bytes that unpacking a weight moves, kernel by kernel, as `BaseFormat.unpack` calls them: the code copied (2),
+#: widened (5), scaled (8) and narrowed (6); of nf4 two codes are taken out of a byte (1.5), widened (2.5) and looked up
+#: (4) for each half, so per weight 15, then brought together (8), scaled (8) and narrowed (6).
+UNPACKED = {"int8": 21.0, "nf4": 37.0}
+#: Weights that are unpacked at a time, as `models/adapters/base_format.py` has it.
+UNPACKED_AT_ONCE = 2**23
+#: Kernels of that.
+UNPACKS = {"int8": 5, "nf4": 11}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSize:
+    """An adapter on a mean layer of a model, all else of which is frozen.
+
+    rank: of its matrices. width: inputs and outputs of the adapted products, added up. products: how many.
+    base: how frozen linear layers keep their weights: "stored", "int8" or "nf4". packed: weights of a mean layer that
+    are kept so; packed_bytes: what they take; packed_products: products with them; largest: weights of the largest.
+    """
+
+    rank: int
+    width: float
+    products: float
+    base: str = "stored"
+    packed: float = 0.0
+    packed_bytes: float = 0.0
+    packed_products: float = 0.0
+    largest: float = 0.0
+
+    @property
+    def params(self) -> float:
+        """Parameters in a mean layer."""
+        return self.rank * self.width
+
+    def params_of_rank(self, layers: Any, t: Any) -> Any:
+        """Return the parameters of `layers` layers on one of `t` tensor-parallel ranks, which cut one of two matrices.
+
+        Numbers or numpy arrays.
+        """
+        return layers * self.params * (0.5 + 0.5 / t)
+
+    def unpacking_bytes(self, t: Any, width: Any) -> Any:
+        """Return the bytes that unpacking the largest weight of a packed base takes.
+
+        The weight, and two values of 4 bytes for each of those that are unpacked at once.
+
+        Args:
+            t: tensor-parallel ranks.
+            width: bytes of a weight in a pass.
+        """
+        largest = self.largest / t
+        return width * largest + 8.0 * np.minimum(largest, UNPACKED_AT_ONCE)
+
+    @property
+    def unpacked_bytes(self) -> float:
+        """Bytes that unpacking the base of a mean layer moves."""
+        return self.packed * UNPACKED.get(self.base, 0.0)
+
+    @property
+    def unpack_calls(self) -> float:
+        """Kernels of that."""
+        return self.packed_products * UNPACKS.get(self.base, 0)
+
+    @classmethod
+    def of(cls, spec: DecoderSpec, section: AdapterSection) -> AdapterSize | None:
+        """Return the size for one of Weft's decoders; None where the section asks for none."""
+        if not section.rank:
+            return None
+        every = [(layer, *each) for layer in range(spec.num_layers) for each in _products(spec, layer)]
+        chosen = [
+            (inputs, outputs)
+            for layer, path, inputs, outputs in every
+            if _fits(f"blocks.{layer}.{path}", section.targets)
+        ]
+        frozen = [(inputs, outputs) for _, _, inputs, outputs in every]
+        return cls.of_widths(section.rank, spec.num_layers, chosen, section.base, frozen)
+
+    @classmethod
+    def of_widths(
+        cls, rank: int, num_layers: int, adapted: Iterable[Widths], base: str = "stored", frozen: Iterable[Widths] = ()
+    ) -> AdapterSize:
+        """Return the size by the widths of linear layers, of a whole model.
+
+        Args:
+            rank: of the matrices.
+            num_layers: of the model, over which the mean is taken.
+            adapted: (inputs, outputs) of each layer with an adapter.
+            base: how frozen linear layers keep their weights.
+            frozen: (inputs, outputs) of each layer that keeps them so.
+        """
+        chosen = list(adapted)
+        kept = list(frozen) if base in BLOCK_BYTES else []
+        return cls(
+            rank=rank,
+            width=sum(inputs + outputs for inputs, outputs in chosen) / num_layers,
+            products=len(chosen) / num_layers,
+            base=base,
+            packed=sum(inputs * outputs for inputs, outputs in kept) / num_layers,
+            packed_bytes=sum(_row_bytes(inputs, base) * outputs for inputs, outputs in kept) / num_layers,
+            packed_products=len(kept) / num_layers,
+            largest=max((inputs * outputs for inputs, outputs in kept), default=0.0),
+        )
+
+    @classmethod
+    def of_shape(cls, shape: DecoderWidths, rank: int, base: str = "stored") -> AdapterSize:
+        """Return the size on all linear layers of a decoder but the head, routers and stacked experts.
+
+        Args:
+            shape: of the decoder.
+            rank: of the matrices.
+            base: how frozen linear layers keep their weights.
+        """
+        dense = [*attention_products(shape), *feed_forward_products(shape, shape.ffn)] * (
+            shape.layers - shape.moe_layers
+        )
+        moe = [*attention_products(shape), *feed_forward_products(shape, shape.shared_ffn)] * shape.moe_layers
+        return cls.of_widths(rank, shape.layers, [*dense, *moe], base, [*dense, *moe])
+
+    @classmethod
+    def of_traced(cls, traced: TracedModel, rank: int, base: str = "stored") -> AdapterSize:
+        """Return the size on all linear layers of a traced model that may have an adapter.
+
+        Args:
+            traced: the model.
+            rank: of the matrices.
+            base: how frozen linear layers keep their weights.
+        """
+        found = [(inputs, outputs) for inputs, outputs, count in traced.linears for _ in range(count)]
+        return cls.of_widths(rank, traced.num_layers, found, base, found)
+
+
+def _row_bytes(inputs: float, base: str) -> float:
+    """Bytes of a row of weights: whole blocks."""
+    return -(-inputs // BLOCK) * BLOCK_BYTES[base]
+
+
+def attention_products(shape: DecoderWidths) -> list[Widths]:
+    """Inputs and outputs of each product of an attention layer."""
+    h, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if not shape.kv_rank:
+        return [(h, q), (h, kv), (h, kv), (q, h)]
+    turned = shape.heads * (shape.head_dim + shape.rope_dim)
+    low = [(h, shape.q_rank), (shape.q_rank, turned)] if shape.q_rank else [(h, turned)]
+    return [*low, (h, shape.kv_rank + shape.rope_dim), (shape.kv_rank, 2 * q), (q, h)]
+
+
+def feed_forward_products(shape: DecoderWidths, width: int) -> list[Widths]:
+    """Inputs and outputs of each product of a feed-forward layer of this width."""
+    return [*[(shape.hidden, width)] * (2 if shape.gated else 1), (width, shape.hidden)] if width else []
+
+
+def _fits(path: str, targets: Sequence[str]) -> bool:
+    return not targets or any(fnmatchcase(path, one) or fnmatchcase(path, f"*.{one}") for one in targets)
+
+
+def _products(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int, int]]:
+    """(Path in the block, inputs, outputs) of the linear layers of one block."""
+    dim, q, kv = spec.dim, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    yield from (("attn.q", dim, q), ("attn.k", dim, kv), ("attn.v", dim, kv), ("attn.o", q, dim))
+    part, width = "mlp", spec.ffn_dim
+    if layer in spec.moe_layers:
+        part, width = "mlp.shared", spec.num_shared_experts * spec.expert_width
+        if not width:
+            return
+    yield from ((f"{part}.{name}", dim, width) for name in (("up",) if spec.family == "gpt2" else ("gate", "up")))
+    yield f"{part}.down", width, dim
+
+
+# Which share of a decoder is trained where groups of the optimizer have lr=0, without building the model.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,3 +290,116 @@ def _of_block(spec: DecoderSpec, layer: int) -> Iterator[tuple[str, int]]:
         yield f"{norm}.weight", dim
         if gpt2:
             yield f"{norm}.bias", dim
+
+
+# What a step computes without gradients beside its own forward and backward: a reference, a teacher, a second look.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenWork:
+    """Forward passes over a step's sequences through which no gradient goes.
+
+    own: by the trained model, such as with its adapter off. shape: of a second model that lies on the ranks as the plan
+    says and never changes; None: there is none. other: passes of that one. whole_logits: the loss takes the logits of
+    both models whole.
+    """
+
+    own: float = 0.0
+    shape: Shape | None = None
+    other: float = 0.0
+    whole_logits: bool = False
+
+
+# Which share of the products of blocks stays in bf16 under precision=fp8, by `train.bf16_layers`, without a model.
+
+_LINEAR = re.compile(r"blocks\.(\d+)\.((?:attn|mlp)\.(?!router).*)\.weight")
+_END = re.compile(r"(first|last):(\d+)")
+#: What models of transformers call the layers that Weft's decoders have.
+_ELSEWHERE = {
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+
+
+def half_share(spec: DecoderSpec, words: Sequence[str]) -> float:
+    """Return the share, 0 to 1, of the work of linear layers in blocks, stacked experts apart, that stays in bf16.
+
+    Args:
+        spec: of the decoder.
+        words: `first:N`, `last:N`, and patterns of paths, of Weft's decoders or of the Llama family in transformers.
+            Those that name nothing here count for nothing.
+    """
+    kept = whole = 0.0
+    for _, name, size in parameters_of(spec) if words else ():
+        if not (found := _LINEAR.fullmatch(name)):
+            continue
+        block, layer = found.groups()
+        whole += size
+        paths = [f"blocks.{block}.{layer}", f"model.layers.{block}.{_ELSEWHERE.get(layer, layer)}"]
+        kept += size * any(_names(word, int(block), paths, spec.num_layers) for word in words)
+    return kept / whole if whole else 0.0
+
+
+def _names(word: str, block: int, paths: Sequence[str], num_blocks: int) -> bool:
+    if end := _END.fullmatch(word):
+        count = int(end[2])
+        return block < count if end[1] == "first" else block >= num_blocks - count
+    return any(fnmatchcase(path, word) for path in paths)
+
+
+# Documents of mixed lengths, packed one after another into sequences: what attention sees of them.
+
+_EXAMPLE = "--documents 512:9,8k:1"
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentMix:
+    """How many documents have which length.
+
+    counts: (tokens of a document, how many there are of it, relative to the others), shortest first.
+    """
+
+    counts: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> DocumentMix:
+        """Return the mix of "512:9,8k:1": nine documents of 512 tokens for each of 8,000; "900": all of one length.
+
+        Raises:
+            ConfigError: for another text, or a length or count that is not above 0.
+        """
+        found: defaultdict[int, float] = defaultdict(float)
+        for part in text.split(","):
+            length, colon, count = (each.strip() for each in part.partition(":"))
+            try:
+                tokens, number = parse_count(length), float(count) if colon else 1.0
+            except ValueError:
+                tokens, number = 0, 0.0
+            if tokens < 1 or not 0 < number < 1e18:
+                rule = "a document's tokens and, after a colon, how many there are: numbers above 0, with commas"
+                raise ConfigError([Problem("", f"documents={part.strip()}: {rule}. Write e.g. {_EXAMPLE}.")])
+            found[tokens] += number
+        return cls(tuple(sorted(found.items())))
+
+    def pieces(self, seq_len: int) -> Iterator[tuple[int, float]]:
+        """Yield (tokens, share of all tokens) of what a sequence holds in one piece, shortest first.
+
+        A document longer than a sequence fills whole ones, and its rest is a piece of its own. Where packing cuts
+        others at the end of a sequence, that is not counted.
+        """
+        tokens: defaultdict[int, float] = defaultdict(float)
+        for length, count in self.counts:
+            whole, rest = divmod(length, seq_len)
+            tokens[seq_len] += count * whole * seq_len
+            tokens[rest] += count * rest
+        total = sum(tokens.values())
+        yield from ((length, held / total) for length, held in sorted(tokens.items()) if held)
+
+    def __str__(self) -> str:
+        mean = sum(length * count for length, count in self.counts) / sum(count for _, count in self.counts)
+        return f"documents of {counted(round(mean), 'token')} on average"

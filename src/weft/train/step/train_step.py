@@ -1,56 +1,166 @@
-"""TrainStep: one optimizer step, the same numbers under every plan.
-
-The loss has one normaliser. Each microbatch contributes the *sum* of its token losses and its token count; sums
-and counts are added over microbatches and ranks, and the gradient is divided once by the global count. Dividing
-after the reduction, together with clipping, lets the count come out of the loss function itself.
-"""
+"""What a step says of itself, on the host at once or when somebody looks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from weft.comm import all_reduce
-from weft.data.batch import kept_generators, move_batch, seed_generators
-from weft.memory.replay import Recorder
-from weft.mesh import Mesh
-from weft.monitor.times import Meter
-from weft.optim import LossScale, StepDecision, clip_factor
-from weft.parallel import (
-    ExpertBalance,
-    OriginalParameters,
-    Precision,
-    TrainMode,
-    data_parallel,
-    drops_of,
-    norm_groups_of,
-    trust_loss,
-)
-from weft.parallel.context import cut_sequence, sequence_in_use
-from weft.parallel.pipeline import CountedLoss, Inside, StepWork, pipeline_of
-from weft.parallel.randomness import SampleNumbers
-from weft.parallel.tensor import expect_labels
-from weft.parallel.zero import rare_sync
-from weft.train.batch_check import check_first_batch
-from weft.train.microbatch import Microbatches, call_model, microbatches_of, samples_of, values_in
-from weft.train.microbatch.passes import MicrobatchInputs, compute_of, graphed_passes, insides_of
-from weft.train.step.grouped_loss import GroupLoss
-from weft.train.step.loss_check import CheckedLoss, LossFn
-from weft.train.step.oom import explains_memory
-from weft.train.step.rare_metrics import JointNumbers
-from weft.train.step.replica_watch import ReplicaWatch
-from weft.train.step.step_metrics import LateMetrics, StepMetrics, power_of_two, to_mean
-from weft.train.step.unsharded import fingerprint, warn_if_alike
-from weft.train.step.update_ratio import UpdateRatio
-from weft.train.step.whole_batch import Features, WholeBatchLoss, expect_whole_batches
-from weft.train.step.whole_tensors import names_the_module
+from weft.comm.collectives import all_reduce, start_all_reduce
+from weft.comm.mesh import Mesh
+from weft.data.batches import move_batch
+from weft.data.random_state import kept_generators, seed_generators
+from weft.memory.graph_recorder import Recorder
+from weft.monitor.step_times import Meter
+from weft.optim.build import clip_factor
+from weft.optim.loss_scale import LossScale
+from weft.optim.step_decision import StepDecision
+from weft.parallel.batch_norm import norm_groups_of
+from weft.parallel.context.context import cut_sequence, sequence_in_use
+from weft.parallel.dropout import drops_of
+from weft.parallel.expert import ExpertBalance
+from weft.parallel.local_means import TrainMode, trust_loss
+from weft.parallel.local_sgd import RareSync, rare_sync
+from weft.parallel.pipeline.runtime import CountedLoss, Inside, StepWork, pipeline_of
+from weft.parallel.random.streams import SampleNumbers
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.state.precision import Precision
+from weft.parallel.state.stale_references import OriginalParameters
+from weft.parallel.tensor.language_head import expect_labels
+from weft.train.losses import CheckedLoss, Features, GroupLoss, LossFn, WholeBatchLoss, expect_whole_batches
+from weft.train.microbatches import Microbatches, call_model, microbatches_of, samples_of, values_in
+from weft.train.step.batch_check import check_first_batch
+from weft.train.step.checks import ReplicaWatch, UpdateRatio
+from weft.train.step.errors import explains_memory, fingerprint, names_the_module, warn_if_alike
+from weft.train.step.graphed_passes import MicrobatchInputs, compute_of, graphed_passes, insides_of
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What one step did, equal on all ranks.
+
+    loss: mean over all tokens of the global batch, before the update. grad_norm: before clipping.
+    skipped: why the weights were left as they were, or None. wants_stop: some rank asked to stop.
+    update_ratio: norm of the update over the norm of the weights, in a step that measures it and is taken.
+
+    On a GPU the first look at a number waits until the device has made it. The step before has passed by then, so a
+    loop that shows the metrics of the step before never waits.
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    loss_scale: float | None = None
+    skipped: str | None = None
+    wants_stop: bool = False
+    update_ratio: float | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are finite."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def moved(self, ratio: Callable[[], float | None] | None) -> StepMetrics:
+        """Return the same with its update's ratio, where the step was taken. ratio: gives it; None: not measured."""
+        return self if ratio is None or self.skipped is not None else replace(self, update_ratio=ratio())
+
+    @classmethod
+    def of_sums(cls, numbers: Sequence[float], nominal: float, scale: LossScale) -> StepMetrics:
+        """Return the metrics of a step.
+
+        Args:
+            numbers: sum of losses, number of tokens, ranks that want to stop, ..., norm of the gradient as it lies.
+            nominal: what the loss was divided by before backward.
+            scale: as it was in this step.
+        """
+        loss_sum, num_tokens, stops, *_, norm = numbers
+        loss = loss_sum / max(num_tokens, 1.0)
+        grad_norm = norm * to_mean(nominal, num_tokens, scale)
+        skipped = None
+        if num_tokens == 0:
+            skipped = "no trained token in the global batch"
+        elif not math.isfinite(loss):
+            skipped = f"loss is {loss}"
+        elif not math.isfinite(grad_norm):
+            skipped = f"gradient norm is {grad_norm}"
+        shown = scale.factor() if scale.enabled else None
+        return cls(loss, grad_norm, round(num_tokens), shown, skipped, stops > 0)
+
+
+def to_mean(nominal: float, num_tokens: float, scale: LossScale) -> float:
+    """Return what brings gradients, which hold sum / nominal * scale, to the mean over the tokens."""
+    return nominal / (max(num_tokens, 1.0) * scale.factor())
+
+
+class LateMetrics(StepMetrics):
+    """Metrics whose numbers are on the device until somebody looks at one. read: waits for them."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, read: Callable[[], StepMetrics]):
+        object.__setattr__(self, "_read", read)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in StepMetrics.__slots__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = self._read()
+        for field in fields(StepMetrics):
+            object.__setattr__(self, field.name, getattr(found, field.name))
+        return getattr(found, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepMetrics, tuple(getattr(self, field.name) for field in fields(StepMetrics))
+
+
+def power_of_two(number: int) -> float:
+    """Return the power of two nearest below: multiplying by it loses no bit."""
+    return 2.0 ** math.floor(math.log2(max(1, number)))
+
+
+# What a step of all replicas says of itself where each trains by itself: some bytes, which travel during the
+# update.
+
+
+class JointNumbers:
+    """The replicas' metrics of one step on their way. All ranks make it and ask for `metrics` at the same place.
+
+    Args:
+        own: of this rank's replica.
+        sync: of the replicas.
+    """
+
+    def __init__(self, own: StepMetrics, sync: RareSync):
+        self._own, self._replicas = own, sync.replicas
+        loss_sum = own.loss * own.num_tokens if own.num_tokens else 0.0
+        numbers = [loss_sum, own.num_tokens, own.grad_norm, own.skipped is not None, own.wants_stop]
+        axis = sync.mesh["dp_replicate"]
+        sums = torch.tensor(list(map(float, numbers)), dtype=torch.float64, device=sync.mesh.device)
+        self._pending = start_all_reduce(sums, axis)
+
+    def metrics(self) -> StepMetrics:
+        """Return those of all: the loss over all tokens, and the mean of the replicas' norms."""
+        loss_sum, num_tokens, norms, skipped, stops = self._pending.wait().tolist()
+        why = None
+        if skipped:
+            why = f"{skipped:.0f} of {self._replicas} replicas left it out"
+            why += f", this one for: {self._own.skipped}" if self._own.skipped else ""
+        return StepMetrics(
+            loss_sum / max(num_tokens, 1.0),
+            norms / self._replicas,
+            round(num_tokens),
+            self._own.loss_scale,
+            why,
+            stops > 0,
+        )
+
+
+# TrainStep: one optimizer step, the same numbers under every plan.
 
 #: (model, batch) -> output.
 ForwardFn = Callable[[nn.Module, Any], Any]

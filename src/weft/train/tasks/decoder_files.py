@@ -10,10 +10,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from weft.data import PreparedData
+from weft.config.decoder_shape import DecoderSpec
+from weft.data.store.prepared import PreparedData
 from weft.errors import CheckpointError, DataError
 from weft.files import copy_companions, copy_regular
-from weft.spec import DecoderSpec
 from weft.train.folder import RunFolder, free_name
 
 

@@ -6,8 +6,8 @@ import torch
 from torch.nn import functional as F
 
 from weft.errors import ModelError
-from weft.parallel.layers import check_labels
-from weft.parallel.tensor import HeadLoss
+from weft.parallel.layers.index_check import check_labels
+from weft.parallel.tensor.language_head import HeadLoss
 
 #: Label of a position that is not trained.
 IGNORE = -100
@@ -46,7 +46,7 @@ def token_cross_entropy(
     return loss_sum, (labels != IGNORE).sum()
 
 
-#: The head may give the loss in the place of logits: see `weft.parallel.tensor.head`.
+#: The head may give the loss in the place of logits: see `weft.parallel.tensor.language_head`.
 token_cross_entropy.takes_head_loss = True
 
 

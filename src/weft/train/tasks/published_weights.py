@@ -13,17 +13,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from weft.checkpoint.pretrained import (
-    Computed,
-    Joined,
-    JoinedTensors,
-    StoredWeights,
-    stored_weights,
-    under_model_names,
-)
+from weft.checkpoint.pretrained import Computed, Joined, JoinedTensors, StoredWeights, stored_weights, under_model_names
 from weft.errors import CheckpointError
-from weft.parallel.local_tensors import StateSource, originals_of, read_whole
-from weft.train.state import model_tensors
+from weft.parallel.state.flat_slices import StateSource, originals_of, read_whole
+from weft.train.model_state import model_tensors
 
 _SHOWN = 3
 

@@ -1,0 +1,11 @@
+"""The one place that tells a folder from an object store."""
+
+from __future__ import annotations
+
+from weft.checkpoint.object_store import Location, StorePath, StoreTarget
+from weft.checkpoint.targets import FolderTarget, Target
+
+
+def target_at(root: Location) -> Target:
+    """Return what keeps the checkpoints that lie in `root`."""
+    return StoreTarget(root) if isinstance(root, StorePath) else FolderTarget(root)

@@ -1,0 +1,326 @@
+"""Files in the memory of one process, for the ranks of its host and of others: checkpoints that outlive ranks.
+
+They are memory of that process and nothing else, so the system takes them back however it ends. One connection asks one
+thing. Server and client each send a number that is used once. The client then sends a line of JSON with an HMAC of both
+numbers and the line; the server answers with an HMAC of both numbers. The token, which is the key of both, is never
+sent. What is written follows in pieces, each after its length, 0 at the end: a file is there once that end has come.
+Nothing is encrypted, and pieces are not signed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.checkpoint.folders import step_in_name
+from weft.checkpoint.manifest import COMMIT_NAME
+from weft.checkpoint.object_store import StorePath
+
+PIECE = struct.Struct("!Q")
+_TOKEN_BYTES = 32
+_ONCE_BYTES = 16
+_PROOF_BYTES = 32
+_LONGEST_LINE = 2**20
+#: How long (s) a connection may be silent: a machine that is gone closes nothing.
+SILENCE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyHome:
+    """Where a server is, and what proves the right to ask it. token: hex digits, a secret of the run's ranks."""
+
+    host: str
+    port: int
+    token: str
+
+
+class CopyServer:
+    """Holds files and answers, in threads of this process, until `close`. OSError where `host` gives no port.
+
+    host: the address on which it listens, "" for all.
+    """
+
+    def __init__(self, host: str = "127.0.0.1"):
+        self._files: dict[str, bytearray] = {}
+        self._token = secrets.token_hex(_TOKEN_BYTES)
+        self._listener = socket.create_server((host, 0), backlog=128)
+        self.home = CopyHome(host or "127.0.0.1", self._listener.getsockname()[1], self._token)
+        self._acts: dict[str, Callable[[socket.socket, str, int, int], None]] = {
+            "put": self._put, "get": self._get, "list": self._list, "remove": self._remove,
+        }  # fmt: skip
+        threading.Thread(target=self._answer, name="weft-copies", daemon=True).start()
+
+    def close(self) -> None:
+        """Answer no more, and let go of all files."""
+        with contextlib.suppress(OSError):  # wakes accept()
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._files.clear()
+
+    def newest_step(self) -> int | None:
+        """Return the step of the newest checkpoint that is complete here as far as this host can know."""
+        paths = [name.split("/") for name in [*self._files] if name.endswith(f"/{COMMIT_NAME}")]
+        found = (step_in_name(path[-2]) for path in paths if len(path) > 1)
+        return max((step for step in found if step is not None), default=None)
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                call, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(call,), name="weft-copy", daemon=True).start()
+
+    def _serve(self, call: socket.socket) -> None:
+        # Who goes away in the middle has written nothing.
+        with call, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            call.settimeout(SILENCE_S)
+            own = secrets.token_bytes(_ONCE_BYTES)
+            call.sendall(own)
+            both = own + bytes(received(call, _ONCE_BYTES))
+            proof = bytes(received(call, _PROOF_BYTES))
+            line = bytes(received(call, min(received_size(call), _LONGEST_LINE)))
+            if not hmac.compare_digest(proof, _proof(self._token, b"asks" + both + line)):
+                return
+            call.sendall(_proof(self._token, b"answers" + both))
+            asked = json.loads(line)
+            self._acts[asked["act"]](call, str(asked["name"]), int(asked["start"]), int(asked["end"]))
+
+    def _put(self, call: socket.socket, name: str, start: int, end: int) -> None:
+        data = bytearray()
+        while size := received_size(call):
+            data += received(call, size)
+        self._files[name] = data
+        call.sendall(PIECE.pack(len(data)))
+
+    def _get(self, call: socket.socket, name: str, start: int, end: int) -> None:
+        data = memoryview(self._files[name])[start:end]
+        call.sendall(PIECE.pack(len(data)))
+        call.sendall(data)
+
+    def _list(self, call: socket.socket, name: str, start: int, end: int) -> None:
+        sizes = {one: len(data) for one, data in [*self._files.items()] if _is_below(one, name)}
+        text = json.dumps(sizes).encode()
+        call.sendall(PIECE.pack(len(text)) + text)
+
+    def _remove(self, call: socket.socket, name: str, start: int, end: int) -> None:
+        for one in [one for one in [*self._files] if _is_below(one, name)]:
+            self._files.pop(one, None)
+        call.sendall(PIECE.pack(0))
+
+
+def ask(call: socket.socket, token: str, line: bytes) -> None:
+    """Send a line on a new connection, and make sure that the server has the token.
+
+    Args:
+        call: the connection.
+        token: of the server.
+        line: what is asked for.
+
+    Raises:
+        OSError: if the server goes away, or does not prove that it has the token.
+    """
+    own = secrets.token_bytes(_ONCE_BYTES)
+    both = bytes(received(call, _ONCE_BYTES)) + own
+    call.sendall(own + _proof(token, b"asks" + both + line) + PIECE.pack(len(line)) + line)
+    if not hmac.compare_digest(bytes(received(call, _PROOF_BYTES)), _proof(token, b"answers" + both)):
+        raise PermissionError("the server of copies in memory has another token")
+
+
+def _proof(token: str, text: bytes) -> bytes:
+    return hmac.new(token.encode(), text, "sha256").digest()
+
+
+def received(call: socket.socket, size: int) -> bytearray:
+    """So many bytes. ConnectionError where the other end closes before."""
+    data = bytearray(size)
+    view, read = memoryview(data), 0
+    while read < size:
+        number = call.recv_into(view[read:], min(size - read, 2**24))
+        if not number:
+            raise ConnectionResetError("the other end closed the connection")
+        read += number
+    view.release()
+    return data
+
+
+def received_size(call: socket.socket) -> int:
+    """The length that comes before bytes."""
+    return PIECE.unpack(received(call, PIECE.size))[0]
+
+
+def _is_below(name: str, prefix: str) -> bool:
+    return not prefix or name == prefix or name.startswith(f"{prefix}/")
+
+
+# The copy servers of a run as one file system, with as much of fsspec's methods as `StoreTarget` asks for.
+
+_CONNECT_S = 10.0
+_WRITTEN_AT_ONCE = 8 * 2**20
+
+
+def copies_at(homes: Sequence[CopyHome], own: int) -> StorePath:
+    """Return the place of the checkpoints in memory.
+
+    Args:
+        homes: the server of each host, in an order that is the same on all ranks.
+        own: which of them is on this rank's host.
+    """
+    return StorePath("copies://run", CopyFiles(homes, own))
+
+
+class CopyFiles:
+    """Files on several servers. Names are keys such as "run/step_00000012/COMMIT"; folders are what names imply.
+
+    homes, own: as `copies_at`. Methods are those of fsspec's file systems, and raise OSError where a server is lost.
+    """
+
+    def __init__(self, homes: Sequence[CopyHome], own: int):
+        self._near = [*homes[own:], *homes[:own]]
+        # The host after this one keeps what this one writes.
+        self._kept_by = self._near[:2]
+
+    def open(self, key: str, mode: str = "rb", block_size: int = 0) -> _NewCopy:
+        """Begin a new file; it is there on all its servers once it is closed."""
+        del mode, block_size
+        return _NewCopy(self._kept_by, key)
+
+    def pipe_file(self, key: str, value: bytes) -> None:
+        """Write a whole file."""
+        file = self.open(key, "wb")
+        try:
+            file.write(value)
+            file.close()
+        finally:
+            file.discard()
+
+    def cat_file(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """Read a stretch of a file."""
+        lost: OSError | None = None
+        for home in self._near:
+            try:
+                with _asked(home, "get", key, start, 2**62 if end is None else end) as call:
+                    return bytes(received(call, received_size(call)))
+            except ConnectionResetError:  # it has no such file
+                continue
+            except OSError as error:
+                lost = error
+        if lost is not None:
+            raise lost
+        raise FileNotFoundError(key)
+
+    def cat_ranges(self, keys: Sequence[str], starts: Sequence[int], ends: Sequence[int], on_error: str) -> list[bytes]:
+        """Read several stretches."""
+        del on_error
+        return [self.cat_file(*one) for one in zip(keys, starts, ends, strict=True)]
+
+    def cat(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Read whole files."""
+        return {key: self.cat_file(key) for key in keys}
+
+    def rm(self, keys: str | Sequence[str], recursive: bool = True) -> None:
+        """Delete files and what is below folders, on every server that is there."""
+        del recursive
+        for key in [keys] if isinstance(keys, str) else keys:
+            for home in self._near:
+                with contextlib.suppress(OSError), _asked(home, "remove", key) as call:
+                    received_size(call)
+
+    rm_file = rm
+
+    def info(self, key: str) -> dict[str, Any]:
+        """Return name, size and type ("file", "directory"). FileNotFoundError where there is neither."""
+        sizes = self._sizes(key)
+        if not sizes:
+            raise FileNotFoundError(key)
+        is_file = key in sizes
+        return {"name": key, "size": sizes.get(key, 0), "type": "file" if is_file else "directory"}
+
+    def ls(self, key: str, detail: bool = True) -> list[Any]:
+        """List what lies directly in a folder."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, size in self._sizes(key).items():
+            first, *more = name[len(key) + 1 :].split("/")
+            path = f"{key}/{first}"
+            found[path] = {"name": path, "size": 0 if more else size, "type": "directory" if more else "file"}
+        return [*found.values()] if detail else [*found]
+
+    def exists(self, key: str) -> bool:
+        """Return whether there is a file or folder of that name."""
+        return bool(self._sizes(key))
+
+    def isfile(self, key: str) -> bool:
+        """Return whether there is a file of that name."""
+        return key in self._sizes(key)
+
+    def isdir(self, key: str) -> bool:
+        """Return whether something lies below that name."""
+        return any(name != key for name in self._sizes(key))
+
+    def _sizes(self, key: str) -> dict[str, int]:
+        """Of all files there and below, on any server that answers."""
+        sizes: dict[str, int] = {}
+        for home in self._near:
+            with contextlib.suppress(OSError), _asked(home, "list", key) as call:
+                sizes |= json.loads(bytes(received(call, received_size(call))))
+        return sizes
+
+
+class _NewCopy:
+    """A file on its way to several servers."""
+
+    def __init__(self, homes: Sequence[CopyHome], key: str):
+        self.closed = False
+        self._calls: list[socket.socket] = []
+        try:
+            for home in homes:
+                self._calls.append(_asked(home, "put", key))
+        except OSError:
+            self.discard()
+            raise
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Add bytes."""
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        for start in range(0, len(view), _WRITTEN_AT_ONCE):
+            piece = view[start : start + _WRITTEN_AT_ONCE]
+            for call in self._calls:
+                call.sendall(PIECE.pack(len(piece)))
+                call.sendall(piece)
+
+    def close(self) -> None:
+        """Return once all servers have it whole."""
+        try:
+            for call in self._calls:
+                call.sendall(PIECE.pack(0))
+            for call in self._calls:
+                received_size(call)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Hang up; what was not closed is nowhere."""
+        for call in self._calls:
+            call.close()
+
+
+def _asked(home: CopyHome, act: str, name: str, start: int = 0, end: int = 0) -> socket.socket:
+    """A connection to a server that has been told what is wanted."""
+    call = socket.create_connection((home.host, home.port), _CONNECT_S)
+    try:
+        call.settimeout(SILENCE_S)
+        call.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        text = json.dumps({"act": act, "name": name, "start": start, "end": end}).encode()
+        ask(call, home.token, text)
+    except OSError:
+        call.close()
+        raise
+    return call

@@ -1,0 +1,557 @@
+"""Which tensors a folder of safetensors files has: from the headers alone, with every file checked for its end."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import shlex
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.checkpoint import strict_json
+from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, TensorEntry
+from weft.checkpoint.read import Box, BoxView, Part, meet
+from weft.checkpoint.read_tensors import StretchReader
+from weft.checkpoint.safetensors_files import RangedTensors, torch_formats
+from weft.errors import CheckpointError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+#: An index of a million tensors has about 100 MB.
+_MAX_INDEX_BYTES = 2**29
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What lies in a folder: tensors by their names in the files, and the files with their sizes."""
+
+    folder: Path
+    entries: Mapping[str, TensorEntry]
+    files: Mapping[str, FileEntry]
+
+
+def no_folder(folder: Path) -> str:
+    """Return what to say where model.path is no folder, as where it is the name of a model to download."""
+    is_name = len(folder.parts) == 2 and not folder.is_absolute() and not folder.parent.is_dir()
+    fetch = f" Weft downloads nothing: type hf download {folder} --local-dir {folder} first." if is_name else ""
+    remedy = fetch or " Give a Hugging Face model's: config.json, safetensors weights, tokenizer."
+    return f"model.path={folder}: there is no such folder.{remedy}"
+
+
+def stored_weights(folder: Path) -> StoredWeights:
+    """Read the headers of a folder's weights: one safetensors file, or several with an index.
+
+    Args:
+        folder: of a Hugging Face model.
+
+    Raises:
+        CheckpointError: names the file or the tensor that is missing, cut off, damaged or not what the index says, and
+            what to do about weights in pickles.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(no_folder(folder))
+    if (folder / _INDEX).is_file():
+        place = _index(folder / _INDEX)
+    elif (folder / _SINGLE).is_file():
+        place = None
+    else:
+        raise CheckpointError(_no_weights(folder))
+    found: dict[str, TensorEntry] = {}
+    sizes: dict[str, FileEntry] = {}
+    for name in sorted(set(place.values())) if place is not None else [_SINGLE]:
+        try:
+            size = _size(folder / name)
+            tensors = RangedTensors(folder / name, size).tensors
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"model.path={folder}: {_INDEX} names {name}, which is missing. Download the folder again."
+            ) from None
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"model.path={folder}: {error}. Download {name} again.") from error
+        sizes[name] = FileEntry(size, "")
+        for key, one in tensors.items():
+            if place is None or place.get(key) == name:
+                found[key] = TensorEntry(name, one.dtype, one.shape)
+    for key, name in (place or {}).items():
+        if key not in found:
+            raise CheckpointError(
+                f"model.path={folder}: {_INDEX} says that {name} has tensor {key[:200]!r}, and it does not. "
+                "Download the folder again."
+            )
+    return StoredWeights(folder, found, sizes)
+
+
+def _index(file: Path) -> dict[str, str]:
+    try:
+        if _size(file) > _MAX_INDEX_BYTES:
+            raise ValueError(f"it has more than {_MAX_INDEX_BYTES} bytes")
+        read: Any = strict_json.decode(file.read_bytes(), file.name)
+        place = read.get("weight_map") if isinstance(read, dict) else None
+        if not isinstance(place, dict) or not all(_is_file_name(name) for name in place.values()):
+            raise ValueError("weight_map is not a table of file names")
+        return place
+    except (OSError, ValueError, CheckpointError) as error:
+        raise CheckpointError(
+            f"model.path={file.parent}: {file.name} cannot be read ({error}). Download it again."
+        ) from error
+
+
+def _is_file_name(name: Any) -> bool:
+    is_text = isinstance(name, str) and name.isprintable() and len(name) < 256
+    return is_text and name.endswith(".safetensors") and name == Path(name).name
+
+
+def _size(file: Path) -> int:
+    """The bytes of a regular file. CheckpointError for a pipe, a device and the like."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file.name} is not a regular file")
+    return found.st_size
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        out = shlex.quote(f"{folder}-safetensors")
+        return (
+            f"model.path={folder}: its weights are pickles ({pickles[0]}), which can run code when they are read. "
+            f"Type weft ckpt convert {shlex.quote(str(folder))} {out}, which reads them in a confined process, and "
+            "give that folder."
+        )
+    return f"model.path={folder}: it has neither {_SINGLE} nor {_INDEX}. Give a folder with safetensors weights."
+
+
+# Tensors put together from others, such as the stacked weights of experts from one matrix each; read in place.
+
+#: Bits of the exponent of each float format: all of them are set in values that are not finite.
+_EXPONENTS = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
+#: Elements that are looked at together, so that they stay in the processor's cache.
+_CHECKED_ELEMENTS = 2**16
+#: Bytes of tensors that are compared together.
+_COMPARED_BYTES = 2**22
+#: Whole numbers as wide as an element, by its bytes.
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of a stored tensor in the whole.
+
+    shape: of those elements, in the stored order of dims. start: the first of them in the stored tensor. corner: where
+    it lies in the whole. dims: which dim of the whole each stored dim is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    corner: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    def box(self) -> Box:
+        sizes = [1] * len(self.corner)
+        for dim, size in zip(self.dims, self.shape, strict=True):
+            sizes[dim] = size
+        return tuple((low, low + size) for low, size in zip(self.corner, sizes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """One tensor as pieces of stored ones: its shape, its format as safetensors names it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[_Piece, ...]
+
+    @classmethod
+    def of(cls, name: str, entry: TensorEntry) -> Joined:
+        """Return a stored tensor as it is."""
+        rank = len(entry.shape)
+        return cls(entry.shape, entry.dtype, (_Piece(name, entry.shape, (0,) * rank, (0,) * rank, tuple(range(rank))),))
+
+    @classmethod
+    def stacked(cls, parts: Sequence[Joined], dim: int) -> Joined:
+        """Return tensors of one shape along a new dim.
+
+        Raises:
+            ValueError: where shapes or formats differ.
+        """
+        _expect_equal([(one.shape, one.dtype) for one in parts])
+        pieces = [
+            replace(
+                piece,
+                corner=(*piece.corner[:dim], number, *piece.corner[dim:]),
+                dims=tuple(one + (one >= dim) for one in piece.dims),
+            )
+            for number, part in enumerate(parts)
+            for piece in part.pieces
+        ]
+        shape = parts[0].shape
+        return cls((*shape[:dim], len(parts), *shape[dim:]), parts[0].dtype, tuple(pieces))
+
+    @classmethod
+    def end_to_end(cls, parts: Sequence[Joined], dim: int) -> Joined:
+        """Return tensors one after the other along a dim.
+
+        Raises:
+            ValueError: where formats, or sizes along the other dims, differ.
+        """
+        dim %= len(parts[0].shape)
+        _expect_equal([((*one.shape[:dim], *one.shape[dim + 1 :]), one.dtype) for one in parts])
+        pieces, place = list[_Piece](), 0
+        for part in parts:
+            for piece in part.pieces:
+                corner = list(piece.corner)
+                corner[dim] += place
+                pieces.append(replace(piece, corner=tuple(corner)))
+            place += part.shape[dim]
+        shape = parts[0].shape
+        return cls((*shape[:dim], place, *shape[dim + 1 :]), parts[0].dtype, tuple(pieces))
+
+    def cut(self, dim: int, low: int, high: int) -> Joined:
+        """Return some rows of a dim.
+
+        Args:
+            dim: of the whole.
+            low: the first row.
+            high: the row after the last.
+        """
+        dim %= len(self.shape)
+        wanted = tuple((low, high) if one == dim else (0, size) for one, size in enumerate(self.shape))
+        pieces = list[_Piece]()
+        for piece in self.pieces:
+            common = meet(piece.box(), wanted)
+            if common is None:
+                continue
+            moved = [common[each][0] - piece.corner[each] for each in piece.dims]
+            pieces.append(
+                replace(
+                    piece,
+                    shape=tuple(common[each][1] - common[each][0] for each in piece.dims),
+                    start=tuple(first + more for first, more in zip(piece.start, moved, strict=True)),
+                    corner=tuple(first - (low if one == dim else 0) for one, (first, _) in enumerate(common)),
+                )
+            )
+        return Joined((*self.shape[:dim], high - low, *self.shape[dim + 1 :]), self.dtype, tuple(pieces))
+
+    def turned(self, dim0: int, dim1: int) -> Joined:
+        """Return it with two dims exchanged."""
+        order = list(range(len(self.shape)))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        pieces = [
+            replace(
+                piece,
+                corner=tuple(piece.corner[one] for one in order),
+                dims=tuple(order.index(each) for each in piece.dims),
+            )
+            for piece in self.pieces
+        ]
+        return Joined(tuple(self.shape[one] for one in order), self.dtype, tuple(pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One tensor that comes out of stored ones by a computation on them whole.
+
+    name: of it in what `make` returns. make: gives tensors by name, from a function that gives a stored tensor.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    name: str
+    make: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]
+
+
+class JoinedTensors:
+    """Tensors by a model's names, of which any part is read from the files of a folder.
+
+    Args:
+        stored: tensors of the folder.
+        entries: composition of each of the model's tensors.
+        finite: names of tensors whose values must be finite, which is checked as they are read.
+    """
+
+    def __init__(
+        self, stored: StoredWeights, entries: Mapping[str, Joined | Computed], finite: Collection[str] = frozenset()
+    ):
+        self.entries, self._finite = entries, finite
+        self._stored = stored
+        self._reader = StretchReader(stored.folder, stored.files)
+        #: What the last computation made: tensors that come from the same ones are read one after the other.
+        self._made: tuple[object, Mapping[str, Tensor]] = (None, {})
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of tensors read so far."""
+        return self._reader.num_bytes
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a part's line.
+
+        Args:
+            name: of the tensor.
+            part: which elements of the whole tensor.
+            start: place in its line where reading begins, in elements.
+            out: filled to its end, in the stored dtype.
+
+        Raises:
+            CheckpointError: if bytes are missing or cannot be read, or a weight is not finite.
+        """
+        self._read(name, part, start, out)
+        dtype = self.entries[name].dtype
+        if name in self._finite and dtype in _EXPONENTS and not _all_finite(out, dtype):
+            raise CheckpointError(self._not_finite(name))
+
+    def without(self, names: Collection[str]) -> JoinedTensors:
+        """Return the same tensors without some."""
+        kept = {name: entry for name, entry in self.entries.items() if name not in names}
+        return JoinedTensors(self._stored, kept, self._finite)
+
+    def is_equal(self, first: str, second: str) -> bool:
+        """Return whether two tensors have the same shape, format and bytes. Reads both, some megabytes at a time."""
+        one, other = self.entries[first], self.entries[second]
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        if one == other:  # the same stored tensor
+            return True
+        width, numel, part = DTYPE_BYTES[one.dtype], math.prod(one.shape), Part(one.shape)
+        for start in range(0, numel, _COMPARED_BYTES // width):
+            size = min(_COMPARED_BYTES // width, numel - start)
+            both = np.empty((2, size * width), np.uint8)
+            for row, name in zip(both, (first, second), strict=True):
+                self._read(name, part, start, row.data)
+            if not np.array_equal(both[0], both[1]):
+                return False
+        return True
+
+    def _not_finite(self, name: str) -> str:
+        joined = self.entries[name]
+        pieces = [piece.name for piece in joined.pieces] if isinstance(joined, Joined) else []
+        files = sorted({self._stored.entries[piece].file for piece in pieces})
+        where = f" of {', '.join(files[:3])}" if files else ""
+        return (
+            f"model.path={self._stored.folder}: tensor {name!r}{where} holds values that are not finite (NaN or "
+            "infinity). Download the folder again, or give weights that were saved before training failed."
+        )
+
+    def _read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        joined = self.entries[name]
+        width = DTYPE_BYTES[joined.dtype]
+        target = np.frombuffer(out, _BITS[width])
+        if part.is_padded:
+            target[:] = 0
+        try:
+            if isinstance(joined, Computed):
+                made = self._computed(joined)
+                for view in part.views(start, start + len(target)):
+                    _copy_array(made, target, view)
+                return
+            boxes = [(piece, piece.box()) for piece in joined.pieces]
+            for view in part.views(start, start + len(target)):
+                for piece, box in boxes:
+                    common = meet(view.box, box)
+                    if common is not None:
+                        self._copy(target, view, piece, common)
+        except (CheckpointError, OSError) as error:
+            raise CheckpointError(f"model.path={self._stored.folder}: {error}. Download the folder again.") from error
+
+    def _copy(self, target: np.ndarray, view: BoxView, piece: _Piece, common: Box) -> None:
+        moved = [first - piece.corner[dim] for first, dim in zip(piece.start, piece.dims, strict=True)]
+        there = tuple((common[dim][0] + by, common[dim][1] + by) for dim, by in zip(piece.dims, moved, strict=True))
+        strides = tuple(view.strides[dim] for dim in piece.dims)
+        want = BoxView(there, view.at(common), strides)
+        self._reader.read_box(piece.name, self._stored.entries[piece.name], target, want)
+
+    def _computed(self, one: Computed) -> np.ndarray:
+        """The bits of a tensor, in its shape."""
+        if self._made[0] is not one.make:
+            self._made = (one.make, one.make(self._stored_tensor))
+        flat = self._made[1][one.name].detach().contiguous().view(-1).view(torch.uint8).numpy()
+        return flat.view(_BITS[DTYPE_BYTES[one.dtype]]).reshape(one.shape)
+
+    def _stored_tensor(self, name: str) -> Tensor:
+        entry = self._stored.entries[name]
+        bits = np.empty(math.prod(entry.shape), _BITS[DTYPE_BYTES[entry.dtype]])
+        strides = tuple(math.prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape)))
+        whole = BoxView(tuple((0, size) for size in entry.shape), 0, strides)
+        if bits.size:
+            self._reader.read_box(name, entry, bits, whole)
+        return torch.from_numpy(bits.view(np.uint8)).view(torch_formats()[entry.dtype]).view(entry.shape)
+
+
+def _all_finite(out: memoryview, dtype: str) -> bool:
+    """Whether the exponent of each float is below the highest."""
+    exponent = _EXPONENTS[dtype]
+    bits: Any = np.frombuffer(out, _BITS[DTYPE_BYTES[dtype]])
+    for start in range(0, len(bits), _CHECKED_ELEMENTS):
+        if ((bits[start : start + _CHECKED_ELEMENTS] & exponent).max(initial=0)) == exponent:
+            return False
+    return True
+
+
+def _copy_array(source: np.ndarray, target: np.ndarray, view: BoxView) -> None:
+    """Copy a box of an array to where the view says, counted in elements of `target`."""
+    inside = source[tuple(slice(low, high) for low, high in view.box)]
+    steps = tuple(stride * target.itemsize for stride in view.strides)
+    np.lib.stride_tricks.as_strided(target[view.offset :], inside.shape, steps)[...] = inside
+
+
+def _expect_equal(kinds: Sequence[object]) -> None:
+    if len(set(kinds)) != 1:
+        raise ValueError(f"its parts differ: {kinds[0]} and {next(one for one in kinds if one != kinds[0])}")
+
+
+# What transformers does to stored tensors before a model has them, as descriptions: renamed, joined, cut, turned.
+
+#: Tensors by the pattern of a table that they came by, as they go through the operations of a conversion.
+_Parts = dict[str, list[Joined]]
+
+
+class _NotDescribed(Exception):
+    """An operation moves elements in a way that pieces do not describe."""
+
+
+def under_model_names(model: Any, stored: StoredWeights) -> tuple[dict[str, Joined | Computed], list[str]]:
+    """Return what each tensor of a model is made of, and the stored names that the model has no place for.
+
+    Args:
+        model: of transformers, as shapes.
+        stored: what its folder has.
+
+    Raises:
+        CheckpointError: for tensors that cannot be put together as the model's class says.
+    """
+    plain = {name: Joined.of(name, entry) for name, entry in stored.entries.items()}
+    state, prefix = model.state_dict(), getattr(model, "base_model_prefix", "")
+    try:
+        tables: Any = importlib.import_module("transformers.conversion_mapping")
+        core: Any = importlib.import_module("transformers.core_model_loading")
+        transforms = tables.get_model_conversion_mapping(model)
+    except (ImportError, AttributeError):  # releases before 5 have no tables
+        return _with_prefix(plain, state, prefix)
+    renamings = [one for one in transforms if isinstance(one, core.WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, core.WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    found: dict[str, Joined | Computed] = {}
+    left: list[str] = []
+    parts: dict[str, dict[str, list[str]]] = {}
+    for name in sorted(plain, key=core.dot_natural_key):
+        target, pattern = core.rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = core.rename_source_key(name, [], [], prefix, state)
+        if target not in state:
+            left.append(name)
+        elif pattern is None:
+            found[target] = plain[name]
+        else:
+            parts.setdefault(target, {}).setdefault(pattern, []).append(name)
+    for target, names in parts.items():
+        converter = by_pattern[next(iter(names))]
+        found |= _converted(target, converter, names, plain, model)
+    return found, left
+
+
+def _converted(
+    target: str, converter: Any, names: Mapping[str, Sequence[str]], plain: Mapping[str, Joined], model: Any
+) -> dict[str, Joined | Computed]:
+    """What comes out of one conversion, by the model's names."""
+    # In the table's order: how tensors are joined follows it.
+    parts = {
+        pattern: [plain[name] for name in names[pattern]] for pattern in converter.source_patterns if pattern in names
+    }
+    try:
+        for operation in converter.operations:
+            parts = _described(operation, parts, converter, target, model)
+        whole = {pattern: one for pattern, (one,) in parts.items()}
+        return dict(_named(target, whole))
+    except (_NotDescribed, ValueError):  # ValueError: parts that differ, of which transformers may make one yet
+        return _computed(target, converter, names, plain, model)
+
+
+def _described(operation: Any, parts: _Parts, converter: Any, target: str, model: Any) -> _Parts:
+    """Carry out one operation of transformers on descriptions of tensors."""
+    kind, targets = type(operation).__name__, list(converter.target_patterns)
+    if kind == "MergeModulelist":
+        stacked = {pattern: [Joined.stacked(each, operation.dim)] for pattern, each in parts.items()}
+        return {targets[0]: stacked.popitem()[1]} if len(stacked) == 1 else stacked
+    if kind == "Concatenate" and len(targets) == 1:
+        return {targets[0]: [Joined.end_to_end([one for each in parts.values() for one in each], operation.dim)]}
+    if len(parts) != 1 or len(one := next(iter(parts.values()))) != 1:
+        raise _NotDescribed
+    pattern, whole = next(iter(parts)), one[0]
+    if kind == "Chunk" and operation.num_shards_attribute is None:
+        size = -(-whole.shape[operation.dim] // len(targets))
+        return _cut(whole, operation.dim, [size] * len(targets), targets)
+    if kind == "Split":
+        shapes = [model.get_parameter(target.replace(targets[0], each)).shape for each in targets]
+        return _cut(whole, operation.dim, [shape[operation.dim] for shape in shapes], targets)
+    if kind == "Transpose":
+        is_turned = not operation.check_dims or whole.shape != tuple(model.get_parameter(target).shape)
+        turned = whole.turned(operation.dim0, operation.dim1) if is_turned else whole
+        return {targets[0] if len(targets) == 1 else pattern: [turned]}
+    raise _NotDescribed
+
+
+def _cut(whole: Joined, dim: int, sizes: Sequence[int], targets: Sequence[str]) -> _Parts:
+    if sum(sizes) != whole.shape[dim]:
+        raise _NotDescribed
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    cuts = zip(targets, sizes, ends, strict=True)
+    return {target: [whole.cut(dim, end - size, end)] for target, size, end in cuts}
+
+
+def _named(target: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Full names in place of patterns: what stands before and after the pattern in the first of them is common."""
+    first = next((pattern for pattern in whole if pattern in target), None)
+    before, _, after = target.partition(first) if first is not None else ("", "", "")
+    return ((f"{before}{pattern}{after}" if first is not None else pattern, one) for pattern, one in whole.items())
+
+
+def _computed(
+    target: str, converter: Any, names: Mapping[str, Sequence[str]], plain: Mapping[str, Joined], model: Any
+) -> dict[str, Joined | Computed]:
+    """Leave a conversion to transformers, whole tensor by whole tensor; shapes come from doing it without data."""
+    formats = torch_formats()
+
+    def carry_out(tensor_of: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        working = copy.deepcopy(converter)
+        for pattern, each in names.items():
+            for name in each:
+                working.add_tensor(target, name, pattern, tensor_of(name))
+        made = working.convert(target, model=model, config=model.config)
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+    try:
+        shapes = carry_out(lambda name: torch.empty(plain[name].shape, dtype=formats[plain[name].dtype], device="meta"))
+    except Exception as error:  # what it raises depends on the shapes that it is given
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+        kinds = ", ".join(type(one).__name__ for one in converter.operations)
+        raise CheckpointError(
+            f"model.path: tensor {target!r} cannot be put together ({kinds}: {first}). Give the config.json that "
+            "belongs to these weights."
+        ) from error
+    back = {dtype: name for name, dtype in formats.items()}
+    return {name: Computed(tuple(one.shape), back[one.dtype], name, carry_out) for name, one in shapes.items()}
+
+
+def _with_prefix(
+    plain: Mapping[str, Joined], state: Mapping[str, Any], base: str
+) -> tuple[dict[str, Joined | Computed], list[str]]:
+    """Names with the prefix of the base model, where a folder was saved from it alone, or without."""
+    prefix = f"{base}."
+    found: dict[str, Joined | Computed] = {}
+    left: list[str] = []
+    for name, one in plain.items():
+        way = next((way for way in (name, prefix + name, name.removeprefix(prefix)) if way in state), None)
+        if way is None:
+            left.append(name)
+        else:
+            found[way] = one
+    return found, left

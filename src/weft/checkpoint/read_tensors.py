@@ -1,0 +1,213 @@
+"""Read any stretch of any tensor of a checkpoint: only the bytes that are asked for, whatever plan wrote them.
+
+Bytes are read, not mapped: a file that is cut off or cannot be read is an error then, and not the end of the process.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weft.checkpoint.manifest import DTYPE_BYTES, FileEntry, Slice, TensorEntry, shard_name
+from weft.checkpoint.object_store import Location
+from weft.checkpoint.open_target import target_at
+from weft.checkpoint.read import Box, BoxView, Deal, Part, meet
+from weft.checkpoint.safetensors_files import RangedTensors, RawArray, open_tensors, tensor_of
+from weft.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OF_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+#: Open files at a time.
+_MOST_OPEN = 32
+#: Runs at least so long are read one by one: a page, of which a disk gives no part. Of shorter ones everything between
+#: them is read too.
+_LONG_RUN = 4 * 2**10
+#: Bytes that are read at once where runs are short.
+_WINDOW = 4 * 2**20
+
+
+class StretchReader:
+    """Reads stretches of one checkpoint's tensors. `num_bytes`: what it has read of tensors so far."""
+
+    def __init__(self, folder: Location, files: Mapping[str, FileEntry]):
+        self._folder, self._files = folder, files
+        let_go = target_at(folder.parent).reading(folder)
+        if let_go is not None:
+            weakref.finalize(self, let_go)
+        self._open: OrderedDict[str, RangedTensors] = OrderedDict()
+        self.num_bytes = 0
+
+    def read(self, group: str, name: str, entry: TensorEntry, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with the elements of the part's line from `start` on; what is padded becomes zero.
+
+        Raises CheckpointError, which names the file, where bytes are missing.
+        """
+        if tuple(part.shape) != entry.shape:
+            raise CheckpointError(f"tensor {name!r}: {entry.shape} in the checkpoint, {part.shape} in the model")
+        width = DTYPE_BYTES[entry.dtype]
+        target = np.frombuffer(out, _OF_WIDTH[width])
+        end = start + len(target)
+        if part.is_padded:
+            target[:] = 0
+        try:
+            for one in entry.slices or (Slice(Part(entry.shape), Deal.to_one(0, math.prod(entry.shape))),):
+                source = _Source(self, group, entry.same_as or name, entry, one)
+                if one.part == part:
+                    source.copy_line(target, start, end)
+                else:
+                    for view in part.views(start, end):
+                        source.copy_view(target, view)
+        except OSError as error:
+            raise CheckpointError(f"{self._folder.name}: {error.filename or name}: {error.strerror}") from error
+
+    def read_box(self, name: str, entry: TensorEntry, target: np.ndarray, want: BoxView) -> None:
+        """Copy a box of a tensor that lies whole in one file to where `want` says, counted in elements of `target`."""
+        whole_line = Slice(Part(entry.shape), Deal.to_one(0, math.prod(entry.shape)))
+        _Source(self, "", name, entry, whole_line).copy_view(target, want)
+
+    def file(self, name: str) -> RangedTensors:
+        """An open file, of which the ones used last stay open."""
+        if name not in self._open:
+            if name not in self._files:
+                raise CheckpointError(f"{name} is missing in the manifest")
+            if len(self._open) >= _MOST_OPEN:
+                self._open.popitem(last=False)[1].close()
+            try:
+                self._open[name] = RangedTensors(self._folder / name, self._files[name].num_bytes)
+            except FileNotFoundError:
+                raise CheckpointError(f"{name} is missing") from None
+            except OSError as error:
+                raise CheckpointError(f"{name} cannot be read ({error.strerror})") from error
+        self._open.move_to_end(name)
+        return self._open[name]
+
+
+class _Source:
+    """One slice of one tensor in the files of its ranks."""
+
+    def __init__(self, reader: StretchReader, group: str, name: str, entry: TensorEntry, one: Slice):
+        self._reader, self._group, self._name, self._entry = reader, group, name, entry
+        self._part, self._deal, self._numel = one.part, one.deal, one.part.numel
+        self._width = DTYPE_BYTES[entry.dtype]
+
+    def copy_line(self, target: np.ndarray, start: int, end: int) -> None:
+        """The same part: runs of the same line."""
+        for rank, low, high in self._deal.runs(start, end, self._numel):
+            first, last = max(low, start), min(high, end)
+            file, offset = self._place(rank, high - low)
+            self._fill(target[first - start : last - start], file, offset + (first - low) * self._width)
+
+    def copy_view(self, target: np.ndarray, want: BoxView) -> None:
+        """What of this slice lies in a box of the whole."""
+        span = self._part.span(want.box)
+        if span is None:
+            return
+        for rank, low, high in self._deal.runs(*span, self._numel):
+            start = max(low, span[0])
+            file, offset = self._place(rank, high - low)
+            for have in self._part.views(start, min(high, span[1])):
+                box = meet(have.box, want.box)
+                if box is not None:
+                    there = offset + (start - low + have.at(box)) * self._width
+                    self._copy_box(target[want.at(box) :], want.strides, file, there, have.strides, box)
+
+    def _place(self, rank: int, numel: int) -> tuple[RangedTensors, int]:
+        name = self._entry.file or shard_name(self._group, rank)
+        file = self._reader.file(name)
+        stored = file.tensors.get(self._name)
+        if stored is None or stored.dtype != self._entry.dtype or stored.num_bytes != numel * self._width:
+            raise CheckpointError(f"{name}: tensor {self._name[:200]!r} is not in it as the manifest says")
+        return file, stored.offset
+
+    def _fill(self, target: np.ndarray, file: RangedTensors, offset: int) -> None:
+        self._reader.num_bytes += target.nbytes
+        file.into(target.view(np.uint8).data, offset)
+
+    def _copy_box(
+        self,
+        target: np.ndarray,
+        strides: tuple[int, ...],
+        file: RangedTensors,
+        offset: int,
+        from_: tuple[int, ...],
+        box: Box,
+    ) -> None:
+        """A box from a file into memory. strides, from_: in elements, there and in the file."""
+        width = self._width
+        order = sorted(range(len(box)), key=lambda dim: -from_[dim])
+        sizes = [box[dim][1] - box[dim][0] for dim in order]
+        reach = [from_[dim] for dim in order]
+        out = np.lib.stride_tricks.as_strided(target, sizes, [strides[dim] * width for dim in order])
+        run, inner = 1, len(sizes)
+        while inner and reach[inner - 1] == run:  # dims that lie close together in the file
+            run *= sizes[inner - 1]
+            inner -= 1
+        outer = sizes[:inner]
+        if not outer or run * width >= _LONG_RUN:
+            for place in np.ndindex(*outer):
+                there = offset + sum(one * step for one, step in zip(place, reach, strict=False)) * width
+                self._fill_box(out[(*place, ...)], file, there, run)  # `...`: of an array without dims a view, too
+            return
+        step, rows = reach[inner - 1], outer[-1]
+        at_once = max(1, _WINDOW // (step * width))
+        for place in np.ndindex(*outer[:-1]):
+            there = offset + sum(one * by for one, by in zip(place, reach, strict=False)) * width
+            for first in range(0, rows, at_once):
+                number = min(at_once, rows - first)
+                window = np.empty((number - 1) * step + run, out.dtype)
+                self._fill(window, file, there + first * step * width)
+                shape = (number, *sizes[inner:])
+                close = [by * width for by in (step, *reach[inner:])]
+                out[place][first : first + number] = np.lib.stride_tricks.as_strided(window, shape, close)
+
+    def _fill_box(self, out: np.ndarray, file: RangedTensors, offset: int, run: int) -> None:
+        if out.flags.c_contiguous and out.size:
+            self._fill(out.reshape(-1), file, offset)
+            return
+        window = np.empty(run, out.dtype)
+        self._fill(window, file, offset)
+        out[...] = window.reshape(out.shape)
+
+
+def whole(entry: TensorEntry, read: Callable[[Part, memoryview], None]) -> memoryview:
+    """All bytes of a tensor, row-major."""
+    data = bytearray(math.prod(entry.shape) * DTYPE_BYTES[entry.dtype])
+    if data:
+        read(Part(entry.shape), memoryview(data))
+    return memoryview(data)
+
+
+class TensorGroup(Mapping[str, "Tensor"]):
+    """The tensors of one group, each read from its file, memory-mapped in a folder, when it is asked for.
+
+    Tensors are on the CPU and private to this process: writing to one never reaches the file, but is seen by a
+    second look-up of the same name. Names that shared memory when saved share it again.
+    """
+
+    def __init__(self, folder: Location, group: str, entries: Mapping[str, TensorEntry], reader: StretchReader):
+        self._folder = folder
+        self._group, self._reader = group, reader
+        self._entries = entries
+        self._handles: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        if entry.slices:
+            data = whole(entry, lambda part, out: self._reader.read(self._group, name, entry, part, 0, out))
+            return tensor_of(RawArray(entry.dtype, entry.shape, data))
+        if entry.file not in self._handles:
+            self._handles[entry.file] = open_tensors(self._folder / entry.file)
+        return self._handles[entry.file].get_tensor(entry.same_as or name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

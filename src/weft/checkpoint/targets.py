@@ -1,0 +1,313 @@
+"""What saving, loading and pruning ask of the place that keeps checkpoints.
+
+One checkpoint is a folder in it, and exists from the moment that its COMMIT is there. Files are named by their
+location; what the place cannot do raises OSError, whose strerror says why in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import stat
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol, cast
+
+from weft.checkpoint import folders
+from weft.checkpoint.folders import StepFolder
+from weft.checkpoint.manifest import COMMIT_NAME
+from weft.checkpoint.object_store import Location
+from weft.errors import CheckpointError
+
+
+class Sink(Protocol):
+    """A new file that is being written."""
+
+    def write(self, data: bytes | memoryview) -> object:
+        """Add bytes."""
+
+    def finish(self) -> None:
+        """Make all of it durable."""
+
+    def close(self) -> None:
+        """Let go of it. What was not finished is no file of a checkpoint."""
+
+
+class RangeReader(Protocol):
+    """A file that is open for reading. num_bytes: its size. chunk_bytes: how much to ask for when all is read."""
+
+    num_bytes: int
+    chunk_bytes: int
+
+    def into(self, out: memoryview, offset: int) -> int:
+        """Fill the beginning of `out` with bytes from `offset` on; how many they are, 0 at the end of the file."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Target(Protocol):
+    """One place that holds the checkpoints of a run. setting: how errors name it. remedy: what helps a failed save."""
+
+    setting: str
+    remedy: str
+
+    def step_folders(self) -> list[StepFolder]:
+        """List all folders named as checkpoints, complete or not, oldest step first."""
+        ...
+
+    def hold(self, held: contextlib.ExitStack) -> None:
+        """Keep other writers out until `held` closes, where the place has locks."""
+
+    def prepare(self, held: contextlib.ExitStack) -> None:
+        """Make the place, hold it, and clear what killed writers left where no reader looks."""
+
+    def clear_debris(self) -> None:
+        """Delete what killed writers left where no reader looks, unless another process is saving."""
+
+    def free_bytes(self) -> int | None:
+        """Return how much it has room for; None where that is unknown. OSError where nothing can be written at all."""
+        ...
+
+    def begin(self, step: int) -> Location:
+        """Make an empty folder for the files of a save; no reader takes what lies there for a checkpoint."""
+        ...
+
+    def settle(self, step: int, place: Location) -> Location:
+        """Put the folder of a save, durable but for COMMIT, where readers look, and return where it is."""
+        ...
+
+    def commit(self, place: Location, text: bytes) -> None:
+        """Write COMMIT in one act: from its end on the checkpoint exists."""
+
+    def replace(self, again: Location, final: Location) -> Location:
+        """Put a committed second save of a step in the place of those before, and return where it is now."""
+        ...
+
+    def sync(self, place: Location) -> None:
+        """Make the names in a folder durable."""
+
+    def discard(self, place: Location) -> None:
+        """Delete the folder of a save that failed."""
+
+    def remove(self, places: Collection[Location]) -> None:
+        """Delete checkpoints; each stops being one in a single act. What remains goes with the next call."""
+
+    def set_aside(self, place: Location) -> Location:
+        """Take a checkpoint out of resuming and pruning, and keep its files; its name from now on."""
+        ...
+
+    def set_unfinished_aside(self, place: Location) -> Location | None:
+        """Take a folder without COMMIT aside; None where it is left as it is, for the next pruning."""
+        ...
+
+    def reading(self, place: Location) -> Callable[[], None] | None:
+        """Keep a checkpoint from being pruned until the result is called; None where the place cannot."""
+        ...
+
+    def is_being_read(self, place: Location) -> bool:
+        """Return whether some process is known to read it."""
+        ...
+
+    def create(self, file: Location) -> Sink:
+        """Begin a new file."""
+        ...
+
+    def size(self, file: Location) -> int:
+        """Return its bytes. FileNotFoundError where it is missing, CheckpointError where it is no plain file."""
+        ...
+
+    def open(self, file: Location) -> RangeReader:
+        """Open a file for reading; never follows a link."""
+        ...
+
+    def file_sizes(self, place: Location) -> dict[str, int]:
+        """Return the size of each file of a folder, by name."""
+        ...
+
+    def take(self, files: Collection[Location]) -> Mapping[Location, bytes]:
+        """Read small files whole, and delete them."""
+        ...
+
+
+# Checkpoints in a folder: hidden until they are complete, then renamed; what is deleted is renamed first.
+
+_SYNC_FILE_RANGE_WRITE = 2
+#: The disk is told to begin with so many bytes at a time.
+_STRETCH_BYTES = 16 * 2**20
+
+
+class FolderTarget:
+    """A folder of a file system that all ranks share."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self.setting = f"run.dir={root}"
+        self.remedy = "Free some space or choose another run.dir, and run the command again"
+
+    def step_folders(self) -> list[StepFolder]:
+        return folders.step_folders(self._root)
+
+    def hold(self, held: contextlib.ExitStack) -> None:
+        held.enter_context(folders.writer_lock(self._root))
+
+    def prepare(self, held: contextlib.ExitStack) -> None:
+        if not self._root.exists():
+            self._root.mkdir(parents=True)
+            folders.sync_folder(self._root.parent)
+        self.hold(held)
+        folders.remove_debris(self._root)
+
+    def clear_debris(self) -> None:
+        if not self._root.is_dir():
+            return
+        # Another process is saving, or nothing can be written here: the next save that can will clear it.
+        with contextlib.suppress(CheckpointError, OSError), folders.writer_lock(self._root):
+            folders.remove_debris(self._root)
+
+    def free_bytes(self) -> int | None:
+        existing = next(path for path in (self._root, *self._root.absolute().parents) if path.exists())
+        return shutil.disk_usage(existing).free
+
+    def begin(self, step: int) -> Location:
+        return folders.new_temp_folder(self._root, step)
+
+    def settle(self, step: int, place: Location) -> Location:
+        final = self._root / folders.folder_name(step)
+        if (final / COMMIT_NAME).is_file():
+            target = final.with_name(final.name + ".again")
+        else:
+            target = final
+            if os.path.lexists(final):  # Left by a killed writer, or a link to nowhere: it never counted.
+                folders.move_to_trash(final)
+        cast(Path, place).rename(target)
+        return target
+
+    def commit(self, place: Location, text: bytes) -> None:
+        unnamed = cast(Path, place) / f".{COMMIT_NAME}"
+        file = self.create(unnamed)
+        try:
+            file.write(text)
+            file.finish()
+        finally:
+            file.close()
+        os.rename(unnamed, cast(Path, place) / COMMIT_NAME)
+        self.sync(place)
+
+    def replace(self, again: Location, final: Location) -> Location:
+        # Readers know both names, so there is no moment without a complete checkpoint of this step.
+        if final.exists():
+            folders.move_to_trash(cast(Path, final))
+        cast(Path, again).rename(cast(Path, final))
+        self.sync(self._root)
+        return final
+
+    def sync(self, place: Location) -> None:
+        folders.sync_folder(cast(Path, place))
+
+    def discard(self, place: Location) -> None:
+        folders.discard(cast(Path, place))
+
+    def remove(self, places: Collection[Location]) -> None:
+        for place in places:
+            folders.move_to_trash(cast(Path, place))
+        folders.empty_trash(self._root)
+
+    def set_aside(self, place: Location) -> Location:
+        number = 1
+        while (target := place.with_name(f"{place.name}.aside{'' if number == 1 else f'-{number}'}")).exists():
+            number += 1
+        cast(Path, place).rename(cast(Path, target))
+        self.sync(self._root)
+        return target
+
+    def set_unfinished_aside(self, place: Location) -> Location | None:
+        return self.set_aside(place)
+
+    def reading(self, place: Location) -> Callable[[], None] | None:
+        handle = folders.hold_for_reading(cast(Path, place))
+        return None if handle is None else functools.partial(os.close, handle)
+
+    def is_being_read(self, place: Location) -> bool:
+        return folders.is_being_read(cast(Path, place))
+
+    def create(self, file: Location) -> _NewFile:
+        return _NewFile(cast(Path, file))
+
+    def size(self, file: Location) -> int:
+        status = os.lstat(cast(Path, file))
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{file.name} is not a plain file")
+        return status.st_size
+
+    def open(self, file: Location) -> _OpenFile:
+        return _OpenFile(cast(Path, file))
+
+    def file_sizes(self, place: Location) -> dict[str, int]:
+        with os.scandir(cast(Path, place)) as found:
+            files = [file for file in found if file.is_symlink() or file.is_file(follow_symlinks=False)]
+        return {file.name: file.stat(follow_symlinks=False).st_size for file in files}
+
+    def take(self, files: Collection[Location]) -> Mapping[Location, bytes]:
+        found = {file: cast(Path, file).read_bytes() for file in files}
+        for file in found:
+            cast(Path, file).unlink()
+        return found
+
+
+@functools.cache
+def _start_writing() -> Callable[[int, int, int], object]:
+    """Ask the kernel to begin with the disk's part of a stretch of a file (descriptor, from, bytes), without waiting.
+
+    The disk then works beside the digests, and little is left to the fsync at the end. Linux alone has it.
+    """
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):
+        return lambda handle, start, size: None
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return lambda handle, start, size: call(handle, start, size, _SYNC_FILE_RANGE_WRITE)
+
+
+class _NewFile:
+    """A file that is on the disk itself once it is finished."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("xb")
+        self._num_bytes = self._started = 0
+
+    def write(self, data: bytes | memoryview) -> object:
+        self._num_bytes += len(data)
+        written = self._file.write(data)
+        if self._num_bytes - self._started >= _STRETCH_BYTES:
+            _start_writing()(self._file.fileno(), self._started, self._num_bytes - self._started)
+            self._started = self._num_bytes
+        return written
+
+    def finish(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _OpenFile:
+    """Read, not mapped: a file that is cut off is then an error, and not the end of the process."""
+
+    chunk_bytes = 4 * 2**20
+
+    def __init__(self, path: Path):
+        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        status = os.fstat(self._handle)
+        self.num_bytes = status.st_size if stat.S_ISREG(status.st_mode) else -1
+
+    def into(self, out: memoryview, offset: int) -> int:
+        return os.preadv(self._handle, [out], offset)
+
+    def close(self) -> None:
+        os.close(self._handle)

@@ -1,0 +1,190 @@
+"""How `weft config import` tells what became of a DeepSpeed config: a table for people, TOML with comments else."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.console import say, split_words
+from weft.config.config_rules import config_problems
+from weft.config.files import format_config, run_name
+from weft.errors import ConfigError
+from weft.interop.deepspeed import Imported
+from weft.interop.deepspeed_keys import Outcome
+
+_STYLES = {"became": "green", "follows": "cyan", "nothing": "dim", "not built": "yellow", "removed": "dim"}
+
+
+def print_import(imported: Imported, out: Path | None, as_json: bool) -> None:
+    """Print the outcome of every key and the config, and write the config where `out` says.
+
+    Off a terminal, standard output is a TOML file whose comments are the report: it may be sent to a file.
+    """
+    config = imported.config()
+    run = config.run.model_copy(update={"name": run_name(out or Path(imported.name)) or config.run.name})
+    toml = format_config(config.model_copy(update={"run": run}))
+    document = _comments(imported) + toml
+    if out is not None:
+        _write(out, document)
+    if as_json:
+        typer.echo(json.dumps(_as_json(imported, toml), indent=2))
+    elif sys.stdout.isatty():
+        _print_table(imported)
+        if out is None:
+            typer.echo(f"\n{toml}", nl=False)
+    else:
+        typer.echo(document if out is None else _comments(imported), nl=False)
+    if imported.typos:
+        count = len(imported.typos)
+        keys = "1 key is" if count == 1 else f"{count} keys are"
+        say(f"warning: {keys} unknown to DeepSpeed and ignored: {', '.join(line.key for line in imported.typos)}.")
+    if out is not None:
+        say(f"wrote {out}.")
+
+
+def refusals(imported: Imported) -> list[str]:
+    """What the rules refuse of the imported config today."""
+    return [problem.message for problem in config_problems(imported.config())]
+
+
+def sections(imported: Imported) -> list[tuple[str, Sequence[str]]]:
+    """What a person must know besides the table: title and lines, without the empty ones."""
+    every = [
+        ("Warning: typos", [f"{line.key}: {_after(line)}" for line in imported.typos]),
+        ("Refused today", refusals(imported)),
+        ("Left to you; Weft's defaults apply", [", ".join(imported.open)] if imported.open else []),
+        ("Differences", imported.notes),
+    ]
+    return [(title, lines) for title, lines in every if lines]
+
+
+def _after(line: Outcome) -> str:
+    return line.text[:1].upper() + line.text[1:]
+
+
+def _comments(imported: Imported) -> str:
+    """The report as TOML comments."""
+    lines = [f"Imported from {imported.name} by `weft config import`.", ""]
+    lines += [str(line) for line in imported.lines]
+    for title, texts in sections(imported):
+        lines += ["", f"{title}:", *(f"  {text}" for text in texts)]
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines) + "\n"
+
+
+def _print_table(imported: Imported) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("key", "value", "outcome"):
+        table.add_column(title, overflow="fold")
+    for line in imported.lines:
+        table.add_row(Text(line.key), Text(line.value), Text(line.sentence, style=_STYLES.get(line.kind, "bold red")))
+    console = Console(highlight=False)
+    console.print(table)
+    for title, texts in sections(imported):
+        console.print(Text(f"\n{title}", style="bold"))
+        for text in texts:
+            console.print(Text(f"  {text}"))
+
+
+def _as_json(imported: Imported, toml: str) -> dict[str, object]:
+    return {
+        "file": imported.name,
+        "plan": imported.plan,
+        "settings": dict(imported.overrides),
+        "keys": [
+            {"key": line.key, "value": line.value, "outcome": line.kind, "text": line.text, "sets": list(line.fields)}
+            for line in imported.lines
+        ],
+        "open": list(imported.open),
+        "notes": list(imported.notes),
+        "refused": refusals(imported),
+        "toml": toml,
+    }
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--out {path}: the file exists. Give another name, or delete it.") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"--out {path}: it cannot be written ({reason}). Name a file in an existing folder."
+        ) from None
+
+
+# `weft config`: show what a run would be made of, and the schema of config files. Needs no torch.
+
+app = typer.Typer(
+    help="Show, check and explain configs.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def show(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.toml] [key=value ...]",
+            help="A config file, and settings that override it. Without a file, the defaults.",
+            show_default=False,
+        ),
+    ] = None,
+    origin: Annotated[
+        bool, typer.Option("--origin", help="List every value with the file and line that set it.")
+    ] = False,
+) -> None:
+    """Check a config and print it in full, as a TOML file."""
+    from weft.config.files import format_config, load_config, show_origins
+
+    path, overrides = split_words(words or [])
+    loaded = load_config(path, overrides)
+    if not origin:
+        typer.echo(format_config(loaded.config), nl=False)
+        return
+    rows = [(f"{key} = {value}", place) for key, value, place in show_origins(loaded)]
+    width = min(60, max(len(text) for text, _ in rows))
+    for text, place in rows:
+        typer.echo(f"{text:<{width}}  # {place}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of config files, for editors that complete and check TOML."""
+    import json
+
+    from weft.config.files import config_schema
+
+    typer.echo(json.dumps(config_schema(), indent=2))
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A DeepSpeed config, such as ds_config.json.")],
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", help="Number of ranks; without it, one axis of the plan is '*'.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the config here, as TOML.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 2 if the file has unknown keys.")] = False,
+) -> None:
+    """Translate a DeepSpeed config, and say what became of each key."""
+    from weft.interop.deepspeed import import_deepspeed
+
+    imported = import_deepspeed(file, world_size)
+    print_import(imported, out, as_json)
+    if strict and imported.typos:
+        raise typer.Exit(2)

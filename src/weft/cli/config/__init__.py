@@ -1,3 +1,0 @@
-"""`weft config`: show, check, explain and import configs."""
-
-__all__: list[str] = []

@@ -1,0 +1,468 @@
+"""GPUs, as NVIDIA's management library sees them; torch may see fewer."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+import weft
+from weft import env
+from weft.cli.console import paint
+from weft.cli.doctor_ranks import CheckLine, Status, TwoRanks, examine
+from weft.cli.launch.launch import usable_cores
+from weft.errors import install_extra
+from weft.monitor.terminal import tell
+from weft.units import format_bytes
+
+
+def gpus() -> Iterator[CheckLine]:
+    """Driver and, for each GPU: name, memory, power limit, PCIe link, NVLinks that are up."""
+    import pynvml
+    import torch
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        if torch.version.cuda:
+            remedy = "Install the NVIDIA driver, or give the container its GPUs (docker run --gpus all)."
+            yield CheckLine("gpus", "driver", f"none found, though torch is built for CUDA ({error})", "warn", remedy)
+        else:
+            yield CheckLine("gpus", "driver", "no NVIDIA driver here; training will use the CPU")
+        return
+    try:
+        count = pynvml.nvmlDeviceGetCount()
+        driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        yield CheckLine("gpus", "driver", f"{driver}, up to CUDA {cuda // 1000}.{cuda % 1000 // 10}; {count} GPUs")
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        for index, handle in enumerate(handles):
+            yield CheckLine("gpus", f"gpu {index}", _describe(pynvml, handle))
+        try:
+            pci_ids = [_pci_id(pynvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles]
+        except pynvml.NVMLError as error:
+            yield CheckLine("gpus", "cores", f"the driver does not tell where the GPUs hang ({error})")
+        else:
+            yield from cores(pci_ids)
+    finally:
+        pynvml.nvmlShutdown()
+    if count:
+        yield settings()
+    if count and not torch.cuda.is_available():
+        cause = "CUDA_VISIBLE_DEVICES hides them" if torch.version.cuda else "this torch is built for the CPU"
+        remedy = "Unset CUDA_VISIBLE_DEVICES." if torch.version.cuda else "Install a CUDA build: https://pytorch.org"
+        yield CheckLine("gpus", "torch", f"sees no GPU: {cause}, or the driver is too old", "fail", remedy)
+
+
+def settings() -> CheckLine:
+    """What torch and NCCL are told on a GPU: by the environment, and by Weft where that says nothing."""
+    from weft.comm.gpu_settings import library_settings
+
+    return CheckLine("gpus", "settings", "; ".join(library_settings()))
+
+
+def cores(pci_ids: list[str]) -> Iterator[CheckLine]:
+    """Yield where `weft train` would run the ranks of these GPUs on the processor: one line, or one for each of them.
+
+    pci_ids: of one GPU each, such as "0000:3b:00.0".
+    """
+    from weft.comm.gpu_settings import Topology, choose_cores
+
+    if not hasattr(os, "sched_getaffinity"):
+        return
+    allowed = frozenset(os.sched_getaffinity(0))
+    chosen = [choose_cores(Topology(), allowed, pci_ids, rank) for rank in range(len(pci_ids))]
+    for rank, choice in enumerate(chosen):
+        if choice.text not in [other.text for other in chosen[:rank]]:
+            name = f"cores of gpu {rank}" if len({other.text for other in chosen}) > 1 else "cores"
+            yield CheckLine("gpus", name, f"a rank is {choice.text}")
+
+
+def _pci_id(bus_id: str | bytes) -> str:
+    """As the system's files have it: with four digits of the domain where four are enough."""
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
+    domain, _, rest = text.lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
+
+
+def _describe(nvml: Any, gpu: Any) -> str:
+    def read(call: str, *args: Any) -> Any:
+        try:
+            return getattr(nvml, call)(gpu, *args)
+        except nvml.NVMLError:
+            return None  # not every GPU, driver or virtual machine answers every question
+
+    parts = [str(read("nvmlDeviceGetName") or "unnamed")]
+    memory = read("nvmlDeviceGetMemoryInfo")
+    if memory is not None:
+        parts.append(f"{format_bytes(memory.free)} free of {format_bytes(memory.total)}")
+    power = read("nvmlDeviceGetPowerManagementLimit")
+    if power is not None:
+        parts.append(f"power limit {power // 1000} W")
+    width, most = read("nvmlDeviceGetCurrPcieLinkWidth"), read("nvmlDeviceGetMaxPcieLinkWidth")
+    if width is not None:
+        parts.append(f"PCIe {read('nvmlDeviceGetCurrPcieLinkGeneration')}.0 x{width} of x{most}")
+    links = [read("nvmlDeviceGetNvLinkState", link) for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))]
+    parts.append(f"NVLink {sum(1 for link in links if link)} up")
+    if read("nvmlDeviceGetMigMode") not in (None, [0, 0], (0, 0)):
+        parts.append("MIG on")
+    return ", ".join(parts)
+
+
+# Processor, memory, disks and limits.
+
+#: CPU features that decide how fast matrices are multiplied.
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "bf16", "sve")
+_WRITE_BYTES = 32 * 2**20
+_GIB = 2**30
+
+
+def system() -> Iterator[CheckLine]:
+    """Operating system, and whether this is a container."""
+    libc = " ".join(platform.libc_ver()).strip()
+    container = ", in a container" if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists() else ""
+    yield CheckLine(
+        "machine", "system", f"{platform.system()} {platform.release()} {platform.machine()} {libc}{container}"
+    )
+
+
+def processor() -> Iterator[CheckLine]:
+    """Model, cores and the features that matter."""
+    model, flags = _cpu()
+    physical = psutil.cpu_count(logical=False)
+    cores = f"{usable_cores()} usable of {psutil.cpu_count()} logical, {physical or '?'} physical"
+    yield CheckLine("machine", "cpu", f"{model or platform.processor() or 'unknown'}; {cores}")
+    yield CheckLine(
+        "machine", "cpu flags", " ".join(flag for flag in _FLAGS if flag in flags) or "none of the relevant ones"
+    )
+
+
+def memory() -> Iterator[CheckLine]:
+    """RAM, the container's limit, and shared memory."""
+    ram = psutil.virtual_memory()
+    limit = _cgroup_limit()
+    text = f"{format_bytes(ram.available)} free of {format_bytes(ram.total)}"
+    if limit is not None and limit < ram.total:
+        text += f"; the container may use {format_bytes(limit)}"
+    low = ram.available < 2 * _GIB
+    remedy = "Close other programs, or train a smaller model." if low else ""
+    yield CheckLine("machine", "memory", text, "warn" if low else "ok", remedy)
+    if Path("/dev/shm").is_dir():
+        shm = psutil.disk_usage("/dev/shm")
+        small = shm.free < 256 * 2**20
+        remedy = "Start the container with --shm-size=8g (or --ipc=host)." if small else ""
+        text = f"{format_bytes(shm.free)} free of {format_bytes(shm.total)}"
+        yield CheckLine("machine", "/dev/shm", text, "warn" if small else "ok", remedy)
+
+
+def disks() -> Iterator[CheckLine]:
+    """Free space and write speed where runs and tokenised data go."""
+    for name, folder in (("disk for runs", Path.cwd()), ("disk for data", env.cache_dir())):
+        yield _disk(name, folder)
+
+
+def limits() -> Iterator[CheckLine]:
+    """Limits of this process that training runs into."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    low = 0 <= open_files < 1024
+    remedy = "Run: ulimit -n 65536" if low else ""
+    parts = [f"open files {_limit(open_files)}"]
+    for name, label in (("RLIMIT_MEMLOCK", "locked memory"), ("RLIMIT_NPROC", "processes"), ("RLIMIT_CORE", "core")):
+        if hasattr(resource, name):
+            parts.append(f"{label} {_limit(resource.getrlimit(getattr(resource, name))[0])}")
+    yield CheckLine("machine", "limits", ", ".join(parts), "warn" if low else "ok", remedy)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value < 0 else str(value)
+
+
+def _cpu() -> tuple[str, set[str]]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return "", set()
+    facts = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    facts = {key.strip(): value.strip() for key, value in facts.items()}
+    return facts.get("model name", ""), set((facts.get("flags") or facts.get("Features", "")).split())
+
+
+def _cgroup_limit() -> int | None:
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return int(Path(file).read_text())
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _disk(name: str, folder: Path) -> CheckLine:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        speed = _write_speed(existing)
+    except OSError as error:
+        remedy = "Set run.dir (runs) or WEFT_HOME (data) to a folder that you can write to."
+        return CheckLine("machine", name, f"{shown(folder)} cannot be written to ({error.strerror})", "fail", remedy)
+    free = psutil.disk_usage(str(existing)).free
+    status: Status = "warn" if free < 5 * _GIB else "ok"
+    remedy = "Free some space, or set run.dir or WEFT_HOME to another disk." if status == "warn" else ""
+    text = f"{format_bytes(free)} free, writes {format_bytes(speed)}/s ({shown(folder)})"
+    return CheckLine("machine", name, text, status, remedy)
+
+
+def _write_speed(folder: Path) -> float:
+    """Bytes per second to the disk itself, measured with one file that is removed again."""
+    block = os.urandom(2**20)
+    path = folder / f".weft-doctor-{os.getpid()}"
+    begin = time.perf_counter()
+    try:
+        with path.open("wb") as file:
+            for _ in range(_WRITE_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return _WRITE_BYTES / (time.perf_counter() - begin)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def shown(path: Path) -> str:
+    """A path fit to be shown to others: the home folder's name, which is often a person's, as ~."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if home != Path("/") and path.is_relative_to(home) else str(path)
+
+
+# What ranks need to find each other. No addresses are shown beyond the loopback's, and no host name.
+
+#: Prefixes of the variables that change how training runs.
+_PREFIXES = ("WEFT_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "KMP_", "GOMP_", "SLURM_",
+             "NVIDIA_", "HF_", "TOKENIZERS_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "UCX_", "FI_", "LD_PRELOAD",
+             "PYTHON", "XDG_CACHE_HOME", "TRITON_", "CI")  # fmt: skip
+#: Of these only the presence is shown: their values name users, hosts and folders.
+_PRESENCE = ("SLURM_", "MASTER_ADDR", "PYTHON", "XDG_CACHE_HOME", "LD_PRELOAD", "WEFT_HOME", "HF_HOME")
+
+
+def loopback() -> Iterator[CheckLine]:
+    """Whether a port can be opened on this machine, and torch's usual one is free."""
+    try:
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            server.listen(1)
+            with socket.create_connection(server.getsockname(), timeout=2):
+                pass
+    except OSError as error:
+        remedy = "Allow programs to listen on 127.0.0.1 (firewall, sandbox)."
+        yield CheckLine("network", "loopback", f"no port can be opened on 127.0.0.1 ({error})", "fail", remedy)
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken = probe.connect_ex(("127.0.0.1", 29500)) == 0
+    text = f"ports can be opened on 127.0.0.1; {_port_range()}"
+    if taken:
+        remedy = "Give torchrun another --master-port; `weft train` finds a free one itself."
+        yield CheckLine("network", "loopback", f"{text}; 29500, torchrun's usual port, is in use", "warn", remedy)
+    else:
+        yield CheckLine("network", "loopback", f"{text}; 29500, torchrun's usual port, is free")
+
+
+def interfaces() -> Iterator[CheckLine]:
+    """Names of the interfaces, their speed, and InfiniBand devices."""
+    parts = []
+    for name, state in sorted(psutil.net_if_stats().items()):
+        speed = f" {state.speed} Mb/s" if state.speed else ""
+        parts.append(f"{name} ({'up' if state.isup else 'down'}{speed})")
+    yield CheckLine("network", "interfaces", ", ".join(parts) or "none")
+    infiniband = Path("/sys/class/infiniband")
+    if infiniband.is_dir():
+        yield CheckLine(
+            "network", "infiniband", ", ".join(sorted(device.name for device in infiniband.iterdir())) or "none"
+        )
+
+
+def hostname() -> Iterator[CheckLine]:
+    """Whether the machine knows itself by name: gloo asks for that address."""
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+        yield CheckLine("network", "hostname", "resolves (name not shown)")
+    except OSError:
+        remedy = "Add the name to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo for one machine."
+        yield CheckLine("network", "hostname", "does not resolve (name not shown)", "warn", remedy)
+
+
+def variables() -> Iterator[CheckLine]:
+    """Environment variables that change how training runs; secrets are not shown."""
+    shown = []
+    for name, value in env.report(_PREFIXES).items():
+        shown.append(f"{name} is set" if name.startswith(_PRESENCE) else f"{name}={value}")
+    yield CheckLine("environment", "variables", "; ".join(shown) or "no relevant variables")
+
+
+def _port_range() -> str:
+    try:
+        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        return f"the system assigns ports {low} to {high}"
+    except (OSError, ValueError):
+        return "the system's port range is unknown"
+
+
+# Versions, and what torch was built with.
+
+_NEEDED = ("numpy", "pydantic", "typer", "rich", "safetensors", "tokenizers", "pyarrow", "psutil", "matplotlib",
+           "tomli-w", "nvidia-ml-py")  # fmt: skip
+_OPTIONAL = ("transformers",)
+
+
+#: This project's distribution; the one that is called `weft` is another project's.
+_DISTRIBUTION, _STRANGER = "weft-train", "weft"
+
+
+def namesake() -> Iterator[CheckLine]:
+    """Whether another distribution claims `import weft` and the `weft` command."""
+    try:
+        found = metadata.metadata(_STRANGER)
+    except metadata.PackageNotFoundError:
+        return
+    ours = (found["Summary"] or "").startswith("One plan for training")
+    whose = f"an old install of this project, now {_DISTRIBUTION}" if ours else "another project"
+    text = f"{_STRANGER} {found['Version']} is installed too: {whose}, with the same import and command"
+    remedy = f"Run: pip uninstall {_STRANGER}, then install Weft again: pip install -e . in its checkout"
+    yield CheckLine("software", "name clash", text, "warn", remedy)
+
+
+def versions() -> Iterable[CheckLine]:
+    """Weft, Python and the packages Weft stands on."""
+    yield CheckLine("software", "weft", weft.__version__)
+    yield CheckLine(
+        "software", "python", f"{platform.python_version()} ({platform.python_implementation()}, {_home()})"
+    )
+    found, missing = [], []
+    for package in (*_NEEDED, *_OPTIONAL):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            missing.append(package)
+    yield CheckLine("software", "packages", ", ".join(found))
+    needed = [package for package in missing if package in _NEEDED]
+    if needed:
+        remedy = f"Run: pip install {' '.join(needed)}"
+        yield CheckLine("software", "missing", ", ".join(needed), "fail", remedy)
+    optional = [package for package in missing if package in _OPTIONAL]
+    if optional:
+        yield CheckLine("software", "not installed", f"{', '.join(optional)} (optional). {install_extra('hf')}.")
+
+
+def torch_build() -> Iterator[CheckLine]:
+    """torch, its CUDA, the devices it sees, and the backends its ranks can talk through."""
+    import torch
+    import torch.distributed as dist
+    from torch.cuda import nccl
+
+    cuda = torch.version.cuda or "none (CPU build)"
+    yield CheckLine(
+        "software", "torch", f"{torch.__version__}, CUDA {cuda}, cuDNN {torch.backends.cudnn.version() or 'none'}"
+    )
+    if not dist.is_available():
+        remedy = "Install a build of torch with distributed support."
+        yield CheckLine("software", "distributed", "torch was built without it", "fail", remedy)
+        return
+    backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_backend_available(name)]
+    release = f"; NCCL {'.'.join(map(str, nccl.version()))}" if "nccl" in backends else ""
+    status, remedy = ("ok", "") if "gloo" in backends else ("fail", "Install a build of torch with gloo.")
+    yield CheckLine("software", "backends", f"{', '.join(backends)}{release}", status, remedy)
+    count = torch.cuda.device_count()
+    devices = f"{count} x cuda" if count else "cpu only"
+    yield CheckLine("software", "torch devices", f"{devices}; {torch.get_num_threads()} threads in one process")
+
+
+def _home() -> str:
+    return "virtual environment" if sys.prefix != sys.base_prefix else "system"
+
+
+# Run the checks and print them.
+
+#: Columns before a line's text.
+_TEXT_COLUMN = 23
+_CHECKS = (
+    ("software", versions),
+    ("software", namesake),
+    ("software", torch_build),
+    ("machine", system),
+    ("machine", processor),
+    ("machine", memory),
+    ("machine", disks),
+    ("machine", limits),
+    ("gpus", gpus),
+    ("network", loopback),
+    ("network", interfaces),
+    ("network", hostname),
+)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Format the report as Markdown, for a bug report.")
+    ] = False,
+) -> None:
+    """Check this machine. Exit code 0, or 1 where something must be changed before training works.
+
+    The output names no host, no user, no network address and no secret, so that it can be pasted into a bug report.
+    """
+    lines = report()
+    if as_json:
+        print(json.dumps({"healthy": _healthy(lines), "lines": [_as_dict(line) for line in lines]}, indent=1))
+    elif markdown:
+        print(f"```\n{text(lines, plain=True)}\n```")
+    else:
+        tell(sys.stdout, [text(lines)], indent=_TEXT_COLUMN)
+    if not _healthy(lines):
+        raise typer.Exit(1)
+
+
+def report() -> list[CheckLine]:
+    """All checks, in the order of the report."""
+    two_ranks = TwoRanks()
+    try:
+        lines = [line for section, check in _CHECKS for line in examine(section, check)]
+        lines += examine("network", two_ranks.two_ranks)
+        lines += examine("environment", variables)
+    finally:
+        two_ranks.close()
+    return lines
+
+
+def text(lines: Iterable[CheckLine], plain: bool = False) -> str:
+    """The report as people read it, grouped by section."""
+    rows: list[str] = []
+    section = ""
+    for line in lines:
+        if line.section != section:
+            section = line.section
+            rows.append(section)
+        mark = line.status if plain or line.status == "ok" else paint(line.status, line.status, sys.stdout)
+        pad = " " * (4 - len(line.status))
+        rows.append(f"  {mark}{pad}  {line.name:<14} {line.text}")
+        if line.remedy:
+            rows.append(f"{'':<{_TEXT_COLUMN}}-> {line.remedy}")
+    return "\n".join(rows)
+
+
+def _healthy(lines: Iterable[CheckLine]) -> bool:
+    return all(line.status != "fail" for line in lines)
+
+
+def _as_dict(line: CheckLine) -> dict[str, str]:
+    return {name: getattr(line, name) for name in ("section", "name", "status", "text", "remedy")}

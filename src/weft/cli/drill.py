@@ -1,0 +1,417 @@
+"""The faults that a drill knows, and what each stands for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from weft import env
+from weft.checkpoint.load import list_checkpoints
+from weft.cli.console import say, table
+from weft.cli.launch.launch import count_ranks, usable_cores, visible_gpus
+from weft.config.files import load_config
+from weft.errors import ConfigError, LaunchError, did_you_mean
+from weft.monitor.events import read_events
+from weft.train.folder import RunFolder
+
+#: Name -> what happens, in the words of the report.
+KINDS: dict[str, str] = {
+    "kill_rank": "a rank is killed (SIGKILL), as by the kernel when memory is short",
+    "kill_in_save": "a rank is killed while a checkpoint is written",
+    "segfault": "a rank crashes in compiled code (SIGSEGV)",
+    "abort": "a rank aborts (SIGABRT)",
+    "leave": "a rank leaves with an exit code and says nothing",
+    "exception": "a step raises an exception",
+    "memory": "a rank raises MemoryError",
+    "loader": "the data loader raises an exception",
+    "nan_gradient": "the loss and its gradients are NaN on one rank",
+    "nan_weight": "the weights of a parameter turn into NaN on one rank",
+    "stop_rank": "a rank is stopped (SIGSTOP) and does not go on",
+    "hang": "a rank never comes to its next collective",
+    "slow_rank": "a rank is slow for some seconds",
+    "cut_link": "all TCP connections of a rank break",
+    "full_disk": "the disk is full: a limit on file sizes (RLIMIT_FSIZE) until the next start",
+    "read_only": "the checkpoint folder is read-only for two tries: mkdir gives EROFS",
+    "flip_byte": "a byte of the newest checkpoint changes, then a rank is killed",
+    "truncate": "a file of the newest checkpoint is cut in half, then a rank is killed",
+    "lose_file": "a file of the newest checkpoint is deleted, then a rank is killed",
+    "lose_manifest": "the manifest of the newest checkpoint is deleted, then a rank is killed",
+    "lose_commit": "COMMIT of the newest checkpoint is deleted, then a rank is killed",
+    "kill_launcher": "the launcher, with torch's agent in it, is killed; the command is typed again",
+    "stop_launcher": "the launcher is stopped (SIGSTOP) for two seconds",
+    "terminate": "a scheduler ends the command (SIGTERM); it is typed again",
+    "terminate_rank": "one rank gets SIGTERM; the command is typed again",
+    "clock_forward": "the clock of a rank jumps one hour forward",
+    "clock_back": "the clock of a rank jumps one hour back",
+    "port_taken": "port 29500 is taken by another program",
+    "two_runs": "the same command is typed a second time while the first runs",
+    "lose_rank": "a rank dies at every start: the run goes on with fewer",
+}  # fmt: skip
+
+#: Those that need a second rank, or in which a rank is lost for good.
+NEED_TWO_RANKS = frozenset({"stop_rank", "cut_link", "lose_rank", "hang"})
+
+
+def chosen(words: str, num_ranks: int) -> list[str]:
+    """The kinds that --faults names; without any, all that suit so many ranks. ConfigError for an unknown one."""
+    if not words:
+        return [kind for kind in KINDS if num_ranks > 1 or kind not in NEED_TWO_RANKS]
+    names = [word.strip() for word in words.split(",") if word.strip()]
+    for name in names:
+        if name not in KINDS:
+            hint = did_you_mean(name, KINDS) or f" Known: {', '.join(KINDS)}."
+            raise ConfigError(f"--faults {name}: there is no such fault.{hint}")
+        if num_ranks < 2 and name in NEED_TWO_RANKS:
+            raise ConfigError(f"--faults {name}: it needs two ranks, and the plan has one. Leave it out.")
+    return names
+
+
+# One fault in one run: the command is started as a user does, watched through its events, and started again.
+
+_LOOK_S = 0.05
+#: Starts of the command: the first, and those that a user types after a fault that ends it.
+_MOST_STARTS = 3
+_STOPPED_S = 2.0
+#: How far the last loss may lie from the undisturbed one where fewer ranks end the run: sums come in another order.
+_OTHER_PLAN = 1e-3
+
+
+@dataclass
+class DrillRow:
+    """What a fault did. Times in s from the fault on; None: it never came to it.
+
+    detected_s: until the run told. back_s: until the first new step after it. steps_lost: done, and done again.
+    state: "equal" to the undisturbed run's bytes, or what differs. left: processes that were left behind.
+    """
+
+    kind: str
+    step: int | None = None
+    rank: int = 0
+    detected_s: float | None = None
+    back_s: float | None = None
+    steps_lost: int = 0
+    starts: int = 1
+    state: str = ""
+    left: int = 0
+    error: str = ""
+
+    @property
+    def survived(self) -> bool:
+        """Whether the run ended as it should have, and nothing is left of it but its folder."""
+        return not self.error and not self.left and self.state.startswith("equal")
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "survived": self.survived}
+
+
+@dataclass
+class Trial:
+    """A fault, and where and with what the command runs. words: of `weft train`."""
+
+    words: list[str]
+    place: Path
+    kind: str
+    step: int
+    rank: int
+    world_size: int
+    limit_s: float
+    _starts: int = 0
+
+    def run(self, sound: RunFolder) -> DrillRow:
+        """Have it happen. sound: the folder of the undisturbed run."""
+        row = DrillRow(self.kind, rank=self.rank)
+        folder = RunFolder(self.place / self.kind)
+        try:
+            with _port_taken(self.kind == "port_taken"):
+                self._to_the_end(row, folder)
+        except (subprocess.TimeoutExpired, RuntimeError) as error:
+            row.error = str(error)
+        row.left = end_all(folder.path)
+        told = _Told.of(folder)
+        row.steps_lost = told.lost
+        row.state = state_of(folder, sound, self.kind)
+        return row
+
+    @property
+    def _mark(self) -> Path:
+        return self.place / f"{self.kind}.mark"
+
+    def _to_the_end(self, row: DrillRow, folder: RunFolder) -> None:
+        end, happened = time.monotonic() + self.limit_s, self.kind == "port_taken"
+        log = self.place / f"{self.kind}.txt"
+        for row.starts in range(1, _MOST_STARTS + 1):
+            with log.open("a") as out:
+                process = self._start(out)
+                try:
+                    happened = self._watch(process, row, folder, end) or happened
+                finally:
+                    process.kill()
+                    process.wait()
+            if process.returncode == 0 and _is_done(folder):
+                break
+        else:
+            raise RuntimeError(f"the command ended with exit code {process.returncode}: {_last_line(log)}")
+        if not happened:
+            raise RuntimeError("the fault did not happen: the run has too few steps for it")
+
+    def _start(self, out: Any) -> subprocess.Popen[bytes]:
+        fault = {"kind": self.kind, "step": self.step, "rank": self.rank, "mark": str(self._mark)}
+        text = json.dumps({**fault, "world_size": self.world_size})
+        command = [sys.executable, "-m", "weft", "train", *self.words, f"run.name={self.kind}"]
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env.child_env(WEFT_DRILL=text))
+
+    def _watch(self, process: subprocess.Popen[bytes], row: DrillRow, folder: RunFolder, end: float) -> bool:
+        """Until the process ends; notes when the run told of the fault and when it was back. Whether it happened."""
+        acted = False
+        while True:
+            over = process.poll() is not None
+            if self._mark.exists() and row.step is None:
+                mark = json.loads(self._mark.read_text())
+                row.step = mark["step"]
+            if row.step is not None:
+                if not acted and not over:
+                    acted = True
+                    self._act(process, row)
+                self._note(row, folder, over and process.returncode != 0)
+            if over:
+                return row.step is not None
+            if time.monotonic() > end:
+                raise RuntimeError(f"not over after {self.limit_s:g} s")
+            time.sleep(_LOOK_S)
+
+    def _note(self, row: DrillRow, folder: RunFolder, ended: bool) -> None:
+        told = _Told.of(folder)
+        if told.starts != self._starts:
+            # The other ranks were a step ahead of the fault: only steps of the new start count.
+            self._starts, row.back_s = told.starts, None
+        passed = time.time() - self._mark.stat().st_mtime
+        if row.detected_s is None and (told.failures or told.warnings or ended):
+            row.detected_s = passed
+        if row.back_s is None and told.last > (row.step or 0):
+            row.back_s = passed
+
+    def _act(self, process: subprocess.Popen[bytes], row: DrillRow) -> None:
+        """What happens from outside once the rank has come to the step."""
+        if self.kind == "stop_launcher":
+            time.sleep(_STOPPED_S)
+            process.send_signal(signal.SIGCONT)
+        if self.kind == "two_runs":
+            with (self.place / "two_runs.second.txt").open("w") as out:
+                second = self._start(out)
+                code = second.wait(self.limit_s)
+            Path(f"{self._mark}.over").touch()  # the rank goes on
+            if code != 2:
+                row.error = f"the second command ended with exit code {code} in place of 2"
+            row.detected_s = time.time() - self._mark.stat().st_mtime
+
+
+@dataclass
+class _Told:
+    """What the events of a run say of its failures: their number, the last step, steps that were done again."""
+
+    failures: int = 0
+    warnings: int = 0
+    starts: int = 0
+    last: int = 0
+    lost: int = 0
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> _Told:
+        told = cls()
+        for event in read_events(folder.events):
+            kind = event.get("event")
+            told.failures += kind == "failure"
+            told.warnings += kind == "warning"
+            if kind == "step":
+                told.last = int(event["step"])
+            elif kind == "start":
+                told.starts += 1
+                told.lost += max(0, told.last - int(event["step"]))
+                told.last = int(event["step"])
+        return told
+
+
+def state_of(folder: RunFolder, sound: RunFolder, kind: str) -> str:
+    """The last checkpoint beside that of the undisturbed run, byte for byte; the loss where the plan is another."""
+    try:
+        ours, theirs = ((_newest(one) / "manifest.json").read_text() for one in (folder, sound))
+    except (OSError, IndexError):
+        return "no last checkpoint"
+    if json.loads(ours)["files"] == json.loads(theirs)["files"]:
+        return "equal"
+    losses = [
+        [float(event["loss"]) for event in read_events(one.events) if event.get("event") == "step"][-1]
+        for one in (folder, sound)
+    ]
+    gap = abs(losses[0] - losses[1]) / abs(losses[1])
+    if kind == "lose_rank" and gap < _OTHER_PLAN:
+        return f"equal in the last loss to {gap:.0e} (other plan)"
+    return f"the last loss differs by {gap:.1e}"
+
+
+def end_all(folder: Path) -> int:
+    """Processes of the run that are still there; they are killed."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if str(folder) in words and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    # Those that the kernel has been told to end need a moment.
+    _, alive = psutil.wait_procs(found, timeout=5.0)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return len(alive)
+
+
+def _newest(folder: RunFolder) -> Path:
+    return Path(str(list_checkpoints(folder.checkpoints)[-1]))
+
+
+def _is_done(folder: RunFolder) -> bool:
+    events = read_events(folder.events)
+    return bool(events) and events[-1].get("reason") == "finished"
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if line.startswith("error")), lines[-1] if lines else "")
+
+
+@contextlib.contextmanager
+def _port_taken(wanted: bool) -> Any:
+    with socket.socket() as taken:
+        if wanted:
+            with contextlib.suppress(OSError):  # someone else has taken it: as good
+                taken.bind(("", 29500))
+                taken.listen()
+        yield
+
+
+# `weft drill`.
+
+#: A drill needs two checkpoints before its fault and a step after it.
+_FEWEST_STEPS = 10
+#: In the folder of the runs: a line of JSON for each fault that is over.
+ROWS_NAME = "drill.jsonl"
+
+
+def drill(
+    words: Annotated[
+        list[str], typer.Argument(metavar="CONFIG.toml [key=value ...]", help="The run's config file, and settings.")
+    ],
+    faults: Annotated[str, typer.Option(help="Kinds, with commas between; without it, all.", show_default=False)] = "",
+    steps: Annotated[int, typer.Option(min=_FEWEST_STEPS, help="Steps of each run.")] = 12,
+    every: Annotated[int, typer.Option(min=1, help="Steps between its checkpoints.")] = 3,
+    seed: Annotated[int, typer.Option(help="Chooses the steps and ranks of the faults.")] = 0,
+    timeout: Annotated[int, typer.Option(min=2, help="Seconds after which a rank that waits gives up.")] = 20,
+    limit: Annotated[int, typer.Option(min=10, help="Seconds for one fault, all starts included.")] = 600,
+    keep: Annotated[
+        Path | None, typer.Option(help="A new folder for the runs, which stays.", show_default="a temporary one")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Try faults, one by one, on a config and this machine: does the run come back, how fast, with the same numbers?
+
+    Each fault gets a run of its own of a few steps, and the last checkpoint is compared with that of an undisturbed
+    run. Exit code 0: all were survived; 1: some were not. The run of the config itself is left alone.
+    """
+    from weft.cli.console import split_words
+
+    path, overrides = split_words(words)
+    config = load_config(path, overrides).config
+    if config.launch.replicas_apart:
+        raise ConfigError(
+            "launch.replicas_apart=true: a drill tries faults on the ranks of one world. Leave it out of the drill."
+        )
+    num_ranks = count_ranks(config, visible_gpus() if config.launch.device != "cpu" else 0, usable_cores())
+    kinds = chosen(faults, num_ranks)
+    if config.train.epochs is not None:
+        raise ConfigError("train.epochs: a drill counts steps. Use a config without train.epochs.")
+    place = _place(keep)
+    given = [
+        *words, f"run.dir={place}", f"train.steps={steps}", f"checkpoint.every={every}", "checkpoint.keep=3",
+        "train.max_bad_steps=0", "train.on_bad=restart", "launch.restarts=3", "launch.restart_pause=1s",
+        "launch.min_ranks=1", f"launch.timeout={timeout}s", f"launch.warn_after={max(1, timeout // 4)}s",
+        "sample.prompt=",
+    ]  # fmt: skip
+    if config.checkpoint.dir is not None:  # nothing is written to where the user keeps checkpoints
+        given.append(f"checkpoint.dir={place / 'kept'}")
+    try:
+        sound = _undisturbed(given, place, limit)
+        rows = []
+        for kind in kinds:
+            chance = random.Random(f"{seed} {kind}")
+            step, rank = chance.randint(2 * every + 1, steps - 2), chance.randrange(num_ranks)
+            row = Trial(given, place, kind, step, rank, num_ranks, limit).run(sound)
+            rows.append(row)
+            with (place / ROWS_NAME).open("a") as out:  # a drill takes long: what is known so far outlives it
+                out.write(json.dumps({**row.as_json(), "seed": seed}) + "\n")
+            told = "survived" if row.survived else row.error or row.state
+            say(f"{len(rows)} of {len(kinds)}: {kind}: {told}, back in {_seconds(row.back_s)}")
+    finally:
+        if keep is None:
+            shutil.rmtree(place, ignore_errors=True)
+    print(json.dumps([row.as_json() for row in rows], indent=1) if as_json else "\n".join(report(rows)))
+    raise typer.Exit(int(not all(row.survived for row in rows)))
+
+
+def report(rows: list[DrillRow]) -> list[str]:
+    """The table for people."""
+    head = ("fault", "at step", "detected in", "back in", "steps lost", "starts", "final state", "")
+    cells = [
+        (
+            row.kind,
+            "-" if row.step is None else str(row.step),
+            _seconds(row.detected_s),
+            _seconds(row.back_s),
+            str(row.steps_lost),
+            str(row.starts),
+            row.state,
+            "survived" if row.survived else f"NOT SURVIVED {row.error}{f' {row.left} processes left' * bool(row.left)}",
+        )
+        for row in rows
+    ]
+    good = sum(row.survived for row in rows)
+    return [*table([head, *cells], right=(1, 2, 3, 4, 5)), "", f"{good} of {len(rows)} faults survived"]
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _place(keep: Path | None) -> Path:
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="weft-drill-"))
+    if keep.exists():
+        raise ConfigError(f"--keep {keep}: it is there already. Give a folder that is not there yet.")
+    keep.mkdir(parents=True)
+    return keep.resolve()
+
+
+def _undisturbed(words: list[str], place: Path, limit_s: float) -> RunFolder:
+    """The run that all others are compared with. LaunchError where the config does not even run without faults."""
+    say(f"the undisturbed run, then {len(KINDS)} kinds of fault at most; the runs are in {place}")
+    command = [sys.executable, "-m", "weft", "train", *words, "run.name=undisturbed"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=env.child_env())
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"--limit {limit_s:g}: the run without a fault takes longer. Give more time.") from error
+    if done.returncode:
+        raise LaunchError(f"without a fault the run fails too: {done.stderr.strip()[-500:]} Mend it, then drill.")
+    return RunFolder(place / "undisturbed")

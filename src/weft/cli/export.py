@@ -1,0 +1,253 @@
+"""`weft ckpt export` of an adapter: in peft's format, or merged into the Hugging Face model it was trained on."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.safetensors_files import RawArray, write_blocks
+from weft.errors import CheckpointError, ConfigError, MissingExtra
+from weft.files import copy_companions
+from weft.models.adapters import Adapted, adapt_layers, merge_adapter
+from weft.models.peft_files import write_adapter
+from weft.train.model_state import model_tensors, restore_model
+
+if TYPE_CHECKING:
+    from weft.train.folder import RunFolder
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def write_alone(
+    checkpoint: Checkpoint, said: Mapping[str, Any], out: Path, dtype: str | None, run: RunFolder | None = None
+) -> None:
+    """Write adapter_config.json and adapter_model.safetensors; of a run a model card too.
+
+    said: the checkpoint's state of its adapter. run: of `weft train`, whose base the config then names.
+    """
+    tensors, record = checkpoint.tensors("model"), Adapted.read(said)
+    own = {f"{path}.{name}" for path, name in record.params()}
+    if more := sorted(tensors.keys() - own):
+        raise CheckpointError(
+            f"tensor {more[0]!r}: it was trained beside the adapter, and files of an adapter cannot hold it. Use "
+            "--merge, or --like with the folder of the base, to write both as one model."
+        )
+    if dtype is not None:
+        tensors = {name: tensor.to(FORMATS[dtype]) for name, tensor in tensors.items()}
+    if run is None:
+        write_adapter(record, out, tensors)
+        return
+    from weft.train.tasks.export import base_name, write_card
+
+    base = base_name(run)
+    write_adapter(record, out, tensors, base=base, task_type=None if base is None else "CAUSAL_LM")
+    write_card(run, checkpoint, out)
+
+
+def merged_into(model: nn.Module, checkpoint: Checkpoint, said: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter's base with the adapter merged, each once; `model` is that base, and is changed.
+
+    CheckpointError where the model is not the base that the adapter was trained on.
+    """
+    record = Adapted.read(said)
+    modules = dict(model.named_modules())
+    # What the model lacks `restore_model` names.
+    adapt_layers(model, {path: modules[path] for path in record.layers if path in modules}, record.kind, seed=0)
+    for name, param in model.named_parameters():
+        if name in checkpoint.entries("model"):
+            param.requires_grad_(True)  # a norm, say, that was trained beside the adapter
+    restore_model(model, checkpoint)
+    return model_tensors(merge_adapter(model))
+
+
+# `weft export`: whole weights of a checkpoint as safetensors, or as a folder that transformers loads.
+
+#: What Hugging Face splits its files at.
+MAX_FILE_BYTES = 4 * 2**30
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+
+
+def export_weights(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    group: str = "model",
+    dtype: str | None = None,
+    like: Path | None = None,
+    run: RunFolder | None = None,
+    merged: bool = False,
+) -> list[Path]:
+    """Write a group's tensors whole into a new folder, which appears when it is complete; its files.
+
+    dtype: a key of DTYPES for floating tensors; None: as saved. like: a Hugging Face folder whose config says the
+    model's class, and whose tokenizer comes along. run: of `weft train`, whose model transformers
+    knows: the folder is one that it loads. merged: an adapter is to be added to the base of its run.
+    Raises ConfigError, CheckpointError or MissingExtra.
+    """
+    if group not in checkpoint.groups:
+        checkpoint.tensors(group)  # says which groups there are
+    adapter = checkpoint.state.get("adapter") if group == "model" else None
+    if merged and (adapter is None or run is None):
+        what = "this checkpoint holds a whole model. Leave --merge out"
+        other = "the base is known for runs of weft train alone. Use --like with the folder of the base"
+        raise ConfigError(f"--merge: {what if adapter is None else other}.")
+    refuse_existing(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".weft-export-") as work:
+            draft = Path(work) / "out"
+            draft.mkdir()
+            if adapter is not None and like is None and not merged:
+                write_alone(checkpoint, adapter, draft, dtype, run)
+            elif like is not None:
+                _write_pretrained(checkpoint, group, draft, dtype, like)
+            elif run is not None:
+                from weft.train.tasks.export import exported_tensors, write_beside
+
+                tensors = exported_tensors(run, checkpoint, merged=merged, widened=dtype is not None)
+                written = write_files(tensors, "model", draft, dtype)
+                write_beside(run, checkpoint, draft, written)
+            else:
+                _write_shards(checkpoint, group, draft, dtype)
+            if out.exists():
+                out.rmdir()
+            os.rename(draft, out)
+    except OSError as error:
+        raise CheckpointError(f"OUT={out}: it cannot be written ({error.strerror}). Give another folder.") from error
+    return sorted(out.iterdir())
+
+
+def refuse_existing(out: Path) -> None:
+    """ConfigError for a folder that holds something."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            f"OUT={out}: the folder exists, and Weft does not overwrite it. Give another name, or delete it."
+        )
+
+
+def _write_shards(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None) -> None:
+    """A group under its own names."""
+    entries = checkpoint.entries(group)
+    own = ((name, checkpoint.block(f"{group}/{name}")) for name, entry in entries.items() if entry.same_as is None)
+    write_files(own, group, out, dtype)
+    tied = {name: entry.same_as for name, entry in entries.items() if entry.same_as is not None}
+    if tied:
+        (out / "shared_names.json").write_text(json.dumps(tied, indent=1) + "\n")
+
+
+def write_files(tensors: Iterable[tuple[str, RawArray]], stem: str, out: Path, dtype: str | None) -> str:
+    """Files as Hugging Face names them, with the index of names where there are several; the format of the first.
+
+    tensors: one after the other; those of one file are in memory at once. dtype: a key of DTYPES; None: as they are.
+    """
+    drafts: list[tuple[Path, list[str], int]] = []
+    held: dict[str, RawArray] = {}
+    first = ""
+
+    def flush() -> None:
+        if held:
+            file = out / f".{len(drafts)}.safetensors"
+            write_blocks(file, held)
+            drafts.append((file, [*held], sum(one.data.nbytes for one in held.values())))
+            held.clear()
+
+    for name, block in tensors:
+        block = converted(block, dtype)
+        first = first or block.dtype
+        if held and sum(one.data.nbytes for one in held.values()) + block.data.nbytes > MAX_FILE_BYTES:
+            flush()
+        held[name] = block
+    flush()
+    where: dict[str, str] = {}
+    for number, (file, names, _) in enumerate(drafts, start=1):
+        last = f"{stem}.safetensors" if len(drafts) == 1 else f"{stem}-{number:05d}-of-{len(drafts):05d}.safetensors"
+        file.rename(out / last)
+        where |= dict.fromkeys(names, last)
+    if len(drafts) > 1:
+        index = {"metadata": {"total_size": sum(size for _, _, size in drafts)}, "weight_map": where}
+        (out / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    return first
+
+
+def converted(block: RawArray, dtype: str | None) -> RawArray:
+    """A block with its floats in the format `dtype`, rounded to nearest; whole numbers stay."""
+    wanted = None if dtype is None else DTYPES[dtype]
+    if wanted is None or wanted == block.dtype or block.dtype not in ("F64", "F32", "F16", "BF16"):
+        return block
+    import numpy as np
+
+    values = block.values().astype(np.float32)
+    if wanted != "BF16":
+        return RawArray.of(values.astype({"F32": np.float32, "F16": np.float16}[wanted]))
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    rounded[np.isnan(values)] = 0x7FC0  # rounding may carry a nan into an infinity
+    plain = RawArray.of(np.ascontiguousarray(rounded))
+    return RawArray("BF16", block.shape, plain.data)
+
+
+def _write_pretrained(checkpoint: Checkpoint, group: str, out: Path, dtype: str | None, like: Path) -> None:
+    """Let transformers write what it would load, and copy what lies beside the weights of `like`."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise MissingExtra("transformers", "hf", "--like") from error
+    from weft.train.script_export import pretrained_from_whole
+
+    adapter = checkpoint.state.get("adapter") if group == "model" else None
+    if not (like / "config.json").is_file():
+        raise ConfigError(f"--like {like}: it has no config.json. Give the folder of the Hugging Face model.")
+    try:
+        config = transformers.AutoConfig.from_pretrained(like, local_files_only=True, trust_remote_code=False)
+        kind = getattr(transformers, (getattr(config, "architectures", None) or ["AutoModelForCausalLM"])[0])
+        if adapter is not None:
+            model = kind.from_pretrained(like, local_files_only=True)
+        else:
+            with torch.device("meta"):
+                model = kind(config) if hasattr(kind, "config_class") else kind.from_config(config)
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(
+            f"--like {like}: transformers cannot build its model ({error}). Give another folder."
+        ) from error
+    wanted: torch.dtype | None = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "")
+    whole = merged_into(model, checkpoint, adapter) if adapter is not None else checkpoint.tensors(group)
+    pretrained_from_whole(model, whole, out, wanted)
+    copy_companions(like, out, overwrite=False)
+
+
+# `weft ckpt convert`: a folder of a model with its weights in safetensors in place of pickles.
+
+
+def convert_pickles(source: Path, out: Path, *, dtype: str | None, limit_s: float) -> tuple[list[Path], list[str]]:
+    """Write a new folder, which appears when it is complete; its files, and the names of what was left out.
+
+    source: folder of a Hugging Face model. dtype: a key of DTYPES for floating tensors; None: as they are. limit_s: how
+    long reading may take. Raises ConfigError or CheckpointError.
+    """
+    from weft.train.foreign_checkpoint import pickled_weights
+
+    refuse_existing(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=".weft-convert-") as work:
+            read, draft = Path(work) / "read", Path(work) / "out"
+            read.mkdir()
+            draft.mkdir()
+            tensors, left_out = pickled_weights(source, read, limit_s)
+            write_files(tensors, "model", draft, dtype)
+            copy_companions(source, draft)
+            if out.exists():
+                out.rmdir()
+            os.rename(draft, out)
+    except OSError as error:
+        raise CheckpointError(f"OUT={out}: it cannot be written ({error.strerror}). Give another folder.") from error
+    return sorted(out.iterdir()), left_out

@@ -1,0 +1,438 @@
+"""What a job is to be, whatever starts it, and the command lines that all kinds of jobs share."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.config.plan import Plan
+from weft.config.plan_text import is_auto
+from weft.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from weft.config.run_config import RunConfig
+
+#: torchrun passes these on to the ranks; without SIGUSR1 in the list that signal would end it unsaved.
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+#: Restarts of all ranks by torchrun after one has failed; each resumes from the newest checkpoint.
+_RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class JobAsked:
+    """train: what follows `weft train`: the config file and settings. events: the run's event log, from workdir.
+
+    time_s: the scheduler's limit for one job, or None. warn_s: so long before it the run saves and stops. workdir: the
+    folder on storage that all machines share. head: the first machine's name, where it is known.
+    """
+
+    name: str
+    train: tuple[str, ...]
+    events: str
+    nodes: int
+    ranks: int
+    on_gpus: bool = True
+    time_s: int | None = None
+    warn_s: int = 300
+    workdir: str = "."
+    venv: str | None = None
+    container: str | None = None
+    head: str | None = None
+    port: int = 29500
+    array: int | None = None
+    gpu: str = "H100"
+    claim: str = "shared"
+
+    @property
+    def label(self) -> str:
+        """The name as Kubernetes and others allow it: at most 50 small letters, digits and dashes."""
+        plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:50].strip("-")
+        return plain if plain[:1].isalpha() else f"weft-{plain}".strip("-")
+
+    @property
+    def train_words(self) -> list[str]:
+        """`weft train ...`."""
+        return ["weft", "train", *self.train]
+
+    @property
+    def limit_comment(self) -> str:
+        """A comment for jobs whose scheduler gives no warning before it ends them."""
+        if self.time_s is None:
+            return ""
+        return (
+            f"# The run saves and ends {self.warn_s} s before the limit, finished or not; start it again to resume.\n"
+        )
+
+    @property
+    def limit_words(self) -> list[str]:
+        """The setting that saves and stops before the scheduler's limit."""
+        return [] if self.time_s is None else [f"train.max_time={self.time_s - self.warn_s}s"]
+
+    def torchrun_words(self, endpoint: str) -> list[str]:
+        """torchrun on one machine; the ranks meet at `endpoint`, which is left as it is."""
+        return [
+            "torchrun",
+            f"--nnodes={self.nodes}",
+            f"--nproc-per-node={self.ranks}",
+            f"--rdzv-id={self.label}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+            f"--max-restarts={_RESTARTS}",
+            f"--signals-to-handle={_SIGNALS}",
+            "-m",
+            *self.train_words,
+            *self.limit_words,
+        ]
+
+    def entering(self) -> list[str]:
+        """Lines of a shell script that go to the shared folder and into the environment."""
+        lines = [f"cd {shlex.quote(self.workdir)}"]
+        return lines if self.venv is None else [*lines, f"source {shlex.quote(f'{self.venv}/bin/activate')}"]
+
+    @property
+    def is_finished(self) -> str:
+        """A shell command that succeeds once all steps are done."""
+        return f"tail -n 1 {shlex.quote(self.events)} 2>/dev/null | grep -q '\"finished\"'"
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """Words as a line of a shell script; a variable such as "$HEAD" in one stays a variable."""
+    return " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in words)
+
+
+def check_asked(config: RunConfig, job: JobAsked) -> None:
+    """ConfigError or PlanError where the config does not suit the machines."""
+    world_size, launch = job.nodes * job.ranks, config.launch
+    if launch.replicas_apart and launch.replica is None:
+        raise ConfigError(
+            "launch.replicas_apart=true: a job starts one world. Print a job for each replica, with "
+            "launch.replica=0, 1, ... and launch.meet_at=HOST:PORT."
+        )
+    if not is_auto(config.plan):
+        plan = Plan.parse(config.plan, world_size)
+        needed = plan.world_size // (plan.dp_replicate if launch.replicas_apart else 1)
+        if needed != world_size:
+            raise ConfigError(
+                f"plan={config.plan}: it needs {needed} ranks, and --nodes={job.nodes} with {job.ranks} "
+                f"ranks each gives {world_size}. Change --nodes or --gpus-per-node, or use a '*' in the plan."
+            )
+    if job.time_s is not None and job.time_s <= job.warn_s:
+        raise ConfigError(
+            f"--time {job.time_s}s: the run stops --warn={job.warn_s} s before the limit, which leaves no time to "
+            "train. Give more time, or a smaller --warn."
+        )
+
+
+# Jobs for Kubernetes, SkyPilot and Ray.
+
+#: Seconds from SIGTERM to SIGKILL: a step and a checkpoint fit.
+_GRACE_S = 600
+#: How often a machine's part is started again; each time the run resumes.
+_TRIES = 100
+#: The same for Ray, which waits for nothing in between.
+_RAY_TRIES = 10
+
+
+def kubernetes_job(job: JobAsked) -> str:
+    """An indexed Job and the Service under which its pods find each other; no operator is needed."""
+    if job.container is None:
+        raise ConfigError("--container: a pod needs an image. Use --container IMAGE, an image with Weft installed.")
+    words = "\n".join(
+        f"            - {json.dumps(word)}" for word in job.torchrun_words(f"{job.label}-0.{job.label}:{job.port}")
+    )
+    gpus = (
+        f"""
+          resources:
+            limits:
+              nvidia.com/gpu: {job.ranks}"""
+        if job.on_gpus
+        else ""
+    )
+    limit = f"\n  activeDeadlineSeconds: {job.time_s}" if job.time_s is not None else ""
+    return (
+        _kubernetes_service(job)
+        + f"""\
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: {job.label}
+spec:
+  completionMode: Indexed
+  completions: {job.nodes}
+  parallelism: {job.nodes}
+  backoffLimit: {_TRIES}{limit}
+  template:
+    spec:
+      subdomain: {job.label}
+      restartPolicy: OnFailure
+      terminationGracePeriodSeconds: {_GRACE_S}
+      containers:
+        - name: train
+          image: {json.dumps(job.container)}
+          workingDir: {json.dumps(job.workdir)}
+          command:
+{words}{gpus}
+          volumeMounts:
+            - name: shared
+              mountPath: {json.dumps(job.workdir)}
+            - name: shm
+              mountPath: /dev/shm
+      volumes:
+        - name: shared
+          persistentVolumeClaim:
+            claimName: {json.dumps(job.claim)}
+        - name: shm
+          emptyDir:
+            medium: Memory
+"""
+    )
+
+
+def _kubernetes_service(job: JobAsked) -> str:
+    return f"""\
+# kubectl apply -f FILE. Kubernetes restarts a pod that ends before the run has finished, and the run resumes.
+{job.limit_comment}apiVersion: v1
+kind: Service
+metadata:
+  name: {job.label}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: true
+  selector:
+    job-name: {job.label}
+  ports:
+    - name: rendezvous
+      port: {job.port}
+"""
+
+
+def skypilot_job(job: JobAsked) -> str:
+    """A task for `sky jobs launch`, which starts it again on other machines when these are taken away."""
+    place = f"{job.gpu}:{job.ranks}" if job.on_gpus else None
+    image = f"\n  image_id: {json.dumps(f'docker:{job.container}')}" if job.container is not None else ""
+    accelerators = f"\n  accelerators: {json.dumps(place)}" if place else f"\n  cpus: {json.dumps(f'{job.ranks}+')}"
+    run = "\n".join(
+        f"  {line}"
+        for line in (
+            "set -e",
+            'HEAD=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+            *job.entering(),
+            shell_line(job.torchrun_words(f"$HEAD:{job.port}")),
+        )
+    )
+    return f"""\
+# sky jobs launch FILE. SkyPilot replaces preempted machines, and the run resumes.
+{job.limit_comment}name: {job.label}
+num_nodes: {job.nodes}
+resources:{accelerators}{image}
+  job_recovery:
+    max_restarts_on_errors: {_TRIES}
+volumes:
+  {json.dumps(job.workdir)}: {json.dumps(job.claim)}
+run: |
+{run}
+"""
+
+
+def ray_job(job: JobAsked) -> str:
+    """A Python program for `ray job submit`: torchrun on each machine, all again where one is lost."""
+    gpus = job.ranks if job.on_gpus else 0
+    words = json.dumps(job.torchrun_words("HEAD"), indent=4)
+    enter = " && ".join(["set -e", *job.entering(), 'exec "$@"'])
+    return f'''\
+# ray job submit --address http://HEAD:8265 --working-dir . -- python THIS_FILE
+{job.limit_comment}"""Start torchrun on {job.nodes} machines of a Ray cluster; start all again if one is lost."""
+
+import socket
+import subprocess
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+NODES, GPUS, CPUS, PORT, TRIES = {job.nodes}, {gpus}, {job.ranks}, {job.port}, {_RAY_TRIES}
+COMMAND = {words}
+
+
+@ray.remote(num_cpus=CPUS, num_gpus=GPUS, max_retries=0)
+def train(head):
+    words = [word.replace("=HEAD", f"={{head}}:{{PORT}}") for word in COMMAND]
+    return subprocess.run(["bash", "-c", {json.dumps(enter)}, "torchrun", *words]).returncode
+
+
+@ray.remote(num_cpus=0)
+def address():
+    return socket.gethostbyname(socket.gethostname())
+
+
+def once():
+    bundle = {{"CPU": CPUS, "GPU": GPUS}} if GPUS else {{"CPU": CPUS}}
+    group = placement_group([bundle] * NODES, strategy="STRICT_SPREAD")
+    try:
+        ray.get(group.ready())
+        places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node) for node in range(NODES)]
+        head = ray.get(address.options(scheduling_strategy=places[0]).remote())
+        return max(ray.get([train.options(scheduling_strategy=place).remote(head) for place in places]))
+    except ray.exceptions.RayError as error:
+        print(error)
+        return 1
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+ray.init()
+for _ in range(TRIES):
+    code = once()
+    if code == 0:
+        break
+raise SystemExit(code)
+'''
+
+
+# Jobs as shell scripts: SLURM's sbatch, and torchrun on machines of one's own.
+
+
+def slurm_job(job: JobAsked) -> str:
+    """For sbatch: srun starts the ranks. The job is queued again, or the next of an array goes on, until done."""
+    options = [
+        f"--job-name={job.label}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.ranks}",
+        *([f"--gpus-per-node={job.ranks}"] if job.on_gpus else []),
+        *([f"--time={_clock(job.time_s)}"] if job.time_s is not None else []),
+        f"--signal=USR1@{job.warn_s}",
+        "--requeue",
+        "--open-mode=append",
+        *([f"--array=1-{job.array}%1", "--output=%x-%A.log"] if job.array else ["--output=%x-%j.log"]),
+    ]
+    inside = []
+    if job.container is not None:
+        inside = [f"--container-image={job.container}", f"--container-mounts={job.workdir}:{job.workdir}"]
+        inside += [f"--container-workdir={job.workdir}"]
+    run = ["srun", "--kill-on-bad-exit=1", *inside, *job.train_words]
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in options), "", *job.entering()]
+    lines.append(
+        f"# {job.warn_s} s before the time limit SLURM sends SIGUSR1; the run saves and ends with exit code 0."
+    )
+    if job.array:
+        lines.append(
+            "# The tasks of the array run one after another; each resumes the run, or ends at once if it has finished."
+        )
+        lines.append(shell_line(run))
+    else:
+        lines += [
+            f"{shell_line(run)} || exit",
+            '# Once all steps are done, the last event says "finished"; until then, queue the job again.',
+            f'{job.is_finished} || scontrol requeue "$SLURM_JOB_ID"',
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def torchrun_job(job: JobAsked) -> str:
+    """A script to start on each machine at the same time."""
+    head = shlex.quote(job.head) if job.head is not None else '"${1:?give the name of the first machine}"'
+    lines = [
+        "#!/bin/bash",
+        f"# Start this on each of the {job.nodes} machines, with the name of the first one. Repeat it to resume.",
+        *job.limit_comment.splitlines(),
+        "set -e",
+        f"HEAD={head}",
+        *job.entering(),
+    ]
+    lines.append(f"exec {shell_line(job.torchrun_words(f'$HEAD:{job.port}'))}")
+    return "\n".join(lines) + "\n"
+
+
+def _clock(seconds: int) -> str:
+    """4 hours as SLURM writes them: 4:00:00."""
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+# `weft launch`.
+
+MAKERS: dict[str, Callable[[JobAsked], str]] = {
+    "slurm": slurm_job,
+    "torchrun": torchrun_job,
+    "kubernetes": kubernetes_job,
+    "skypilot": skypilot_job,
+    "ray": ray_job,
+}
+
+
+def launch(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(MAKERS)}.")],
+    words: Annotated[
+        list[str], typer.Argument(metavar="CONFIG.toml [key=value ...]", help="The run's config file, and settings.")
+    ],
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks per machine, one per GPU.")] = 8,
+    time: Annotated[
+        str | None, typer.Option(help="Time limit of one job in the scheduler, such as 4h.", show_default="none")
+    ] = None,
+    warn: Annotated[str, typer.Option(help="How long before the time limit the run saves and stops.")] = "5min",
+    workdir: Annotated[
+        Path | None, typer.Option(help="Folder shared by all machines.", show_default="this folder")
+    ] = None,
+    venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment to activate on each machine.", show_default=False)
+    ] = None,
+    container: Annotated[
+        str | None,
+        typer.Option(help="Container image with Weft installed; required for kubernetes.", show_default=False),
+    ] = None,
+    head: Annotated[str | None, typer.Option(help="torchrun: name of the first machine.", show_default=False)] = None,
+    array: Annotated[
+        int | None,
+        typer.Option(min=1, help="slurm: use a job array of this many tasks instead of --requeue.", show_default=False),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="skypilot: the kind of GPU.")] = "H100",
+    claim: Annotated[str, typer.Option(help="kubernetes, skypilot: the volume to mount at workdir.")] = "shared",
+) -> None:
+    """Print the text of a job for several machines; nothing is started. The job resumes by itself."""
+    from weft.cli.console import split_words
+    from weft.config.files import load_config
+
+    if kind not in MAKERS:
+        hint = did_you_mean(kind, MAKERS) or f" Use one of: {', '.join(MAKERS)}."
+        raise ConfigError(f"KIND={kind}: not a launcher that Weft knows.{hint}")
+    path, overrides = split_words(words)
+    if path is None:
+        raise ConfigError("CONFIG: a job needs a config file. Give one, such as configs/quickstart.toml.")
+    config = load_config(path, overrides).config
+    job = JobAsked(
+        name=config.run.name,
+        train=(str(path), *overrides),
+        events=str(Path(config.run.dir) / config.run.name / "events.jsonl"),
+        nodes=nodes,
+        ranks=gpus_per_node,
+        on_gpus=config.launch.device != "cpu",
+        time_s=None if time is None else _seconds("--time", time),
+        warn_s=_seconds("--warn", warn),
+        workdir=str((workdir or Path()).absolute()),
+        venv=None if venv is None else str(venv),
+        container=container,
+        head=head,
+        array=array,
+        gpu=gpu,
+        claim=claim,
+    )
+    check_asked(config, job)
+    typer.echo(MAKERS[kind](job), nl=False)
+
+
+def _seconds(option: str, text: str) -> int:
+    from weft.units import parse_seconds
+
+    try:
+        return int(parse_seconds(text))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}.") from error

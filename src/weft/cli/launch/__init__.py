@@ -1,0 +1,1 @@
+"""Starting, restarting and ending ranks."""

@@ -1,0 +1,91 @@
+"""A process that keeps copies of the state for the ranks that one torchrun starts on this host, while it runs.
+
+`weft train` keeps them itself. torchrun's agent knows nothing of them, so its first rank starts this process, and the
+ranks of later starts find it by the agent's process id. It ends with the agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+from weft import env
+from weft.checkpoint.peer_copies import CopyHome, CopyServer
+from weft.cli.launch.switchboard import is_ours
+
+#: How long (s) a rank waits for the process: Python starts, and the machine may be busy.
+_START_S = 30.0
+_LOOK_S = 0.05
+
+
+def copy_home(place: env.RankEnv) -> CopyHome | None:
+    """Return what keeps copies on this host for a rank of torchrun, and start it once; None for other ranks."""
+    if place.starter != "torchrun" or not env.get("TORCHELASTIC_RUN_ID") or not hasattr(os, "pidfd_open"):
+        return None
+    agent, alone = os.getppid(), place.world_size == place.local_world_size
+    end, started = time.monotonic() + _START_S, False
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as call:
+            call.connect(_name(agent))
+            home = CopyHome(**json.loads(call.makefile().read()))
+            return home if alone else replace(home, host=_reachable(place))
+        if place.local_rank == 0 and not started:
+            started = True
+            words = [sys.executable, "-m", __name__, str(agent), "127.0.0.1" if alone else ""]
+            # In a session of its own: torchrun ends the groups of its ranks.
+            subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=env.bare_env(),
+                start_new_session=True,
+            )
+        time.sleep(_LOOK_S)
+    return None
+
+
+def _name(agent: int) -> str:
+    """An address of Linux without a file: nothing to leave behind."""
+    return f"\0weft-copies-{os.getuid()}-{agent}"
+
+
+def _reachable(place: env.RankEnv) -> str:
+    """The address under which other hosts reach this one."""
+    with socket.socket(socket.AF_INET6 if ":" in place.master_addr else socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((place.master_addr, place.master_port))  # sends nothing, and chooses the interface
+        own = str(way.getsockname()[0])
+        # On the host where all meet its own name may lead to its loopback interface; the others know it by that name.
+        return place.master_addr if own == way.getpeername()[0] else own
+
+
+def main() -> None:
+    """Entry of the process: AGENT_PID HOST."""
+    agent, host = int(sys.argv[1]), sys.argv[2]
+    try:
+        watched = os.pidfd_open(agent)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(_name(agent))
+    except OSError:  # the agent is gone, or another process holds its copies
+        return
+    listener.listen(128)
+    text = json.dumps(asdict(CopyServer(host).home)).encode()
+    while True:
+        ready, _, _ = select.select([watched, listener], [], [])
+        if watched in ready:
+            return
+        call, _ = listener.accept()
+        with call, contextlib.suppress(OSError):
+            if is_ours(call):
+                call.sendall(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""The launcher's end of the server that ranks are forked from (fork_server.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft import env
+from weft.cli.launch.start import Preparation, Started, Starter, outcome
+from weft.monitor.terminal import busy
+
+if TYPE_CHECKING:
+    from weft.train.folder import RunFolder
+
+_KILLED = -int(signal.SIGKILL)
+#: So long the launcher waits for ranks that were killed.
+_END_S = 10.0
+_PROGRAM = (sys.executable, "-m", "weft.cli.launch.fork_server")
+
+
+class ForkServer:
+    """The launcher's end. Starting it returns at once; `start` waits until all is loaded.
+
+    Args:
+        run_dir: of the run, which ranks find in their arguments.
+        variables: environment of the server and its ranks, on top of this process's own.
+        modules: what it loads.
+        instead: starts the ranks where the server cannot.
+    """
+
+    def __init__(self, run_dir: Path, variables: Mapping[str, str], modules: Sequence[str], instead: Starter):
+        self._line, theirs = socket.socketpair()
+        self._instead = instead
+        with theirs:
+            self._process = subprocess.Popen(
+                [*_PROGRAM, str(run_dir), str(theirs.fileno())],
+                # A Ctrl-C of the terminal reaches the launcher alone. Libraries that ask for GPUs shall not start CUDA.
+                env=env.child_env(**variables, WEFT_LAUNCHED=str(os.getpid()), PYTORCH_NVML_BASED_CUDA_CHECK="1"),
+                start_new_session=True,
+                pass_fds=[theirs.fileno()],
+            )
+        self._messages = self._line.makefile("r", encoding="utf-8")
+        self._say({"load": list(modules)})
+        self._loaded: dict[str, Any] | None = None
+
+    def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
+        """As `Starter.start`."""
+        if not self._is_fit():
+            return self._instead.start(ranks)
+        self._say({"ranks": {str(rank): dict(variables) for rank, variables in ranks.items()}})
+        said = self._hear()
+        if "pids" not in said:
+            if said.get("error"):
+                raise OSError(said["error"])
+            self._loaded = {}  # it was killed: the next starts do without it
+            return self._instead.start(ranks)
+        return _Forks({int(rank): pid for rank, pid in said["pids"].items()}, self)
+
+    def prepare(self, asked: Preparation) -> RunFolder:
+        """As `Starter.prepare`: in a fork of the server, where this process would have to load torch for it."""
+        if not asked.loads_torch or not self._is_fit():
+            return self._instead.prepare(asked)
+        self._say({"prepare": asked.written()})
+        answer = None
+        while "code" not in (said := self._hear()):
+            if "answer" not in said:  # it could not fork, or was killed
+                self._loaded = {"fit": "error" in said}
+                return self._instead.prepare(asked)
+            answer = said["answer"]
+        self._say({"over": True})
+        return outcome(answer, said["code"])
+
+    def close(self) -> None:
+        """End the server, and what it has left."""
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
+        self._messages.close()
+        self._line.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _is_fit(self) -> bool:
+        """Whether it can fork; waits until all is loaded."""
+        if self._loaded is None:
+            with busy(sys.stderr, "starting: loading torch"):
+                self._loaded = self._hear()
+        return bool(self._loaded.get("fit"))
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # it is gone, which the answer tells
+            self._line.sendall(json.dumps(message).encode() + b"\n")
+
+    def _hear(self) -> dict[str, Any]:
+        """The next message; empty where the server is gone."""
+        try:
+            return json.loads(self._messages.readline() or "{}")
+        except (OSError, ValueError):
+            return {}
+
+
+class _Forks:
+    """Ranks that the server forked. The server reports the exit code of each, and reaps them after `close`."""
+
+    def __init__(self, pids: dict[int, int], server: ForkServer):
+        self.pids = pids
+        self._server = server
+        self._codes: dict[int, int] = {}
+        self._told = threading.Condition()
+        self._listening = threading.Thread(target=self._listen, name="weft-ends-of-ranks", daemon=True)
+        self._listening.start()
+
+    def wait(self, rank: int) -> int:
+        with self._told:
+            self._told.wait_for(lambda: rank in self._codes)
+            return self._codes[rank]
+
+    def close(self) -> None:
+        self._listening.join()
+        self._server._say({"over": True})
+
+    def _listen(self) -> None:
+        while len(self._codes) < len(self.pids):
+            said = self._server._hear()
+            if not said:  # the server was killed, and its ranks with it
+                _wait_for_end([pid for rank, pid in self.pids.items() if rank not in self._codes])
+            ended = {said["rank"]: said["code"]} if said else dict.fromkeys(self.pids.keys() - self._codes, _KILLED)
+            with self._told:
+                self._codes |= ended
+                self._told.notify_all()
+
+
+def _wait_for_end(pids: Sequence[int]) -> None:
+    """Wait until processes that were killed have ended: their memory and ports are free then, for the next start."""
+    until = time.monotonic() + _END_S
+    while time.monotonic() < until and any(map(_is_running, pids)):
+        time.sleep(0.02)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process that is no child of this one runs; one that has ended may not be reaped yet."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+# Ranks as forks of one process that loads torch once, while the launcher checks the run and prepares its data.
+
+#: Only a process that has started CUDA holds it open, and no fork of that one can use CUDA.
+_STARTED_CUDA = "/dev/nvidia-uvm"
+
+#: What a fork of the server is to be; it ends when that returns.
+_Role = Callable[[], None]
+
+
+class _Server:
+    """The server's end. Its methods return what a fork is to be in a fork, and None otherwise.
+
+    said: what the loaded modules wrote to the standard streams. threads: OMP_NUM_THREADS when they were loaded.
+    """
+
+    def __init__(self, line: socket.socket):
+        self._line = line
+        self.said = ""
+        self.threads = env.get("OMP_NUM_THREADS")
+        self._waiting = b""
+        self._ranks: dict[int, tuple[int | None, int]] = {}  # descriptor -> rank (None: it prepares), process id
+        self._store: tuple[int, int] | None = None  # process id, and what ends it when it is closed
+
+    def serve(self) -> _Role | None:
+        """Follow orders until the launcher is gone."""
+        while True:
+            read = b"\n" in self._waiting  # with the order before: the line may have no more
+            ready = select.select([self._line, *self._ranks], [], [], 0 if read else None)[0]
+            for descriptor in ready:
+                if isinstance(descriptor, int):
+                    self._tell_end(descriptor)
+            if read or self._line in ready:
+                order = self._order()
+                if order is None:
+                    return None
+                if "over" in order:
+                    self._let_go()
+                elif (role := self._forked(order)) is not None:
+                    return role
+
+    def say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone, which the next look at the line tells
+            self._line.sendall(json.dumps(message).encode() + b"\n")
+
+    def _order(self) -> dict[str, Any] | None:
+        while b"\n" not in self._waiting:
+            part = self._line.recv(65536)
+            if not part:
+                return None
+            self._waiting += part
+        line, _, self._waiting = self._waiting.partition(b"\n")
+        return json.loads(line)
+
+    def _forked(self, order: Mapping[str, Any]) -> _Role | None:
+        before = set(self._ranks)
+        try:
+            if "ranks" in order:
+                return self._fork_ranks(order["ranks"])
+            if self._fork(None) is None:
+                return functools.partial(self._prepare, order["prepare"])
+        except OSError as error:
+            for _, pid in (self._ranks[one] for one in self._ranks.keys() - before):
+                os.kill(pid, signal.SIGKILL)
+            self._let_go()
+            self.say({"error": str(error)})
+        return None
+
+    def _fork_ranks(self, ranks: Mapping[str, Mapping[str, str]]) -> _Role | None:
+        pids: dict[str, int] = {}
+        server, port = os.getpid(), self._open_store()
+        for rank, variables in ranks.items():
+            pid = self._fork(int(rank))
+            if pid is None:
+                self._close_all()
+                own = {**variables, **env.own_rank(int(rank), len(ranks), port, server)}
+                return functools.partial(_be_rank, own, self.said, self.threads)
+            pids[rank] = pid
+        self.say({"pids": pids})
+        return None
+
+    def _fork(self, rank: int | None) -> int | None:
+        """Fork a process that leads a group of its own; its id, and None in itself. rank: that it is to be, if any."""
+        pid = os.fork()
+        if pid == 0:
+            os.setpgid(0, 0)
+            return None
+        with contextlib.suppress(OSError):  # either of the two may be first
+            os.setpgid(pid, pid)
+        self._ranks[os.pidfd_open(pid)] = rank, pid
+        return pid
+
+    def _prepare(self, asked: Mapping[str, Any]) -> None:
+        """Prepare the run, in a fork, and tell the launcher."""
+        from weft.cli.launch.rank import name_process
+        from weft.cli.launch.start import Preparation
+
+        name_process("weft-prepare")
+        self.say({"answer": Preparation.read(asked).answered()})
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)  # the launcher waits for its end, and taking torch apart would be half of this process's time
+
+    def _open_store(self) -> int:
+        """Have a process host the store of the next ranks; the port it listens on."""
+        reads, told = os.pipe()
+        held, holds = os.pipe()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reads)
+            os.close(holds)
+            self._line.close()
+            _host_store(parent, told, held)
+        os.close(told)
+        os.close(held)
+        self._store = pid, holds
+        with os.fdopen(reads, "rb") as answer:
+            port = answer.read()
+        if not port:
+            raise OSError("the loopback interface gives no port")
+        return int(port)
+
+    def _tell_end(self, descriptor: int) -> None:
+        rank, pid = self._ranks.pop(descriptor)
+        os.close(descriptor)
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert end is not None
+        code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        self.say({"rank": rank, "code": code})
+
+    def _let_go(self) -> None:
+        """Collect what has ended, once nobody sends signals to it any more."""
+        if self._store is not None:
+            os.close(self._store[1])
+            self._store = None
+        for descriptor in self._ranks:
+            os.close(descriptor)
+        self._ranks.clear()
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+
+    def _close_all(self) -> None:
+        """In a fork: what is the server's alone."""
+        self._line.close()
+        for descriptor in (*self._ranks, *(self._store or ())[1:]):
+            os.close(descriptor)
+
+
+def _host_store(parent: int, told: int, held: int) -> None:
+    """Host a store until the other end of `held` is closed, as a process of its own that never returns."""
+    try:
+        from weft.cli.launch.rank import die_with
+        from weft.comm.mesh import loopback_store
+
+        die_with(parent)
+
+        store = loopback_store(env.LOOPBACK, 0)
+        os.write(told, str(store.port).encode())
+        os.close(told)
+        os.read(held, 1)
+    finally:
+        os._exit(0)
+
+
+def _load(modules: Sequence[str]) -> str:
+    """Import what ranks will; returns what that wrote to the standard streams, which belongs into the ranks' logs."""
+    kept = [os.dup(1), os.dup(2)]
+    with tempfile.TemporaryFile() as said:
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
+        try:
+            for module in modules:
+                with contextlib.suppress(Exception):  # the rank that needs it tells why
+                    importlib.import_module(module)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            for stream, old in zip((1, 2), kept, strict=True):
+                os.dup2(old, stream)
+                os.close(old)
+        said.seek(0)
+        return said.read().decode(errors="replace")
+
+
+def _is_fit() -> bool:
+    """Whether a fork of this process can do what a fresh one can."""
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(entry.path).startswith(_STARTED_CUDA):
+                return False
+    return threading.active_count() == 1
+
+
+def main() -> None:
+    """Be the server; in each fork, be a rank. A rank ends as a fresh program does, by leaving this function."""
+    from weft.cli.launch.rank import die_with, name_process
+
+    die_with(env.launcher_pid())
+    name_process("weft-fork")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = _Server(socket.socket(fileno=int(sys.argv.pop())))
+    order = server._order()
+    if order is None:
+        return
+    gc.disable()  # nearly all that modules make stays: looking through it again and again took a sixth of the load
+    server.said = _load(order["load"])
+    gc.freeze()  # else the first collection of each rank would write to all that they share
+    gc.enable()
+    server.say({"fit": _is_fit()})
+    parent = os.getpid()
+    role = server.serve()
+    if role is not None:
+        die_with(parent)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        role()
+
+
+def _be_rank(variables: Mapping[str, str], said: str, threads: str | None) -> None:
+    from weft.cli.launch.rank import main as be_a_rank
+
+    if variables.get("OMP_NUM_THREADS", threads) != threads:  # fewer ranks than at the first start
+        import torch
+
+        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
+    env.set_for_children(**variables)
+    be_a_rank(said)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""How many ranks `weft train` starts on this machine, and how many threads each gets."""
+
+from __future__ import annotations
+
+import glob
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from weft import env
+from weft.cli.launch.failure import Failure, first_failure, log_path
+from weft.cli.launch.start import Started, Starter
+from weft.cli.launch.switchboard import switchboard
+from weft.config.plan import Plan
+from weft.config.plan_text import is_auto
+from weft.errors import LaunchError, WeftError
+from weft.train.signals import heeded_signals
+
+if TYPE_CHECKING:
+    from weft.config.run_config import RunConfig
+
+#: What drivers make: NVIDIA's, those of its boards, of Windows' subsystem, and AMD's.
+_DEVICE_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvgpu*", "/dev/dxg", "/dev/kfd")
+
+
+def count_ranks(config: RunConfig, gpus: int, cores: int, *, of_one_replica: bool = False) -> int:
+    """Return the number of ranks that the plan asks for on a machine.
+
+    Args:
+        config: its plan, launch.device and launch.ranks.
+        gpus: visible GPUs.
+        cores: usable cores.
+        of_one_replica: the machine starts one replica of the plan, and other machines the others.
+
+    Raises:
+        LaunchError: where the machine lacks what was asked for.
+        PlanError: where a '*' does not come out even.
+    """
+    device, wanted = config.launch.device, config.launch.ranks
+    if device == "cuda" and gpus == 0:
+        raise LaunchError(
+            "launch.device=cuda: torch sees no GPU on this machine. "
+            "Use launch.device=cpu, or run `weft doctor` to see why."
+        )
+    on_gpus = device != "cpu" and gpus > 0
+    room = gpus if on_gpus else min(2, cores)
+    stands_for = room if wanted == "all" else wanted
+    if is_auto(config.plan):
+        num_ranks = stands_for
+    else:
+        plan = Plan.parse(config.plan, stands_for)
+        num_ranks = plan.world_size // plan.dp_replicate if of_one_replica else plan.world_size
+    if wanted not in ("all", num_ranks):
+        raise LaunchError(
+            f"launch.ranks={wanted}: the plan {config.plan!r} needs {num_ranks} ranks. "
+            f"Use launch.ranks={num_ranks}, or leave it out."
+        )
+    if on_gpus and num_ranks > gpus:
+        cause = f"plan={config.plan}" if wanted == "all" else f"launch.ranks={wanted}"
+        raise LaunchError(
+            f"{cause}: {num_ranks} ranks need {num_ranks} GPUs, and torch sees {gpus} here. "
+            f"Use a plan for {gpus}, launch.device=cpu, or start the ranks on more machines with torchrun or srun."
+        )
+    return num_ranks
+
+
+def process_age_s() -> float:
+    """Return the seconds since this process was started: what a time limit has already used up."""
+    import psutil
+
+    return max(0.0, time.time() - psutil.Process().create_time())
+
+
+def threads_variables(num_ranks: int, cores: int) -> dict[str, str]:
+    """Return OMP_NUM_THREADS for each rank: its share of the cores, unless the user has set it."""
+    if env.get("OMP_NUM_THREADS"):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
+
+
+def visible_gpus() -> int:
+    """Count the GPUs that torch may use here, after CUDA_VISIBLE_DEVICES; does not start CUDA in this process.
+
+    Where the system has no file of such a device there is none, and torch need not be loaded to say so.
+    """
+    if sys.platform == "linux" and not any(glob.glob(pattern) for pattern in _DEVICE_FILES):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def usable_cores() -> int:
+    """Return the number of cores this process may run on: its affinity, and no more than the container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _quota_cores(cores)))
+
+
+def _quota_cores(otherwise: int) -> int:
+    """The cgroup's CPU quota in whole cores; `otherwise` where there is none."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return int(quota) // int(period) or 1
+    except (OSError, ValueError):
+        return otherwise
+
+
+# Start the ranks of one machine, pass signals on, and say which rank failed first.
+
+#: A wrapper (make, uv) may pass on the Ctrl-C that the terminal already sent us: within this time it is one.
+_SAME_KEYPRESS_S = 0.5
+#: Once a signal has killed a rank, the cause is known and no save of all ranks can end: the others get so long (s).
+_AFTER_CRASH_S = 1.0
+#: Signals that end a rank because of what another one did, which may still be about to say so.
+_CONSEQUENCES = (signal.SIGTERM, signal.SIGABRT)
+
+
+class RankFailed(WeftError):
+    """A rank failed. The text is its sentence; `traceback` is empty for an error raised on purpose."""
+
+    def __init__(self, failure: Failure, log: Path):
+        super().__init__(failure.sentence())
+        self.failure = failure
+        self.log = log
+        self.traceback = "" if failure.expected else failure.traceback
+        self.exit_code = failure.exit_code if failure.exit_code > 0 else 1
+
+    @property
+    def whereabouts(self) -> str:
+        """Which rank, and where its output is."""
+        return f"rank {self.failure.rank}; its output is in {self.log}"
+
+
+class Stopped(WeftError):
+    """A signal ended the run, as its sender wished.
+
+    Args:
+        signum: the signal.
+        text: what the user reads.
+        saved: whether the ranks ended by themselves, with all saved; the exit code is then 0, else 128 + signum.
+    """
+
+    def __init__(self, signum: int, text: str, *, saved: bool = False):
+        super().__init__(text)
+        self.exit_code = 0 if saved else 128 + signum
+
+
+def launch_ranks(
+    starter: Starter,
+    num_ranks: int,
+    logs: Path,
+    *,
+    cores: int | None = None,
+    settings: bytes = b"",
+    lock: int | None = None,
+    notice: Callable[[str], None] | None = None,
+    grace_s: float = 600.0,
+    peer_grace_s: float = 5.0,
+) -> None:
+    """Run one process per rank and return when all of them succeeded.
+
+    Args:
+        starter: starts them.
+        num_ranks: how many are started.
+        logs: folder where ranks write rank_N.log and, on failure, rank_N.error.json (see rank.py).
+        cores: of this machine, which the ranks divide; None: their threads are not settled.
+        settings: bytes that each rank gets over its line (see switchboard.py).
+        lock: the descriptor of a lock that each rank holds, got over its line; None: there is none.
+        notice: called with one line when a signal asks the ranks to stop.
+        grace_s: seconds from the first signal to SIGKILL: a step and a large checkpoint fit.
+        peer_grace_s: the same once another rank has failed; at most 1 s where a signal killed that one.
+
+    Raises:
+        RankFailed: where a rank failed.
+        Stopped: where a signal came.
+        LaunchError: when the ranks could not be started.
+    """
+    watch = _Watch(grace_s, peer_grace_s, notice)
+    with switchboard(settings, lock) as board:
+        threads = threads_variables(num_ranks, cores) if cores is not None else {}
+        children = {**threads, "WEFT_LAUNCHED": str(os.getpid()), "WEFT_LINE": board.address}
+        with watch.signals():
+            try:
+                started = starter.start(dict.fromkeys(range(num_ranks), children))
+            except (OSError, RuntimeError) as error:
+                raise LaunchError(
+                    f"the ranks could not be started: {error}. `weft doctor` checks what they need."
+                ) from error
+            try:
+                watch.begin(started)
+                watch.wait()
+            finally:
+                watch.end()
+                started.close()
+    _judge({rank: code for rank, code in watch.codes.items() if code}, watch, logs, board.failures)
+
+
+def _judge(exit_codes: dict[int, int], watch: _Watch, logs: Path, told: Mapping[int, Failure]) -> None:
+    """Turn the ranks' ends into the one error that the user sees, or return. told: what ranks said over their line."""
+    failures = [
+        told.get(rank) or Failure(rank, exit_code, when=watch.ended.get(rank, time.time()))
+        for rank, exit_code in exit_codes.items()
+    ]
+    true_failures = [
+        failure for failure in failures if failure.kind or not watch.has_sent(failure.rank, -failure.exit_code)
+    ]
+    signum = watch.first_signal
+    if signum is None and failures:
+        first = first_failure(true_failures or failures)
+        raise RankFailed(first, log_path(logs, first.rank))
+    if signum is None:
+        return
+    name = signal.Signals(signum).name
+    cause = [failure for failure in true_failures if not failure.lost_peer]
+    if cause:
+        first = first_failure(cause)
+        raise RankFailed(first, log_path(logs, first.rank))
+    if not failures:
+        raise Stopped(signum, f"stopped by {name}; everything is saved. Run the same command to resume.", saved=True)
+    if any(watch.has_sent(rank, signal.SIGKILL) for rank in watch.pids):
+        raise Stopped(
+            signum,
+            f"stopped by {name} before the ranks could save. Run the same command to resume from the last checkpoint.",
+        )
+    raise Stopped(signum, f"stopped by {name} before training began. Run the same command to start again.")
+
+
+class _Watch:
+    """Sees each rank's process end, passes signals on, and ends ranks that do not end by themselves.
+
+    codes: rank -> exit code of its process, once that has ended, below 0 for the number of a signal.
+    ended: rank -> time (s since the epoch) at which it ended.
+    """
+
+    def __init__(self, grace_s: float, peer_grace_s: float, notice: Callable[[str], None] | None):
+        self.grace_s = grace_s
+        self.peer_grace_s = peer_grace_s
+        self.notice = notice
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        self.ended: dict[int, float] = {}
+        self._sent: set[tuple[int, int]] = set()
+        self.first_signal: int | None = None
+        self._first_signal_at = 0.0
+        self._timers: list[threading.Timer] = []
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, started: Started) -> None:
+        """Watch the processes that have just been started."""
+        self.pids = dict(started.pids)
+        for rank in self.pids:
+            thread = threading.Thread(target=self._await, args=(rank, started), name=f"weft-watch-{rank}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        if self.first_signal is not None:
+            self._send(signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        for thread in self._threads:
+            thread.join()
+
+    def end(self) -> None:
+        """Leave no process behind, whatever happened."""
+        for timer in self._timers:
+            timer.cancel()
+        self._send(signal.SIGKILL)
+
+    def has_sent(self, rank: int, signum: int) -> bool:
+        """Whether it was this launcher that sent `signum` to that rank."""
+        return (rank, signum) in self._sent
+
+    @contextmanager
+    def signals(self) -> Generator[None]:
+        """Within the block, a stop signal asks the ranks to save and stop; a second SIGINT kills them."""
+        old = {signum: signal.signal(signum, self._on_signal) for signum in heeded_signals()}
+        try:
+            yield
+        finally:
+            for signum, handler in old.items():
+                signal.signal(signum, handler)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.first_signal is None:
+            self.first_signal, self._first_signal_at = signum, now
+            if self.notice is not None:
+                again = " (Ctrl-C again stops at once, without saving)" if signum == signal.SIGINT else ""
+                self.notice(f"stopping after this step{again}")
+            self._send(signal.SIGTERM)
+            self._kill_after(self.grace_s)
+        elif signum == signal.SIGINT and now - self._first_signal_at > _SAME_KEYPRESS_S:
+            self._send(signal.SIGKILL)
+
+    def _await(self, rank: int, started: Started) -> None:
+        """Note when a rank's process ends, and how; the first failure ends the others."""
+        code = started.wait(rank)
+        self.codes[rank], self.ended[rank] = code, time.time()
+        if code:
+            self._send(signal.SIGTERM)
+            crashed = code < 0 and -code not in _CONSEQUENCES
+            self._kill_after(min(self.peer_grace_s, _AFTER_CRASH_S) if crashed else self.peer_grace_s)
+
+    def _kill_after(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self._send, args=(signal.SIGKILL,))
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    def _send(self, signum: int) -> None:
+        for rank, pid in list(self.pids.items()):
+            if rank not in self.ended:
+                self._sent.add((rank, signum))
+                # Each rank leads a process group of its own; its helper processes go with it.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signum)

@@ -1,0 +1,86 @@
+"""Monitor process of a run: alerts and sinks run here, so that they never delay training.
+
+Run as `python -m weft.cli.launch.monitor_process RUN_DIR`. The config arrives over standard input, which stays open until
+the command ends. Secrets arrive through the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from weft import env
+from weft.config.run_config import RunConfig
+from weft.monitor.alerts import Companion
+from weft.train.folder import new_files_like, restrict_new_files
+
+#: How long (s) it sends what is left once the command is over, and how long the command waits for that.
+_GRACE_S, _WAIT_S = 10.0, 15.0
+_LOOK_S = 0.5
+
+
+@contextmanager
+def process_beside(folder: Path, config: RunConfig, say: Callable[[str], None]) -> Generator[None]:
+    """Keep a process beside the ranks within the block, where the config has alerts or sinks.
+
+    Args:
+        folder: of the run, which the caller holds.
+        config: of the run.
+        say: shows the user a line.
+    """
+    if not Companion.is_wanted(config):
+        yield
+        return
+    logs = folder / "logs"
+    with new_files_like(folder):
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "beside.log").touch()
+    with open(logs / "beside.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "weft.cli.launch.monitor_process", str(folder)],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, env=env.child_env(),
+        )  # fmt: skip
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.write(json.dumps(config.model_dump(mode="json", by_alias=True)).encode() + b"\n")
+        process.stdin.flush()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(_WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.returncode:
+            say(f"not all figures and alerts were sent ({logs / 'beside.log'}); to send them: weft send {folder}")
+
+
+def follow(folder: Path, config: RunConfig, line: IO[bytes]) -> int:
+    """Follow a run until the line ends. Returns the exit code: 1 where something is left to be sent."""
+    companion = Companion(folder, config)
+    companion.start()
+    while not select.select([line], [], [], _LOOK_S)[0]:
+        companion.look()
+    return 1 if companion.finish(_GRACE_S) else 0
+
+
+def main() -> None:
+    """Entry of the process beside the ranks."""
+    line = sys.stdin.buffer
+    config = RunConfig.model_validate_json(line.readline(), strict=False)
+    restrict_new_files(Path(sys.argv[1]))
+    sys.exit(follow(Path(sys.argv[1]), config, line))
+
+
+if __name__ == "__main__":
+    main()

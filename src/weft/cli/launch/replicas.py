@@ -1,0 +1,289 @@
+"""What the launcher of one replica is given by the command that started it: two lines over its standard input.
+
+By value, as ranks get their settings: no other command can change it, and secrets stay out of command lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from types import FrameType
+from typing import IO
+
+from weft import env
+from weft.cli.launch.launch import Stopped, threads_variables
+from weft.cli.launch.rank import die_with
+from weft.comm.replica_rendezvous import MeetingPlace
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
+from weft.train.engine import ReplicaWorld
+from weft.train.folder import run_folder
+from weft.train.signals import heeded_signals
+from weft.units import parse_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """config: of the run. world: which replica, and where all leave word. command: what the user typed.
+
+    parent: the process that gives it. prepared: descriptor that hears once the run is checked; None: it is not asked.
+    """
+
+    config: RunConfig
+    world: ReplicaWorld
+    command: list[str]
+    parent: int
+    prepared: int | None = None
+
+    def lines(self) -> bytes:
+        """Return what is written."""
+        own = [asdict(self.world), self.command, self.parent, self.prepared]
+        config = self.config.model_dump(mode="json", by_alias=True)
+        return json.dumps(own).encode() + b"\n" + json.dumps(config).encode() + b"\n"
+
+    def tell_prepared(self) -> None:
+        """Tell who waits that the run is checked and its data is ready. To be called once."""
+        if self.prepared is not None:
+            os.write(self.prepared, b"1")
+            os.close(self.prepared)
+
+
+def given_replica() -> Given:
+    """Return what this process was given. From here on it does not outlive the one that gave it."""
+    world, command, parent, prepared = json.loads(sys.stdin.buffer.readline())
+    die_with(parent)
+    config = RunConfig.model_validate_json(sys.stdin.buffer.readline(), strict=False)
+    return Given(config, ReplicaWorld(**world), command, parent, prepared)
+
+
+# The meeting place of replicas on several machines, where this one starts the first of them.
+
+
+@contextmanager
+def meeting_place(config: RunConfig, world: ReplicaWorld, say: Callable[[str], None]) -> Generator[None]:
+    """Answer replicas on other machines within the block, where this one starts replica 0 of them.
+
+    After it, the place stays until the others have ended too, or were not heard for `launch.meeting_timeout`.
+
+    Args:
+        config: of the run.
+        world: the replica that this machine starts.
+        say: shows the user a line.
+
+    Raises:
+        LaunchError: where this machine cannot listen at `launch.meet_at`.
+    """
+    if world.replica != 0:
+        yield
+        return
+    host, _, port = world.meet_at.rpartition(":")
+    replicas = Plan.parse(config.plan).dp_replicate
+    timeout_s = parse_seconds(config.launch.meeting_timeout)
+    place = MeetingPlace(host.strip("[]"), int(port), replicas, timeout_s, world.key)
+    try:
+        yield
+        if not place.is_over():
+            say(f"replica 0 has ended; other replicas still meet at {world.meet_at} until they end too")
+            place.wait_until_over()
+    finally:
+        place.close()
+
+
+# Replicas of one machine, each a world of its own: a launcher for each, and where all of them leave word.
+
+_LOOK_S = 0.05
+
+
+@dataclass
+class _Replica:
+    """The launcher of one replica. begins_at: when it is started again (s of time.monotonic). code: how it ended."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    begins_at: float = 0.0
+    code: int | None = None
+
+
+class Replicas:
+    """The replicas of a run on this machine.
+
+    Args:
+        config: of the run, with its whole plan.
+        gpus: how many this machine gives to ranks; 0: ranks run on its cores.
+        cores: usable ones.
+        command: what the user typed.
+        say: shows the user a line.
+    """
+
+    def __init__(self, config: RunConfig, gpus: int, cores: int, command: Sequence[str], say: Callable[[str], None]):
+        self._config, self._command, self._say = config, list(command), say
+        plan = Plan.parse(config.plan)
+        self._ranks = plan.world_size // plan.dp_replicate
+        self._gpus = _visible(gpus)
+        self._threads = threads_variables(plan.world_size, cores)
+        self._replicas = [_Replica(number) for number in range(plan.dp_replicate)]
+        self._first_signal: int | None = None
+        self._meet_at, self._key = "", secrets.token_hex(32)
+
+    def run(self) -> int:
+        """Start all, and return the exit code once the last has ended.
+
+        Raises:
+            Stopped: where a signal came and not all could save.
+        """
+        timeout_s = parse_seconds(self._config.launch.meeting_timeout)
+        with ExitStack() as until_over:
+            place = MeetingPlace(env.LOOPBACK, 0, len(self._replicas), timeout_s, self._key)
+            until_over.callback(place.close)
+            self._meet_at = place.address
+            until_over.callback(self._kill)
+            until_over.enter_context(self._signals())
+            first, *others = self._replicas
+            if not self._start_first(first):
+                assert first.process is not None
+                code = first.process.wait()  # it has told why
+                return code if code >= 0 else 128 - code
+            for one in others:
+                if self._first_signal is None:
+                    self._start(one)
+            while any(one.code is None for one in self._replicas):
+                for one in self._replicas:
+                    self._look_at(one)
+                time.sleep(_LOOK_S)
+        return self._ended()
+
+    def _start_first(self, one: _Replica) -> bool:
+        """Start the first replica, which checks the run and makes its data ready; whether it found all well."""
+        reads, writes = os.pipe()
+        with os.fdopen(reads, "rb") as told:
+            try:
+                self._start(one, writes)
+            finally:
+                os.close(writes)
+            return bool(told.read(1))
+
+    def _start(self, one: _Replica, writes: int | None = None) -> None:
+        """Start the launcher of a replica. Only the first one has the terminal; of the others it hears errors."""
+        variables = dict(self._threads)
+        if self._gpus:
+            own = self._gpus[one.number * self._ranks : (one.number + 1) * self._ranks]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        log: IO[bytes] | None = None
+        if one.number:
+            logs = run_folder(self._config, one.number).logs
+            logs.mkdir(parents=True, exist_ok=True)
+            log = open(logs / "launcher.log", "ab")  # noqa: SIM115 - closed below, once the child has it
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "weft.cli.train"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=None if log is None else subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C reaches it through this process alone
+                env=env.child_env(**variables),
+                pass_fds=() if writes is None else (writes,),
+            )
+        finally:
+            if log is not None:
+                log.close()
+        one.process = process
+        world = ReplicaWorld(one.number, self._meet_at, self._key)
+        given = Given(self._config, world, self._command, os.getpid(), writes)
+        assert process.stdin is not None
+        with suppress(OSError):  # it is gone, and its exit code says so
+            process.stdin.write(given.lines())
+            process.stdin.close()
+        if process.stderr is not None:
+            threading.Thread(target=_pass_on, args=(process.stderr, one.number), daemon=True).start()
+
+    def _look_at(self, one: _Replica) -> None:
+        """Note how a replica's launcher ended, or start it again where it was killed."""
+        if one.code is not None:
+            return
+        if one.process is None:
+            if self._first_signal is not None:
+                one.code = 128 + self._first_signal
+            elif time.monotonic() >= one.begins_at:
+                self._start(one)
+            return
+        code = one.process.poll()
+        if code is None:
+            return
+        one.process = None
+        launch = self._config.launch
+        if code < 0 and self._first_signal is None and one.restarts < launch.restarts:
+            one.restarts += 1
+            one.begins_at = time.monotonic() + parse_seconds(launch.restart_pause)
+            again = f"it is started again in {launch.restart_pause}"
+            self._say(f"the launcher of replica {one.number} was killed ({signal.Signals(-code).name}); {again}")
+            return
+        one.code = code if code >= 0 else 128 - code
+        others = [other.number for other in self._replicas if other.code is None]
+        if code and others and self._first_signal is None:
+            self._say(f"replica {one.number} has failed (exit code {one.code}); {_listed(others)} without it")
+
+    def _ended(self) -> int:
+        """The exit code of the run."""
+        failed = [one for one in self._replicas if one.code]
+        if not failed:
+            return 0
+        names = ", ".join(str(one.number) for one in failed)
+        if self._first_signal is not None:
+            name = signal.Signals(self._first_signal).name
+            raise Stopped(self._first_signal, f"stopped by {name}; replica {names} could not end in order.")
+        if len(failed) < len(self._replicas):
+            remedy = "Run the same command: it takes over their model"
+            self._say(f"replica {names} failed, and the others have ended. {remedy}")
+        return failed[0].code or 1
+
+    @contextmanager
+    def _signals(self) -> Generator[None]:
+        """Within the block, signals that ask to stop go on to the launchers."""
+        old = {signum: signal.signal(signum, self._pass_signal) for signum in heeded_signals()}
+        try:
+            yield
+        finally:
+            for signum, handler in old.items():
+                signal.signal(signum, handler)
+
+    def _pass_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._first_signal = self._first_signal or signum
+        self._send(signum)
+
+    def _kill(self) -> None:
+        """Leave no launcher behind, whatever happened; its ranks end with it."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: int) -> None:
+        for one in self._replicas:
+            if one.process is not None and one.process.poll() is None:
+                one.process.send_signal(signum)
+
+
+def _visible(gpus: int) -> list[str]:
+    """Names of the GPUs that ranks here may use."""
+    given = [one.strip() for one in env.get("CUDA_VISIBLE_DEVICES").split(",") if one.strip()]
+    return (given or [str(number) for number in range(gpus)])[:gpus]
+
+
+def _listed(others: Sequence[int]) -> str:
+    one = len(others) == 1
+    return f"replica{'' if one else 's'} {', '.join(map(str, others))} {'goes' if one else 'go'} on"
+
+
+def _pass_on(stream: IO[bytes], number: int) -> None:
+    """Show what a replica's launcher says, each line with its number."""
+    for line in stream:
+        text = line.decode(errors="replace").rstrip()
+        if text:
+            print(f"replica {number}: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,246 @@
+"""Which modules a run's ranks will import: what the server that they are forked from loads beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from weft import env, errors
+from weft.cli.console import progress_report, say
+from weft.env import LOOPBACK
+from weft.errors import LaunchError, Problem, WeftError
+
+if TYPE_CHECKING:
+    from weft.config.run_config import RunConfig
+    from weft.train.folder import RunFolder
+
+_OF_EVERY_RANK = ("torch", "weft.train.torch_engine", "weft.train.rank_run", "weft.monitor")
+_OF_DECODERS = ("weft.train.tasks.decoder", "weft.models")
+_OF_FOLDERS = ("transformers", "weft.train.tasks.pretrained", "weft.train.tasks", "weft.models")
+
+
+def preloaded_modules(config: RunConfig) -> list[str]:
+    """Return the modules by name, in the order in which they are loaded. None of them is the user's own code."""
+    path = config.model.path
+    if not path:
+        return [*_OF_EVERY_RANK, *_OF_DECODERS]
+    return [*_OF_EVERY_RANK, *_OF_FOLDERS, *_of_architecture(Path(path).expanduser())]
+
+
+def _of_architecture(folder: Path) -> list[str]:
+    """The modules of transformers that hold a folder's model; none where its config does not say which."""
+    try:
+        kind = json.loads((folder / "config.json").read_text("utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # the checks of the run tell what is wrong
+    if not isinstance(kind, str) or not kind.replace("-", "_").isidentifier():
+        return []
+    name = kind.replace("-", "_")
+    return [f"transformers.models.{name}.{part}_{name}" for part in ("configuration", "modeling")]
+
+
+# The processes of the ranks: who starts them, waits for their ends, and keeps their ids taken until all have ended.
+
+
+class Starter(Protocol):
+    """Starts the ranks of one machine, once for each attempt."""
+
+    def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
+        """Start one process a rank.
+
+        Args:
+            ranks: the environment of each, on top of this process's own.
+
+        Raises:
+            OSError: where one cannot be started.
+        """
+        ...
+
+    def prepare(self, asked: Preparation) -> RunFolder:
+        """Make the run ready, as `Preparation.here`."""
+        ...
+
+
+class Started(Protocol):
+    """Ranks that were started. pids: by rank; each leads a process group of its own."""
+
+    pids: dict[int, int]
+
+    def wait(self, rank: int) -> int:
+        """Wait until a rank's process ends; returns its exit code, below 0 for the number of a signal.
+
+        Its process id is not given to another process before `close`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of processes that have ended. Those that have not are waited for."""
+        ...
+
+
+class Programs:
+    """Starts each rank as a program of its own, and hosts the store where they meet.
+
+    Args:
+        command: the command line of a rank.
+    """
+
+    def __init__(self, command: Sequence[str]):
+        self._command = list(command)
+
+    def start(self, ranks: Mapping[int, Mapping[str, str]]) -> Started:
+        """Start one program a rank, and the store where they meet."""
+        from weft.comm.mesh import loopback_store
+
+        # Port 0: the system chooses a free one, so two runs on one machine never meet.
+        store = loopback_store(LOOPBACK, 0)
+        return _Programs(self._command, ranks, store, store.port)
+
+    def prepare(self, asked: Preparation) -> RunFolder:
+        """Make the run ready in this process."""
+        return asked.here()
+
+
+class _Programs:
+    """Processes that this one started. They inherit no descriptor but the standard streams."""
+
+    def __init__(self, command: list[str], ranks: Mapping[int, Mapping[str, str]], store: object, port: int):
+        self._store = store
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            for rank, variables in ranks.items():
+                given = env.child_env(**variables, **env.own_rank(rank, len(ranks), port, os.getpid()))
+                self._processes[rank] = subprocess.Popen(command, env=given, start_new_session=True)
+        except OSError:
+            for process in self._processes.values():
+                process.kill()
+                process.wait()
+            raise
+        self.pids = {rank: process.pid for rank, process in self._processes.items()}
+
+    def wait(self, rank: int) -> int:
+        process = self._processes[rank]
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return process.wait()
+        end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert end is not None
+        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.wait()
+
+
+# What happens before ranks start: the plan is settled and the run folder written, here or in another process.
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is to be prepared, under a lock that the launcher holds.
+
+    num_ranks: of this world. num_local: of them, on this machine. replica: which one this world is, where each is a
+    world of its own. num_replicas: that are worlds of their own.
+    """
+
+    config: RunConfig
+    num_ranks: int
+    num_local: int
+    replica: int | None = None
+    num_replicas: int = 1
+
+    @property
+    def loads_torch(self) -> bool:
+        """Whether the task needs torch to be checked. Decoders on text do not."""
+        return bool(self.config.model.path or self.config.task.name)
+
+    def here(self) -> RunFolder:
+        """Choose the plan where it is left open, and write the folder, in this process.
+
+        Raises:
+            WeftError: the one of what is wrong.
+        """
+        from weft.train.planned import chosen_line, record_choice, settle_plan
+        from weft.train.preparation import prepare_run
+
+        config, chosen = settle_plan(self.config, self.num_ranks, self.num_local)
+        if chosen is not None:
+            say(chosen_line(chosen))
+        with progress_report(sys.stdout) as report:
+            world_size = self.num_ranks * self.num_replicas
+            folder = prepare_run(config, world_size, report, locked=True, replica=self.replica)
+        if chosen is not None:
+            record_choice(folder.path, self.config.plan, chosen)
+        return folder
+
+    def answered(self) -> dict[str, Any]:
+        """Return what `outcome` turns back, in another process, into the folder or error of `here`."""
+        try:
+            folder = self.here()
+        except (WeftError, BrokenPipeError) as error:
+            problems = [asdict(problem) for problem in getattr(error, "problems", ())]
+            code = error.exit_code if isinstance(error, WeftError) else 1
+            return {"kind": _kind(error), "text": str(error), "problems": problems, "exit_code": code}
+        return {"path": str(folder.path), "texts": folder.texts}
+
+    def written(self) -> dict[str, Any]:
+        """Return it as JSON knows it."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, "config": self.config.model_dump_json(by_alias=True)}
+
+    @classmethod
+    def read(cls, written: Mapping[str, Any]) -> Preparation:
+        """Return what was written."""
+        from weft.config.run_config import RunConfig
+
+        return cls(**{**written, "config": RunConfig.model_validate_json(written["config"], strict=False)})
+
+
+def outcome(answer: Mapping[str, Any] | None, exit_code: int) -> RunFolder:
+    """Return the folder that another process prepared.
+
+    Args:
+        answer: its `answered`; None where it ended without one.
+        exit_code: of that process, below 0 for the number of a signal.
+
+    Raises:
+        WeftError: the one that it answered with.
+        LaunchError: where a signal ended it.
+        SystemExit: where it failed otherwise, which it has told on standard error.
+    """
+    from weft.train.folder import RunFolder
+
+    if answer is None:
+        if exit_code >= 0:
+            raise SystemExit(exit_code or 1)
+        name = signal.Signals(-exit_code).name
+        hint = " The kernel sends it where memory is short." if name == "SIGKILL" else ""
+        raise LaunchError(f"{name} ended the process that prepared the run.{hint} Run the same command again.")
+    if "path" in answer:
+        return RunFolder(Path(answer["path"]), answer["texts"])
+    if answer["kind"] == "BrokenPipeError":
+        raise BrokenPipeError(answer["text"])
+    raise _error(answer)
+
+
+def _kind(error: BaseException) -> str:
+    """The name of the nearest class that `_error` knows."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ in ("weft.errors", "builtins"))
+
+
+def _error(answer: Mapping[str, Any]) -> WeftError:
+    kind: type[WeftError] = getattr(errors, answer["kind"])
+    if issubclass(kind, errors.ConfigError | errors.PlanError):
+        error: WeftError = kind([Problem(**problem) for problem in answer["problems"]])
+    else:
+        error = kind.__new__(kind)  # some make their text of other arguments
+        WeftError.__init__(error, answer["text"])
+    error.exit_code = answer["exit_code"]
+    return error

@@ -1,0 +1,36 @@
+"""Which way the ranks of this machine are started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.cli.launch.fork_server import ForkServer
+from weft.cli.launch.launch import threads_variables
+from weft.cli.launch.start import Programs, Starter, preloaded_modules
+
+if TYPE_CHECKING:
+    from weft.config.run_config import RunConfig
+
+
+@contextmanager
+def rank_starter(run_dir: Path, config: RunConfig, num_ranks: int, cores: int) -> Generator[Starter]:
+    """Give what starts the ranks of a run within the block: where it can be, a server that loads their modules at once.
+
+    Args:
+        run_dir: of the run.
+        config: of the run.
+        num_ranks: that are started at first.
+        cores: of this machine, which they divide.
+    """
+    starter: Starter = Programs([sys.executable, "-m", "weft.cli.launch.rank", str(run_dir)])
+    with ExitStack() as until_over:
+        if sys.platform == "linux" and hasattr(os, "pidfd_open"):
+            with suppress(OSError):  # then the ranks' own start tells why no process can be started
+                server = ForkServer(run_dir, threads_variables(num_ranks, cores), preloaded_modules(config), starter)
+                starter = until_over.enter_context(closing(server))
+        yield starter

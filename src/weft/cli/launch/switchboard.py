@@ -1,0 +1,174 @@
+"""The line between the launcher and its ranks: settings and the run's lock one way, a failure's record the other.
+
+A socket of this machine, which needs no disk: a rank that fails because the disk is full is heard all the same. What
+a rank trains with comes by value, so that no other command can change it. The lock's open file comes along; the
+folder stays held until the launcher and every rank are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from weft import env
+from weft.cli.launch.failure import Failure
+from weft.errors import LaunchError
+
+_HEAD = struct.Struct("!Q")  # length of the settings that follow
+#: How long (s) a rank waits for the launcher to take its record: a launcher that is stopped must not hold it.
+_TELL_S = 5.0
+#: How long (s) the launcher may need to read what is there: much, on a machine that is busy with other things.
+_READ_S = 60.0
+
+
+class Switchboard:
+    """The launcher's end. address: for WEFT_LINE of the ranks. failures: by rank, complete once it is closed."""
+
+    def __init__(self, settings: bytes = b"", lock: int | None = None):
+        self.failures: dict[int, Failure] = {}
+        self._settings, self._lock = settings, lock
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._folder = ""
+        if sys.platform == "linux":
+            # No file: nothing to leave behind.
+            self.address = f"@weft-{os.getpid()}-{secrets.token_hex(8)}"
+        else:
+            self._folder = tempfile.mkdtemp(prefix="weft-")
+            self.address = str(Path(self._folder) / "line")
+        self._listener.bind(_bound(self.address))
+        self._listener.listen(128)
+        self._calls: list[tuple[socket.socket, threading.Thread]] = []
+        self._closed = False
+        self._answering = threading.Thread(target=self._answer, name="weft-switchboard", daemon=True)
+        self._answering.start()
+
+    def close(self) -> None:
+        """Take what ranks have said so far, and hang up."""
+        self._closed = True
+        with contextlib.suppress(OSError):  # wakes accept() where closing alone does not
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._answering.join(_READ_S)  # a call that was just taken is among the calls after this
+        for call, thread in self._calls:
+            # What is in the buffer is still read; after it comes the end, also where a child holds the rank's end.
+            with contextlib.suppress(OSError):
+                call.shutdown(socket.SHUT_RD)
+            thread.join(_READ_S)
+            call.close()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _answer(self) -> None:
+        while not self._closed:
+            try:
+                call, _ = self._listener.accept()
+            except OSError:
+                return
+            if not is_ours(call):
+                call.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(call,), name="weft-line", daemon=True)
+            thread.start()
+            self._calls.append((call, thread))
+
+    def _serve(self, call: socket.socket) -> None:
+        # A rank may be gone before all is sent to it, and has then told why.
+        with contextlib.suppress(OSError):
+            self._give(call)
+        said = b""
+        with contextlib.suppress(OSError):  # its end of the line was cut after what came
+            while part := call.recv(65536):
+                said += part
+        # A rank that dies in the middle leaves half a record: its exit code then speaks for it.
+        with contextlib.suppress(ValueError, TypeError):
+            failure = Failure(**json.loads(said))
+            self.failures[failure.rank] = failure
+
+    def _give(self, call: socket.socket) -> None:
+        head = _HEAD.pack(len(self._settings))
+        if self._lock is None:
+            call.sendall(head)
+        else:
+            socket.send_fds(call, [head], [self._lock])
+        call.sendall(self._settings)
+
+
+@contextmanager
+def switchboard(settings: bytes = b"", lock: int | None = None) -> Generator[Switchboard]:
+    """A switchboard that is closed at the block's end."""
+    try:
+        board = Switchboard(settings, lock)
+    except OSError as error:
+        raise LaunchError(
+            f"the ranks could not be started: no socket of this machine can be opened ({error.strerror}). "
+            f"`weft doctor` checks what they need."
+        ) from error
+    try:
+        yield board
+    finally:
+        board.close()
+
+
+class LauncherLine:
+    """A rank's end. settings: what the launcher gave. The lock that came along is held until this process ends."""
+
+    def __init__(self, address: str):
+        self._call = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._call.connect(_bound(address))
+        head, self._held, _, _ = socket.recv_fds(self._call, _HEAD.size, 1)
+        for descriptor in self._held:
+            os.set_inheritable(descriptor, False)  # a rank's helper processes do not hold the run's folder
+        self.settings = b""
+        length = _HEAD.unpack(head)[0]
+        while len(self.settings) < length:
+            part = self._call.recv(length - len(self.settings))
+            if not part:
+                raise ConnectionResetError("the launcher closed the connection")
+            self.settings += part
+
+    def tell(self, failure: Failure) -> None:
+        """Tell the launcher why this rank fails; the rank's last word. A launcher that is gone is no error."""
+        with contextlib.suppress(OSError):
+            self._call.settimeout(_TELL_S)
+            self._call.sendall(json.dumps(asdict(failure)).encode())
+            self._call.shutdown(socket.SHUT_WR)
+
+
+def launcher_line() -> LauncherLine | None:
+    """The line to the launcher that started this process; None where there is none.
+
+    Raises LaunchError where the launcher does not answer.
+    """
+    address = env.get("WEFT_LINE")
+    if not address:
+        return None
+    try:
+        return LauncherLine(address)
+    except (OSError, struct.error) as error:
+        raise LaunchError(
+            f"WEFT_LINE={address}: the launcher does not answer ({error}). Start training with `weft train`."
+        ) from error
+
+
+def _bound(address: str) -> str:
+    return f"\0{address[1:]}" if address.startswith("@") else address
+
+
+def is_ours(call: socket.socket) -> bool:
+    """Whether the caller is a process of this user. Where the system cannot say, the folder keeps others out."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    credentials = call.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.getuid()

@@ -1,3 +1,0 @@
-"""`weft drill`: faults, one by one, on the user's own config and machine."""
-
-__all__: list[str] = []

@@ -1,0 +1,436 @@
+"""Words and options of `weft plan`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft import env
+from weft.cli.console import say
+from weft.cli.plan_view import Findings
+from weft.errors import ConfigError, PlanError, Problem, WeftError
+from weft.planner.measured.laws import learn, lesson_words
+from weft.planner.measured.machine_profile import default_path, load_profile
+
+if TYPE_CHECKING:
+    from weft.config.traced_model import TracedModel
+    from weft.planner.search.model_source import PlannedModel
+    from weft.planner.search.question import Question
+    from weft.train.tasks.base import Task
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A size (`weft models`), a Hugging Face config folder, a config of Weft (.toml), package.module:function, "
+        "or a file of --save-model.",
+        show_default=False,
+    ),
+]
+Cluster = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CLUSTER",
+        help="8xh100 (one node of 8), 2048x8xh100 (nodes x devices x type), here, 4xhere, a profile or a .toml file.",
+        show_default=False,
+    ),
+]
+MoreRuns = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="RUNS.csv", show_default=False)]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", help="Tokens in a sequence.", show_default=False)]
+GlobalBatch = Annotated[
+    int | None, typer.Option("--global-batch", help="Sequences in an optimizer step.", show_default=False)
+]
+Documents = Annotated[
+    str | None,
+    typer.Option(
+        "--documents",
+        metavar="512:9,8k:1",
+        help="Lengths of the documents packed into sequences, and how many there are of each: attention stays in each.",
+        show_default=False,
+    ),
+]
+Tune = Annotated[
+    str | None,
+    typer.Option(
+        "--tune",
+        metavar="HOW",
+        help="Fine-tune: full, lora, qlora (a base of 4 bits), or with a rank: lora=64. all: what fits on "
+        "each CLUSTER of a list such as 1x4090,8xh100.",
+        show_default=False,
+    ),
+]
+Run = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        metavar="tokens=1T",
+        help="Plan a whole run in days and dollars: tokens=, loss= or budget=5000usd; also mtbf= (of a device), "
+        "restart=, save=, stall=, store= (bytes/s of checkpoints), grid= (g CO2 a kWh, or france). CLUSTER may be a "
+        "list with commas.",
+        show_default=False,
+    ),
+]
+Fix = Annotated[
+    str, typer.Option("--fix", metavar="WORDS", help="Fix these fields of the plan: 'tp=8 zero=1'.", show_default=False)
+]
+BuiltOnly = Annotated[
+    bool, typer.Option("--built-only/--all-plans", help="Search only plans that Weft runs today, or all plans.")
+]
+Top = Annotated[int, typer.Option("--top", min=1, max=200, help="Number of layouts to list.")]
+WhyNotPlan = Annotated[
+    str | None, typer.Option("--why-not", metavar="PLAN", help="Explain why this plan was not chosen.")
+]
+Compare = Annotated[
+    tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Compare two plans term by term.")
+]
+WhatIf = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--what-if", metavar="gpus=16,nic=2x", help="Find the best plan for other hardware or sizes; may be repeated."
+    ),
+]
+Reasons = Annotated[bool, typer.Option("--reasons", help="Count the refused plans by reason, with an example each.")]
+Draw = Annotated[
+    Path | None, typer.Option("--draw", metavar="FILE.svg", help="Draw the best plan's pipeline schedule.")
+]
+Pareto = Annotated[Path | None, typer.Option("--pareto", metavar="FILE", help="Draw memory against speed: .svg, .png.")]
+Waterfall = Annotated[
+    Path | None, typer.Option("--waterfall", metavar="FILE.svg", help="Draw the step time of the best plan by term.")
+]
+Memory = Annotated[
+    Path | None, typer.Option("--memory", metavar="FILE.svg", help="Draw the memory of the best plan by rank.")
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE.html",
+        help="Write answer, terms, reasons and pictures as one page, which needs nothing else.",
+    ),
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE.toml", help="Write a config for `weft train`.")]
+SaveModel = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-model",
+        metavar="FILE.json",
+        help="Write the traced description of the model; plans from it need no torch.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Price = Annotated[
+    float | None, typer.Option("--price", min=0.0, help="Dollars per device and hour.", show_default=False)
+]
+Tier = Annotated[str, typer.Option("--tier", help="datasheet: data sheets only; tables: also published measurements.")]
+Score = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--score",
+        metavar="RUNS.csv",
+        help="Compare predictions with measured runs instead of planning; more files may follow.",
+    ),
+]
+ExperienceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--experience", metavar="FILE.toml", help="With --score: write what the errors on unseen runs teach the bands."
+    ),
+]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE.json", help="A profile that `weft calibrate` wrote."),
+]
+Learn = Annotated[
+    Path | None,
+    typer.Option("--learn", metavar="RUN", help="First correct the profile by the measurements of a finished run."),
+]
+Refine = Annotated[
+    float,
+    typer.Option("--refine", min=0.0, max=3600.0, metavar="SECONDS", help="Seconds of annealing after the search."),
+]
+
+
+# `weft plan --learn RUN`: teach a profile what a finished run measured.
+
+
+def learn_from(run: Path, path: Path | None) -> None:
+    """Write the profile anew, with the run in it; say what changed. Raises ConfigError."""
+    path = path or default_path()
+    profile = learn(run, load_profile(path))
+    told = ", ".join(f"{part} x {ratio:.2f}" for part, ratio in profile.learned[-1].ratios) or (
+        "no factor worth learning"
+    )
+    profile.save(path)
+    say(f"{run} measured over planned: {told}")
+    say(f"{path}: from now on {lesson_words(profile) or 'as it was measured'}")
+
+
+# `weft plan`: the best plans for a model on a cluster, and why. Needs no torch.
+
+#: Exit code where no plan fits: as of a rank that runs out of memory.
+NOTHING_FITS = 4
+_NOTHING_TO_WRITE = "{}: no plan fits, so there is nothing to write. Leave it out to see what would fit."
+
+
+def plan(
+    model: Model = None,
+    cluster: Cluster = None,
+    more: MoreRuns = None,
+    seq_len: SeqLen = None,
+    global_batch: GlobalBatch = None,
+    documents: Documents = None,
+    tune: Tune = None,
+    run: Run = None,
+    fix: Fix = "",
+    built_only: BuiltOnly = True,
+    top: Top = 10,
+    why_not: WhyNotPlan = None,
+    compare: Compare = None,
+    what_if: WhatIf = None,
+    reasons: Reasons = False,
+    draw: Draw = None,
+    pareto: Pareto = None,
+    waterfall: Waterfall = None,
+    memory: Memory = None,
+    html: Html = None,
+    out: Out = None,
+    save_model: SaveModel = None,
+    json: Json = False,
+    price: Price = None,
+    tier: Tier = "tables",
+    refine: Refine = 0.0,
+    score: Score = None,
+    experience: ExperienceFile = None,
+    profile: ProfileFile = None,
+    learn: Learn = None,
+) -> None:
+    """Find the best plans for a model on a cluster, and say why."""
+    if "numpy" not in sys.modules:  # its threads for products of matrices would be a third of its start, and idle
+        env.default_for_libraries(OPENBLAS_NUM_THREADS="1")
+    with _errors_as_json() if json else nullcontext(), _without_collections():
+        if _needs_no_question(score, experience, (learn, profile), [model, cluster, *(more or ())], as_json=json):
+            return
+        if model is None or cluster is None:
+            raise ConfigError("weft plan takes MODEL and CLUSTER. Write e.g. weft plan llama3-8b 8xh100.")
+        sizes = {"seq_len": seq_len, "global_batch": global_batch, "documents": documents}
+        search = {"fixed": fix, "built_only": built_only, "tier": tier, "refine_s": refine, "profile": profile}
+        described = _described(model, save_model)
+        if _told_as_list(described, cluster, (tune, run, price), {**sizes, **search}, as_json=json):
+            return
+        found = _find(_asked(described, cluster, tune, {**sizes, **search}), why_not, compare, what_if or [])
+        _write_files(found, draw=draw, pareto=pareto, waterfall=waterfall, memory=memory, out=out)
+        if html is not None:
+            _write_page(found, html, price)
+        if json:
+            from weft.cli.plan_view import print_json
+
+            print_json(found, top, price)
+        else:
+            from weft.cli.plan_view import print_findings
+
+            print_findings(found, top=top, reasons=reasons, hour_price=price)
+        if found.answer.best is None and not found.only_judges:
+            raise typer.Exit(NOTHING_FITS)
+
+
+def _needs_no_question(
+    score: list[Path] | None,
+    experience: Path | None,
+    lesson: tuple[Path | None, Path | None],
+    words: list[str | None],
+    *,
+    as_json: bool,
+) -> bool:
+    """Score, or teach a profile; whether that was all. words: further files where runs are scored."""
+    learn, profile = lesson
+    if score:
+        from weft.cli.plan_score import score_runs
+
+        score_runs([*score, *(Path(each) for each in words if each)], as_json, experience)
+        return True
+    if len(words) > 2:
+        rule = "there are MODEL and CLUSTER alone, and several clusters have commas between them"
+        raise ConfigError([Problem(str(words[2]), f"{words[2]}: {rule}. Leave it out.")])
+    if learn is None:
+        return False
+
+    learn_from(learn, profile)
+    return words[0] is None
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Let the garbage collector rest: a plan makes many values and no circles, and it would look through them all."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+@contextmanager
+def _errors_as_json() -> Iterator[None]:
+    """Tell programs what people read: an error is an object on standard output too."""
+    try:
+        yield
+    except WeftError as error:
+        problems = error.problems if isinstance(error, ConfigError | PlanError) else (Problem("", str(error)),)
+        listed = [{"field": each.field, "message": str(each)} for each in problems]
+        typer.echo(dumps({"errors": listed}, indent=2))
+        raise
+
+
+def _asked(model: Any, cluster: str, tune: str | None, settings: dict[str, Any]) -> Question:
+    from weft.planner.search.question import Question
+    from weft.planner.search.tuning import tuned_question
+
+    if tune is None:
+        return Question.of(model, cluster, **settings)
+    return tuned_question(model, cluster, tune, **settings)
+
+
+def _told_as_list(
+    model: Any, clusters: str, asked: tuple[str | None, str | None, float | None], settings: dict[str, Any], *,
+    as_json: bool,
+) -> bool:  # fmt: skip
+    """Answer for each of several clusters where that is asked; whether it was."""
+    tune, run, price = asked
+    if tune is not None and run is not None:
+        raise ConfigError(f"tune={tune}: --run plans the training of all weights. Use one of them.")
+    if run is not None:
+        from weft.cli.plan_view import tell_runs
+
+        if not tell_runs(model, clusters, run, price, settings, as_json=as_json):
+            raise typer.Exit(NOTHING_FITS)
+    if tune == "all":
+        _tell_what_fits(model, clusters, settings, as_json=as_json)
+    return run is not None or tune == "all"
+
+
+def _tell_what_fits(model: Any, clusters: str, settings: dict[str, Any], *, as_json: bool) -> None:
+    """Print the table of what fits on what; exit code as where no plan fits."""
+    from weft.cli import plan_view as tune_view
+    from weft.planner.search.tuning import what_fits
+
+    found = what_fits(model, clusters, **settings)
+    (tune_view.print_fits_json if as_json else tune_view.print_fits)(found)
+    if all(one.best is None for one in found):
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _described(model: str, save: Path | None) -> str | TracedModel | PlannedModel:
+    """The model's name, or what tracing finds where the name is that of code, or of a config with a task of its own:
+    that alone needs torch."""
+    from weft.cli.console import say
+    from weft.config.model_spec import size_hides
+    from weft.config.parsing import MODEL_CODE
+    from weft.config.traced_model import TracedModel
+    from weft.planner.search.model_source import PlannedModel, UnknownFamily, read_model
+
+    if note := size_hides(model):
+        say(note)
+    if model.endswith(".toml") and (task := _task_of(model)) is not None:
+        return task.describe()
+    found: str | TracedModel | PlannedModel = model
+    if MODEL_CODE.fullmatch(model):
+        from weft.train.tasks.description import trace
+
+        found = trace(model)
+    elif not model.endswith(".toml"):
+        try:
+            found = read_model(model)
+        except UnknownFamily:
+            from weft.train.tasks.description import describe_folder
+
+            found = describe_folder(Path(model))
+    if save is None:
+        return found
+    traced = found.traced if isinstance(found, PlannedModel) else found
+    if not isinstance(traced, TracedModel):
+        rule = "only what is traced is saved, and this model is read from a config"
+        raise ConfigError([Problem("", f"save-model={save}: {rule}. Leave it out.")])
+    traced.save(save)
+    say(f"wrote {save}.")
+    return found
+
+
+def _task_of(file: str) -> Task | None:
+    """The task that a config names, or None."""
+    from weft.config.files import load_config
+
+    config = load_config(file, ["plan=auto"]).config
+    if config.task.name is None and not config.model.path:
+        return None
+    from weft.train.tasks.registry import find_task
+
+    return find_task(config)
+
+
+def _find(asked: Question, plan_text: str | None, pair: tuple[str, str] | None, changes: list[str]) -> Findings:
+    """Search, and judge the plans that were named. Where nothing that is built fits, all plans are looked at."""
+    from weft.planner.search.best_plans import answer
+
+    found = answer(asked)
+    if found.best is None and asked.built_only:
+        asked = replace(asked, built_only=False)
+        found = answer(asked)
+    judged = comparison = None
+    if plan_text is not None:
+        from weft.planner.report.verdict import why_not
+
+        judged = why_not(plan_text, asked, found)
+    if pair is not None:
+        from weft.planner.report.comparison import compare
+
+        comparison = compare(*pair, asked)
+    scenarios = ()
+    if changes:
+        from weft.planner.report.scenario import what_if
+
+        scenarios = tuple(what_if(text, asked) for text in changes)
+    return Findings(answer=found, why_not=judged, comparison=comparison, scenarios=scenarios)
+
+
+def _write_page(found: Findings, path: Path, hour_price: float | None) -> None:
+    """The page of an answer. Raises ConfigError where there is no plan to show."""
+    from weft.cli import plan_view as plan_files
+
+    if found.answer.best is None:
+        raise ConfigError(_NOTHING_TO_WRITE.format(path))
+    plan_files.write_page(found.answer, path, hour_price)
+
+
+def _write_files(
+    found: Findings,
+    *,
+    draw: Path | None,
+    pareto: Path | None,
+    waterfall: Path | None,
+    memory: Path | None,
+    out: Path | None,
+) -> None:
+    """The files that were asked for."""
+    from weft.cli import plan_view as plan_files
+
+    for path, write in (
+        (draw, plan_files.write_schedule),
+        (waterfall, plan_files.write_waterfall),
+        (memory, plan_files.write_memory),
+        (out, plan_files.write_config),
+    ):
+        if path is not None and found.answer.best is not None:
+            write(found.answer.best, path)
+        elif path is not None:
+            raise ConfigError(_NOTHING_TO_WRITE.format(path))
+    if pareto is not None:
+        plan_files.write_pareto(found.answer, pareto)

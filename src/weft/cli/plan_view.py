@@ -1,0 +1,417 @@
+"""What one `weft plan` command found."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.cli.console import say
+from weft.errors import ConfigError
+from weft.planner.report import tables as report
+from weft.planner.report.explanation import explain, fit_words
+from weft.planner.report.full_run import whole_runs
+from weft.planner.report.verdict import nearest_yes
+from weft.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from weft.planner.report.comparison import Comparison
+    from weft.planner.report.pictures import Drawing
+    from weft.planner.report.scenario import Scenario
+    from weft.planner.report.verdict import WhyNot
+    from weft.planner.search.candidate import Answer, Candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """Everything that one command was asked for."""
+
+    answer: Answer[Candidate]
+    why_not: WhyNot | None = None
+    comparison: Comparison | None = None
+    scenarios: tuple[Scenario, ...] = ()
+
+    @property
+    def only_judges(self) -> bool:
+        """Whether the user asked about certain plans and not for the best one."""
+        return self.why_not is not None or self.comparison is not None
+
+
+# What `weft plan` prints for people: the ranked table, and the story of the best plan or of those that were named.
+
+#: Columns of text where nobody looks on, so that a file has no broken lines.
+_WIDE = 150
+
+
+def print_findings(found: Findings, *, top: int, reasons: bool, hour_price: float | None) -> None:
+    """Print everything that was found."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    _heading(console, found.answer)
+    if found.answer.best is None:
+        _nothing(console, found.answer)
+    elif not found.only_judges:
+        console.print(_ranking(found.answer, top, hour_price))
+        console.print()
+        console.print(explain(found.answer.best, hour_price), markup=False, soft_wrap=True)
+    if reasons:
+        console.print(_reasons(found.answer))
+    for part in (found.why_not, found.comparison):
+        if part is not None:
+            console.print()
+            console.print("\n".join(part.lines()), markup=False, soft_wrap=True)
+    if found.scenarios:
+        console.print()
+        console.print(_scenarios(found.answer, found.scenarios))
+
+
+def _heading(console: Console, answer: Answer[Candidate]) -> None:
+    question = answer.question
+    assumed = f" (assumed: {' '.join(question.assumed)})" if question.assumed else ""
+    console.print(
+        f"[bold]{question.model.name}[/], {format_count(question.job.shape.num_params)} parameters, on "
+        f"[bold]{question.cluster}[/]: {question.work}{assumed}"
+    )
+    kind = "plans" if question.built_only else "plans, including those that Weft does not run yet"
+    console.print(
+        f"{answer.num_plans:,} {kind}: {answer.num_plans - answer.num_estimated:,} break a rule, "
+        f"{answer.num_estimated:,} estimated in {answer.seconds:.2f} s, {answer.num_fit:,} fit in memory",
+        style="dim",
+    )
+    if answer.left_out:
+        console.print(f"skipped: {'; '.join(answer.left_out)}", style="dim")
+
+
+def _ranking(answer: Answer[Candidate], top: int, hour_price: float | None) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.add_column("#", justify="right")
+    unit = answer.question.unit
+    for title in ("step", f"{unit}/s", "MFU", "memory", f"$/B {unit}"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    table.add_column("plan (the best of each layout)", overflow="fold")
+    for place, one in enumerate(answer.layouts(top), start=1):
+        table.add_row(str(place), *_figures(one, hour_price), str(one.plan))
+    return table
+
+
+def _figures(one: Candidate, hour_price: float | None) -> tuple[str, ...]:
+    price = one.cost(hour_price).price
+    tokens = one.question.job.tokens
+    return (
+        format_seconds(one.step_s),
+        format_count(one.tokens_per_s),
+        f"{one.mfu:.1%}",
+        format_bytes(one.total_bytes),
+        "-" if price is None else f"{price * 1e9 / tokens:,.0f}",
+        fit_words(one.fits).removeprefix("fits ").strip("()"),
+    )
+
+
+def _reasons(answer: Answer[Candidate]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title="\nrefused", title_justify="left")
+    table.add_column("plans", justify="right", no_wrap=True)
+    table.add_column("reason", no_wrap=True)
+    table.add_column("an example and its error", overflow="fold")
+    for each in answer.refused:
+        table.add_row(f"{each.count:,}", each.name, f"{each.example}\n{each.message}")
+    return table
+
+
+def _nothing(console: Console, answer: Answer[Candidate]) -> None:
+    from weft.planner.report.verdict import nearest_yes
+
+    question = answer.question
+    if answer.num_estimated:
+        console.print(f"\n[bold red]No plan fits[/] {question.model.name} on {question.cluster}.")
+    else:
+        console.print(f"\n[bold red]Every plan breaks a rule[/] for {question.model.name} on {question.cluster}:")
+        for each in answer.refused[:3]:
+            text = f"  {each.message}  ({each.count:,} plans, such as {each.example})"
+            console.print(text, markup=False, soft_wrap=True)
+    if answer.nearest is not None:
+        one = answer.nearest
+        console.print(
+            f"The plan that needs the least memory: {one.plan}\n  {format_bytes(one.total_bytes)} on the fullest "
+            f"rank, of {format_bytes(one.usable_bytes)}.",
+            markup=False,
+        )
+    changes = nearest_yes(question)
+    console.print("The nearest changes that fit:" if changes else "No small change helps.")
+    for found in changes:
+        best = found.answer.best
+        if best is not None:
+            figures = f"{format_seconds(best.step_s)} a step, {format_bytes(best.total_bytes)}"
+            console.print(f"  {found.text:<28} {figures}  {best.plan}", markup=False, soft_wrap=True)
+
+
+def _scenarios(answer: Answer[Candidate], scenarios: tuple[Scenario, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("what if", no_wrap=True)
+    unit = answer.question.unit
+    for title in ("step", f"{unit}/s", "speed", "MFU", "memory", f"$/B {unit}"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("best plan", overflow="fold")
+    base = answer.best
+    if base is not None:
+        table.add_row("(unchanged)", *_scenario(base, base), str(base.plan))
+    for each in scenarios:
+        best = each.answer.best
+        if best is None:
+            table.add_row(each.text, "-", "-", "-", "-", "-", "-", "no plan fits")
+        else:
+            table.add_row(each.text, *_scenario(best, base), str(best.plan))
+    return table
+
+
+def _scenario(one: Candidate, base: Candidate | None) -> tuple[str, ...]:
+    step, tokens, mfu, memory, price, _ = _figures(one, None)
+    speed = "" if base is None else f"{one.tokens_per_s / base.tokens_per_s:.2f}x"
+    return step, tokens, speed, mfu, memory, price
+
+
+# What `weft plan --run` prints: a whole run on each cluster, the cheapest first, and the story of the first.
+
+#: What `whole_runs` gives one of.
+Run = Any
+
+
+def tell_runs(
+    model: Any, clusters: str, text: str, price: float | None, settings: dict[str, Any], *, as_json: bool
+) -> bool:
+    """Print the runs; whether any cluster holds the model.
+
+    Args:
+        model: what is trained.
+        clusters: with commas.
+        text: of the run.
+        price: dollars of one device for one hour.
+        settings: of the question.
+        as_json: for programs.
+    """
+    found = whole_runs(model, clusters, text, price, **settings)
+    if as_json:
+        rows = [
+            {"cluster": str(reply.question.cluster), "run": None if run is None else run.table()}
+            | {"plan": None if reply.best is None else report.candidate_table(reply.best, price)}
+            for reply, run in found
+        ]
+        print(json.dumps(rows, indent=2))
+        return any(run is not None for _, run in found)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("on", no_wrap=True)
+    for title in ("tokens", "days", "dollars", "goodput", "step"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("best plan", overflow="fold")
+    for reply, run in found:
+        table.add_row(str(reply.question.cluster), *_row(run))
+    first = found[0][0].question
+    assumed = f" (assumed: {' '.join(first.assumed)})" if first.assumed else ""
+    console.print(f"[bold]{first.model.name}[/], {format_count(first.job.shape.num_params)} parameters{assumed}")
+    console.print(table)
+    best = found[0][1]
+    if best is not None:
+        console.print()
+        console.print("\n".join(best.lines()), markup=False, soft_wrap=True)
+    return best is not None
+
+
+def _row(run: Run | None) -> tuple[str, ...]:
+    if run is None:
+        return "-", "-", "-", "-", "-", "no plan fits"
+    money = "-" if run.dollars is None else f"{run.dollars:,.0f}"
+    step = format_seconds(run.candidate.step_s)
+    return format_count(run.tokens), f"{run.days:,.3g}", money, f"{run.goodput:.1%}", step, str(run.candidate.plan)
+
+
+# What `weft plan --tune all` prints: ways to fine-tune by machines, with the best plan of each that fits.
+
+#: What `what_fits` gives one of.
+Fit = Any
+
+
+def print_fits(found: Sequence[Fit]) -> None:
+    """Print the table of what fits on what."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    first = found[0].question
+    assumed = f" (assumed: {' '.join(first.assumed)})" if first.assumed else ""
+    params = format_count(first.job.shape.num_params)
+    console.print(f"[bold]{first.model.name}[/], {params} parameters: {first.work}{assumed}")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("on", "tune"):
+        table.add_column(title, no_wrap=True)
+    for title in ("trained", "memory", "of", "step", f"{first.unit}/s"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("best plan", overflow="fold")
+    for one in found:
+        table.add_row(*_tune_row(one))
+    console.print(table)
+
+
+def _tune_row(one: Fit) -> tuple[str, ...]:
+    cluster, plan = str(one.question.cluster), one.smallest
+    if plan is None:
+        return (cluster, one.tune, _trained(one), "-", "-", "-", "-", "no plan keeps all rules")
+    sizes = format_bytes(plan.total_bytes), format_bytes(plan.usable_bytes)
+    if one.best is None:
+        return (cluster, one.tune, _trained(one), *sizes, "-", "-", f"does not fit; needs least: {plan.plan}")
+    return (
+        cluster, one.tune, _trained(one), *sizes, format_seconds(plan.step_s), format_count(plan.tokens_per_s),
+        str(plan.plan),
+    )  # fmt: skip
+
+
+def _trained(one: Fit) -> str:
+    return format_count(_num_trained(one))
+
+
+def _num_trained(one: Fit) -> float:
+    job = one.question.job
+    return job.shape.num_params if job.adapter is None else job.shape.layers * job.adapter.params
+
+
+def print_fits_json(found: Sequence[Fit]) -> None:
+    """Print the same as JSON."""
+    from weft.planner.report import tables as report
+
+    tables: list[dict[str, Any]] = [
+        {
+            "cluster": str(one.question.cluster),
+            "tune": one.tune,
+            "num_trained": _num_trained(one),
+            "fits": one.best is not None,
+            "plan": None if one.smallest is None else report.candidate_table(one.smallest),
+        }
+        for one in found
+    ]
+    print(json.dumps(tables, indent=1))
+
+
+# `weft plan --json`: everything that was found, for programs.
+
+
+def print_json(found: Findings, top: int, hour_price: float | None) -> None:
+    """One JSON object on standard output."""
+    table = report.answer_table(found.answer, top, hour_price)
+    if found.answer.best is None:
+        table["nearest_changes"] = [report.scenario_table(each) for each in nearest_yes(found.answer.question)]
+    if found.why_not is not None:
+        table["why_not"] = report.why_not_table(found.why_not)
+    if found.comparison is not None:
+        table["compare"] = report.comparison_table(found.comparison)
+    if found.scenarios:
+        table["what_if"] = [report.scenario_table(each) for each in found.scenarios]
+    typer.echo(json.dumps(table, indent=2))
+
+
+# The files that `weft plan` writes: pictures and a config.
+
+
+def write_pareto(found: Answer[Candidate], path: Path) -> None:
+    """Memory against speed, as .svg or .png."""
+    from weft.planner.report.pictures import pareto
+
+    _write(path, _picture(pareto(found), path))
+
+
+def write_waterfall(best: Candidate, path: Path) -> None:
+    """The parts of the best plan's step."""
+    from weft.planner.report.pictures import waterfall
+
+    _write(path, _picture(waterfall(best), path))
+
+
+def write_memory(best: Candidate, path: Path) -> None:
+    """The best plan's memory, rank by rank of its pipeline."""
+    from weft.planner.report.pictures import memory_by_rank
+    from weft.planner.search.ranks import memory_by_rank as bytes_by_rank
+
+    _write(path, _picture(memory_by_rank(best, bytes_by_rank(best)), path))
+
+
+def write_page(found: Answer[Candidate], path: Path, hour_price: float | None) -> None:
+    """The whole answer as one HTML page."""
+    from weft.planner.report.pictures import html_page
+
+    if path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"html={path}: a page is an HTML file. Use {path.with_suffix('.html')}.")
+    _write(path, html_page(found, hour_price).encode())
+
+
+def write_schedule(best: Candidate, path: Path) -> None:
+    """The best plan's pipeline schedule, as .svg, with the seconds that were estimated."""
+    from weft.planner.report.pictures import draw_schedule
+    from weft.planner.search.ranks import drawn_schedule
+
+    if path.suffix != ".svg":
+        raise ConfigError(f"draw={path}: a schedule is drawn as SVG. Use {path.with_suffix('.svg')}.")
+    _write(path, draw_schedule(*drawn_schedule(best)).encode())
+
+
+def write_config(best: Candidate, path: Path) -> None:
+    """A config that `weft train` runs with the best plan."""
+    from weft.planner.report.write_config import config_text
+
+    if path.suffix != ".toml":
+        raise ConfigError(f"out={path}: a config is a TOML file. Use {path.with_suffix('.toml')}.")
+    text = config_text(best)
+    _write(path, text.encode())
+    for line in text.splitlines():
+        if line.startswith("# fill in: "):
+            say(line.removeprefix("# "))
+
+
+def _picture(drawing: Drawing, path: Path) -> bytes:
+    if path.suffix == ".svg":
+        return drawing.svg().encode()
+    if path.suffix == ".png":
+        return _png(drawing)
+    raise ConfigError(f"{path}: pictures are .svg or .png files. Use {path.with_suffix('.svg')}.")
+
+
+def _png(drawing: Drawing) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Circle, Rectangle
+
+    from weft.planner.report.pictures import Dot, Polyline, Rect
+
+    dots_per_inch = 100
+    figure = Figure(figsize=(drawing.width / dots_per_inch, drawing.height / dots_per_inch), dpi=2 * dots_per_inch)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, drawing.width), ylim=(drawing.height, 0))
+    axes.axis("off")
+    for order, shape in enumerate(drawing.shapes):
+        if isinstance(shape, Rect):
+            place, size = (shape.x, shape.y), (shape.width, shape.height)
+            axes.add_patch(Rectangle(place, *size, color=shape.fill, linewidth=0, zorder=order))
+        elif isinstance(shape, Dot):
+            axes.add_patch(Circle((shape.x, shape.y), shape.radius, color=shape.fill, linewidth=0, zorder=order))
+        elif isinstance(shape, Polyline):
+            xs, ys = zip(*shape.points, strict=True) if shape.points else ((), ())
+            axes.plot(xs, ys, color=shape.stroke, linewidth=shape.width * 0.72, zorder=order)
+        else:
+            side = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
+            size = shape.size * 0.72
+            axes.text(
+                shape.x, shape.y, shape.text, fontsize=size, ha=side, va="baseline", color=shape.fill, zorder=order
+            )
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{path}: it cannot be written ({error.strerror}). Use another path.") from error
+    say(f"wrote {path}.")

@@ -1,3 +1,0 @@
-"""`weft plan`."""
-
-__all__: list[str] = []

@@ -1,0 +1,217 @@
+"""How the ranks of an axis meet: once, when the axis is first used, they agree on one transport and keep it.
+
+| ranks of the axis | tensors on | transport |
+|---|---|---|
+| all on one host (same boot, process namespace and user; x86-64 Linux) | CPU, gloo | shared memory |
+| on hosts with equal blocks of 2, 4, 8 ... neighbours | CPU, gloo | two levels: within hosts, then between them |
+| otherwise, or with `route=flat` | CPU, gloo | gloo exchange: gloo moves bytes, sums are made here |
+| any | CUDA (nccl), or CPU with another backend than gloo | the backend's own |
+| any | CUDA in a group of gloo, as for several ranks on one GPU | staged: copied to the host, then as above |
+
+The backend's own sends bf16 and fp16 in half the bytes within a host, where their sum is wanted in fp32.
+
+With `route=auto` and links that were measured (`weft calibrate --hosts`), each call takes the transport that was the
+faster for its operation and size. On the CPU a transport never changes a bit of a result. Why so: docs/adr.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from weft.comm.mesh import Axis, Mesh, join_group
+from weft.comm.private_torch import backend_of, timeout_s
+from weft.comm.transports.backend import BackendLink, ExchangeLink
+from weft.comm.transports.link import Link, StagedLink
+from weft.comm.transports.shared_memory import SharedLink
+from weft.comm.transports.two_level import ChosenLink, Hosts, TwoLevelLink, measured_ways, meet_hosts, share_memory
+from weft.errors import CommError
+
+#: Ranks: axes of more are not asked whether they are on one host.
+MOST_OF_A_HOST = 16
+#: Those that serve any ranks of one host; two levels need several hosts.
+TRANSPORTS = (SharedLink.transport, ExchangeLink.transport, BackendLink.transport, StagedLink.transport)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The transport that an axis's ranks agreed on. ranks: global. device: "cpu" or "cuda".
+
+    planned_s: what all calls so far should have taken, where links were measured.
+    """
+
+    ranks: tuple[int, ...]
+    device: str
+    transport: str
+    reason: str
+    planned_s: float | None = None
+
+
+def transports(mesh: Mesh) -> list[Choice]:
+    """Return how the axes of the mesh communicate, of those that have done so."""
+    found: list[Choice] = []
+    for (group, device), link in mesh.world.links.items():
+        link = cast(Link, link)
+        ranks = tuple(dist.get_process_group_ranks(cast(dist.ProcessGroup, group)))
+        planned_s = link.planned_s if isinstance(link, ChosenLink) else None
+        found.append(Choice(ranks, str(device), link.transport, link.reason, planned_s))
+    return found
+
+
+def links_of(axis: Axis) -> list[Link]:
+    """All links of the axis's mesh."""
+    return cast("list[Link]", list(axis.links.values()))
+
+
+def link_of(axis: Axis, device: torch.device) -> Link:
+    """The link of the axis for tensors on `device`; at the first call all its ranks meet."""
+    # By group, not by ranks: looking thousands of them up takes tens of microseconds, several times a collective.
+    link = axis.links.get((axis.group, device.type))
+    return cast(Link, link) if link is not None else join(axis, device.type)
+
+
+def sends_short_summands(axis: Axis, device: torch.device) -> bool:
+    """Return whether a reduce_scatter sends bf16 and fp16 as they are, although their sum is wanted in fp32.
+
+    At the first call all ranks of the axis meet.
+    """
+    if axis.size == 1:
+        return False
+    link = link_of(axis, device)
+    return isinstance(link, BackendLink) and link.sends_short_summands
+
+
+def join(axis: Axis, device: str, transport: str | None = None) -> Link:
+    """Choose the axis's transport again, or take the one named. All its ranks call this together.
+
+    Args:
+        axis: the ranks.
+        device: of the tensors, "cpu" or "cuda".
+        transport: to take; None: the best one.
+
+    Raises:
+        CommError: when the ranks cannot meet, or cannot use the transport named.
+    """
+    assert axis.group is not None, "an axis of size 1 has nobody to meet"
+    axis.pulse.waiting = _Meeting(axis)
+    try:
+        link = _join(axis, axis.group, device, transport)
+    except RuntimeError as error:
+        raise CommError(
+            f"axis {axis.label}: ranks {', '.join(map(str, axis.ranks))} cannot meet: {error}. "
+            f"Look at the logs of these ranks: one has probably ended."
+        ) from error
+    finally:
+        axis.pulse.waiting = None
+        axis.pulse.moved += 1
+    axis.links[(axis.group, device)] = link
+    return link
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """The first meeting of an axis's ranks, as something that is waited for."""
+
+    axis: Axis
+
+    def where(self) -> tuple[str, tuple[int, ...]]:
+        return f"the first meeting over {self.axis.label}", self.axis.ranks
+
+    def late(self) -> tuple[int, ...]:
+        return ()
+
+
+def _join(axis: Axis, group: dist.ProcessGroup, device: str, transport: str | None) -> Link:
+    backend = backend_of(group, torch.device(device))
+    asked = f"{transport} was requested" if transport else ""
+    is_gloo = backend.name() == "gloo"
+    if transport == StagedLink.transport or (device != "cpu" and is_gloo and not transport):
+        return StagedLink(_join(axis, group, "cpu", None), asked or f"gloo cannot access the memory of {device}")
+    foreign = device != "cpu" or not is_gloo
+    if transport == BackendLink.transport or (foreign and not transport):
+        reason = asked or f"{backend.name()} is the backend for {device}"
+        return BackendLink(group, axis.ranks, reason, functools.partial(_on_one_host, axis, group))
+    hosts = meet_hosts(axis, group)
+    link = _by_place(axis, group, hosts, device, transport)
+    if transport is None and axis.route == "auto" and axis.link_profile:
+        return _by_measurement(axis, group, hosts, link)
+    return link
+
+
+def _on_one_host(axis: Axis, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of an axis are on one host. A collective, where one host may have so many."""
+    if axis.size > MOST_OF_A_HOST:
+        return False
+    waiting, axis.pulse.waiting = axis.pulse.waiting, _Meeting(axis)
+    try:
+        return len(set(meet_hosts(axis, group).numbers)) == 1
+    finally:
+        axis.pulse.waiting = waiting
+
+
+def _by_measurement(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, link: Link) -> Link:
+    """What was measured to be faster than this link, which the places of the ranks give, call by call."""
+    usable = tuple(dict.fromkeys((link.transport, ExchangeLink.transport)))
+    ways, why = measured_ways(axis, group, hosts, link.transport, usable)
+    if ways is None:
+        link.reason += f"; {why}" if why else ""
+        return link
+    links = {link.transport: link}
+    if any(name not in links for way in ways.best.values() for _, name in way):
+        # The one that two levels have: stages of two in one group would begin in another order on each rank.
+        exchange = link.flat if isinstance(link, TwoLevelLink) else None
+        links[ExchangeLink.transport] = exchange or ExchangeLink(group, axis.ranks, axis.rank, why, hosts.numbers)
+    return ChosenLink(links, link.transport, axis.size, ways, f"{link.reason}; {why}")
+
+
+def _by_place(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, device: str, transport: str | None) -> Link:
+    """The link that the places of the ranks give, or the one named."""
+    asked = f"{transport} was requested" if transport else ""
+    limit_s = timeout_s(backend_of(group, torch.device(device)))
+    why = hosts.why or f"its ranks are on {len(set(hosts.memories))} hosts, namespaces or users that share no memory"
+    if hosts.shares_memory and transport in (None, SharedLink.transport):
+        segments, why = share_memory(axis, group, axis.size)
+        if segments:
+            reason = asked or f"all {axis.size} ranks are on one host"
+            return SharedLink(segments[0], axis.ranks, limit_s, reason)
+    if transport == SharedLink.transport:
+        raise CommError(f"axis {axis.label}: its ranks cannot share memory: {why}. Use another transport.")
+    if transport == TwoLevelLink.transport or (axis.route != "flat" and transport is None):
+        link, refusal = _two_levels(axis, group, hosts, asked)
+        if link is not None:
+            return link
+        if transport or (axis.route == "two_level" and len(set(hosts.numbers)) > 1):
+            raise CommError(
+                f"route=two_level: axis {axis.label}: {refusal}. Use route=auto, or put 2, 4, 8 ... neighbours of the "
+                f"axis on each host."
+            )
+    return ExchangeLink(group, axis.ranks, axis.rank, asked or why, hosts.numbers)
+
+
+def _two_levels(axis: Axis, group: dist.ProcessGroup, hosts: Hosts, asked: str) -> tuple[Link | None, str]:
+    """The link for hosts with equal blocks of ranks, or None and why there is none; the same on all ranks."""
+    block = hosts.block
+    if block == 1:
+        return None, "its hosts do not hold equal blocks of 2, 4, 8 ... neighbouring ranks that share memory"
+    segments, why = share_memory(axis, group, block, number=2)
+    if not segments:
+        return None, why
+    host, place = divmod(axis.rank, block)
+    neighbours, peers = axis.ranks[host * block :][:block], axis.ranks[place::block]
+    limit_s, words = timeout_s(backend_of(group, torch.device("cpu"))), "the ranks of one host"
+    within = (
+        SharedLink(segments[0], neighbours, limit_s, words),
+        SharedLink(segments[1], neighbours, limit_s, words),
+    )
+    # Groups of this axis alone: another may have the same peers, and begin things in another order on each rank.
+    name = f"between hosts of {zlib.crc32(repr(axis.ranks).encode()):08x}"
+    peer_group = join_group(peers, name)
+    between = ExchangeLink(peer_group, peers, host, "ranks of equal place", tuple(range(len(peers))), f"second {name}")
+    flat = ExchangeLink(group, axis.ranks, axis.rank, words, hosts.numbers)
+    reason = asked or f"{len(peers)} hosts hold {block} neighbouring ranks each"
+    return TwoLevelLink(within, between, flat, axis.rank, block, reason), ""

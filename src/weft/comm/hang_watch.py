@@ -1,0 +1,510 @@
+"""What ranks say of themselves when they have stood still for long, and the one sentence that is made of it."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch.distributed as dist
+
+from weft.comm.heartbeat import Pulse, Wait
+from weft.comm.mesh import LIMIT_S, Axis, Mesh
+from weft.comm.private_torch import connect_store, default_store, nccl_trace
+from weft.comm.signed_store import StoreKey, store_key
+from weft.comm.transports.shared_memory import host_mark
+from weft.private_torch import Store
+from weft.units import format_seconds
+
+#: A sentence names at most so many ranks.
+_MOST_NAMED = 8
+#: Ranks whose places one report gathers.
+_MOST_ASKED = 1024
+_NOT_USER = ("/torch/", "/weft/", "<frozen", "/lib/python")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a rank stands. since: seconds of the epoch.
+
+    waits_for: a collective in words, "" where the rank does something else. ranks: who takes part in it. late: who is
+    known to hold it up. phase: work that is under way. may_take_long: nobody need worry about it. frame: the Python
+    line it is at. in_step: it trains.
+    """
+
+    rank: int
+    since: float
+    waits_for: str = ""
+    ranks: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+    phase: str = ""
+    may_take_long: bool = False
+    frame: str = ""
+    in_step: bool = False
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Standing:
+        fields = json.loads(text)
+        return replace(cls(**fields), ranks=tuple(fields["ranks"]), late=tuple(fields["late"]))
+
+
+#: Asks for another rank's record; None where it has left none.
+Ask = Callable[[int], Standing | None]
+
+
+@dataclass(frozen=True, slots=True)
+class HangReport:
+    """text: for people. culprits: ranks that the others wait for. is_calm: all of them do work that takes its time.
+
+    standing: of the ranks that took part, (which ones, where they stand in words), alike ones together.
+    """
+
+    text: str
+    culprits: tuple[int, ...]
+    is_calm: bool
+    standing: tuple[tuple[tuple[int, ...], str], ...] = ()
+
+
+def hang_event(state: str, found: HangReport) -> dict[str, object]:
+    """Return a report as an event. state: "fired", or "ended" once all go on."""
+    event: dict[str, object] = {"event": "hang", "state": state, "ranks": found.culprits[:_MOST_ASKED]}
+    if found.standing:
+        event["standing"] = [[list(ranks), where] for ranks, where in found.standing]
+    return {**event, "text": found.text}
+
+
+def find_culprits(start: Standing, ask: Ask) -> dict[int, Standing | None]:
+    """Who does not wait for anybody, and is waited for by `start`, or by a rank that it waits for, and so on.
+
+    Their records are None where they left no word. Empty when the ranks wait for each other in a circle.
+    """
+    known: dict[int, Standing | None] = {start.rank: start}
+    found: dict[int, Standing | None] = {}
+    open_ends = [start]
+    while open_ends:
+        waiter = open_ends.pop()
+        for rank in waiter.late or waiter.ranks:
+            if rank in known:
+                continue
+            known[rank] = record = ask(rank)
+            if record is not None and record.waits_for:
+                open_ends.append(record)
+            else:
+                found[rank] = record
+    if start.waits_for == "":
+        found[start.rank] = start
+    return dict(sorted(found.items()))
+
+
+def report(
+    waiter: Standing, ask: Ask, process_of: Callable[[int], str], *, now: float, rest: str, zero: int
+) -> HangReport:
+    """What `waiter` and those it waits for add up to.
+
+    process_of: what this machine knows of another rank's process, as a sentence. rest: until when the waiting goes on,
+    and where stacks are, as sentences.
+    """
+    culprits = find_culprits(waiter, ask)
+    since = f"since {time.strftime('%H:%M:%S', time.localtime(waiter.since))} ({format_seconds(now - waiter.since)})"
+    if not culprits:
+        others = [record for rank in waiter.ranks if (record := ask(rank)) is not None and rank != waiter.rank]
+        each = ", ".join(f"rank {one.rank} in {one.waits_for}" for one in [waiter, *others[:_MOST_NAMED]])
+        return HangReport(f"the ranks wait for each other {since}: {each}. {rest}", (), False, _alike(waiter, ask))
+    names = _names(culprits)
+    if all(record is not None and record.may_take_long for record in culprits.values()):
+        what = "; ".join(f"rank {rank} {record.phase}" for rank, record in culprits.items() if record is not None)
+        return HangReport(
+            f"{what}: rank {waiter.rank} waits for it in {waiter.waits_for} {since}.", tuple(culprits), True
+        )
+    words = [f"waiting for {names} {since}: rank {waiter.rank} is in {waiter.waits_for}."]
+    for rank, record in list(culprits.items())[:_MOST_NAMED]:
+        if record is None:
+            words.append(process_of(rank))
+        else:
+            words.append(f"Rank {rank} {record.phase or 'calls no collective'}, at {record.frame}.")
+    if zero == 3 and not waiter.in_step and "all_gather" in waiter.waits_for:
+        words.append(
+            f"Under zero=3 every rank must take part in each forward, in evaluation too: has rank {waiter.rank} called "
+            f"the model alone?"
+        )
+    return HangReport(" ".join([*words, rest]), tuple(culprits), False, _alike(waiter, ask))
+
+
+def _alike(waiter: Standing, ask: Ask) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Where each rank of a wait stands, and each that those wait for; ranks that stand alike together."""
+    places: dict[str, list[int]] = {}
+    known: set[int] = set()
+    open_ends = [waiter.rank, *waiter.ranks]
+    while open_ends and len(known) < _MOST_ASKED:
+        rank = open_ends.pop(0)
+        if rank in known:
+            continue
+        known.add(rank)
+        record = waiter if rank == waiter.rank else ask(rank)
+        if record is None:
+            where = "has left no word"
+        elif record.waits_for:
+            where = f"waits in {record.waits_for}, at {record.frame}"
+            open_ends += [*record.late, *record.ranks]
+        else:
+            where = f"{record.phase or 'calls no collective'}, at {record.frame}"
+        places.setdefault(where, []).append(rank)
+    return tuple((tuple(sorted(ranks)), where) for where, ranks in places.items())
+
+
+def _names(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
+
+
+def stand(rank: int, since: float, wait: Wait | None, phases: list[tuple[str, bool]], in_step: bool) -> Standing:
+    """This rank's record."""
+    waits_for, ranks = wait.where() if wait is not None else ("", ())
+    late = wait.late() if wait is not None else ()
+    phase, may_take_long = phases[-1] if phases else ("", False)
+    return Standing(rank, since, waits_for, ranks, late, phase, may_take_long, main_frame(), in_step)
+
+
+def main_frame() -> str:
+    """The line of the user's own code that the main thread is at: 'train.py:40 in evaluate'; any, where it has none."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]  # documented
+    innermost = frame
+    while frame is not None and any(part in frame.f_code.co_filename for part in _NOT_USER):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "no Python line"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def process_state(rank: int, pid: int | None) -> str:
+    """What this machine knows of a rank's process. pid: None where it runs on another machine, or is not known."""
+    if pid is None:
+        return f"Rank {rank} does not respond; it is on another machine."
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return f"Process {pid} of rank {rank} has ended."
+    if state in "Tt":
+        return f"Process {pid} of rank {rank} is stopped; `kill -CONT {pid}` resumes it."
+    if state in "ZX":
+        return f"Process {pid} of rank {rank} has ended."
+    if state == "D":
+        return f"Process {pid} of rank {rank} waits for a disk or a device (state D)."
+    return f"Process {pid} of rank {rank} is running, and has not reached it yet."
+
+
+def unfinished_on_device(traces: bytes, axis_of: dict[str, tuple[str, tuple[int, ...]]]) -> tuple[str, tuple[int, ...]]:
+    """The oldest collective that a device has not finished, by torch's flight recorder; ("", ()) where there is none.
+
+    traces: `_dump_nccl_trace_json`. axis_of: torch's name of a group -> (axis, its global ranks).
+    """
+    try:
+        entries = json.loads(traces).get("entries", [])
+    except ValueError:
+        return "", ()
+    for entry in entries:
+        if entry.get("state") in ("scheduled", "started"):
+            name, ranks = axis_of.get(entry["process_group"][0], (entry["process_group"][-1], ()))
+            return f"{entry['profiling_name'].rpartition(':')[2].strip('_')} over {name}", ranks
+    return "", ()
+
+
+# A thread of each rank that notices when nothing moves any more, and sees to it that one rank tells why.
+
+#: Where steps are not known yet, and for work that may take long.
+WARN_AFTER_S = 60.0
+#: A wait of so many steps is a hang, though not before so many seconds.
+_STEPS_OF_A_HANG, _LEAST_S = 20.0, 10.0
+_STORE_TIMEOUT = datetime.timedelta(seconds=10)
+_PREFIX = "weft/watch/"
+#: Set while a wait is being reported: who tells, who waits, that stacks are wanted.
+_TELLER, _WAITER, _ALARM = f"{_PREFIX}teller", f"{_PREFIX}waiter", f"{_PREFIX}alarm"
+
+
+class Watch(threading.Thread):
+    """Watches one rank; `close` ends it. A later watch of the same process takes over what this one watched.
+
+    Args:
+        mesh: of this rank.
+        tell: shows a line to people.
+        warn_after_s: seconds of standing still; None: 20 steps as they usually are, at least 10 s, and a minute where
+            that is not known.
+        limit_s: the group's timeout in seconds.
+        limit_name: the setting that changes it.
+        stacks: where Python stacks go; None: stderr.
+        where_stacks: that place in words.
+        owns_process: nobody else uses faulthandler's timer, so that stacks come even from a rank whose interpreter is
+            stuck.
+        on_report: on the rank that tells people, takes "fired" or "ended", and what it found.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        tell: Callable[[str], None],
+        *,
+        warn_after_s: float | None = WARN_AFTER_S,
+        limit_s: float = LIMIT_S,
+        limit_name: str = "timeout",
+        stacks: TextIO | None = None,
+        where_stacks: str = "the ranks' stderr",
+        owns_process: bool = False,
+        on_report: Callable[[str, HangReport], None] | None = None,
+    ):
+        super().__init__(name="weft-watch", daemon=True)
+        self._rank, self._zero = mesh.rank, mesh.plan.zero
+        self._tell, self._on_report = tell, on_report
+        self._follows_steps = warn_after_s is None
+        warn_after_s = min(WARN_AFTER_S, limit_s / 2) if warn_after_s is None else warn_after_s
+        self._warn_after_s, self._limit_s, self._limit_name = warn_after_s, limit_s, limit_name
+        self._stacks = stacks or sys.__stderr__
+        self._where_stacks = where_stacks
+        self._owns_process = owns_process
+        self._tick_s = min(1.0, warn_after_s / 4)
+        #: The ranks need a moment to say where they stand before one of them tells people, which is after warn_after_s.
+        self._grace_s = 3 * self._tick_s
+        self._pulses: list[Pulse] = [mesh.pulse]
+        self._axes: Callable[[], list[Axis]] = mesh.built_axes if mesh.device.type == "cuda" else list
+        self._end = threading.Event()
+        self._store: Store | None = None
+        self._key: StoreKey | None = None
+        self._armed = 0.0
+        self._forget(time.time())
+        self._looked = time.monotonic()
+        self._seen: tuple[object, ...] = ()
+        for other in threading.enumerate():
+            if isinstance(other, Watch):
+                self._pulses += other.close()
+        if dist.is_initialized() and mesh.world_size > 1 and warn_after_s < limit_s:
+            place = f"{host_mark()[0].hex()} {os.getpid()}"
+            self._key = store_key()
+            self._put(default_store(), f"{_PREFIX}place/{self._rank}", place)
+            self._put_off_timer()  # here: the thread may not get the interpreter before it is stuck
+            self.start()
+
+    def close(self) -> list[Pulse]:
+        """Stop watching. Returns what was watched."""
+        self._end.set()
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(2 * self._tick_s)
+        if self._armed:
+            faulthandler.cancel_dump_traceback_later()
+            self._armed = 0.0
+        self._store = None
+        return self._pulses
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self) -> None:
+        """Watch until `close`: the thread's own function."""
+        while not self._end.wait(self._tick_s):
+            self._put_off_timer()
+            try:
+                self._look()
+            except (RuntimeError, OSError, ValueError) as error:
+                # The store is gone or hangs: what is known here must do.
+                self._tell_alone(error)
+
+    def _put_off_timer(self) -> None:
+        """While this thread runs, the interpreter does, and no timer of compiled code need dump the stacks."""
+        now = time.monotonic()
+        if self._owns_process and self._stacks is not None and now - self._armed > self._warn_after_s / 4:
+            faulthandler.dump_traceback_later(2 * self._warn_after_s, file=self._stacks)
+            self._armed = now
+
+    def _look(self) -> None:
+        """One tick: did anything move?"""
+        seen = tuple((pulse.moved, id(pulse.waiting)) for pulse in self._pulses)
+        # Time in which this process was stopped itself, or the machine slept, is nobody's silence.
+        now = time.monotonic()
+        passed_s, self._looked = min(now - self._looked, 2 * self._tick_s), now
+        if seen != self._seen:
+            self._seen = seen
+            said, told, is_teller, seconds = self._said, self._told, self._is_teller, time.time() - self._since
+            self._forget(time.time())
+            if said is not None:
+                self._go_on(told, is_teller, seconds)
+            return
+        self._still_s += passed_s
+        if self._still_s >= self._deadline_s() - self._grace_s:
+            self._stand_still()
+
+    def _deadline_s(self) -> float:
+        """From when on standing still is a hang."""
+        usual = max((pulse.usual_s() for pulse in self._pulses), default=0.0) if self._follows_steps else 0.0
+        return min(max(_LEAST_S, _STEPS_OF_A_HANG * usual), self._limit_s / 2) if usual else self._warn_after_s
+
+    def _forget(self, now: float) -> None:
+        self._since, self._still_s = now, 0.0
+        self._said: Standing | None = None
+        self._told: HangReport | None = None
+        self._is_teller = self._dumped = False
+
+    def _stand_still(self) -> None:
+        """Say where this rank stands; tell people, if that is on this rank; leave stacks once they are wanted."""
+        store = self._open()
+        if self._said is None:
+            self._said = self._standing()
+            self._put(store, f"{_PREFIX}{self._rank}", self._said.to_text())
+            if self._said.waits_for:
+                self._put(store, _WAITER, str(self._rank))
+        if self._told is None and self._shall_tell(store):
+            self._tell_people(store)
+        if not self._dumped and self._read(_ALARM):
+            self._dump()
+
+    def _shall_tell(self, store: Store) -> bool:
+        """One rank tells: the first, which has the terminal, if it can; else the first of those that wait."""
+        assert self._said is not None
+        over_s = self._still_s - self._deadline_s()
+        if not self._is_teller:
+            waits = bool(self._said.waits_for) and over_s >= self._grace_s
+            may = bool(self._read(_WAITER)) if self._rank == 0 else waits
+            self._is_teller = may and self._becomes_teller(store)
+        return self._is_teller and over_s >= 0
+
+    def _becomes_teller(self, store: Store) -> bool:
+        """Return True if no other rank reports yet. A value that no rank signed keeps nobody from it."""
+        assert self._key is not None
+        signed = self._key.sign(_TELLER, str(self._rank))
+        teller = self._key.opened(_TELLER, store.compare_set(_TELLER, "", signed.decode()))
+        return teller is None or teller.decode() == str(self._rank)
+
+    def _tell_people(self, store: Store) -> None:
+        assert self._said is not None
+        waiter = self._said
+        if not waiter.waits_for:
+            rank = self._read(_WAITER)
+            if not rank:
+                return  # it went on in the meantime
+            waiter = self._ask(int(rank)) or waiter
+        found = self._report(waiter, self._ask, self._process_of)
+        if found.is_calm and self._still_s < self._warn_after_s:
+            return  # a save takes its time
+        self._told = found
+        self._put(store, _ALARM, "1")
+        self._tell(found.text)
+        self._hand_on("fired", found)
+
+    def _hand_on(self, state: str, found: HangReport) -> None:
+        if self._on_report is not None:
+            self._on_report(state, found)
+
+    def _report(self, waiter: Standing, ask: Callable[[int], Standing | None], of: Callable[[int], str]) -> HangReport:
+        end = time.strftime("%H:%M:%S", time.localtime(waiter.since + self._limit_s))
+        rest = f"The wait ends at {end} ({self._limit_name}); Python stacks are in {self._where_stacks}."
+        usual, planned = (
+            max(found) for found in zip(*((one.usual_s(), one.planned_s) for one in self._pulses), strict=True)
+        )
+        if usual:
+            beside = f" (planned: {format_seconds(planned)})" if planned else ""
+            rest = f"A step usually takes {format_seconds(usual)}{beside}. {rest}"
+        return report(waiter, ask, of, now=time.time(), rest=rest, zero=self._zero)
+
+    def _tell_alone(self, error: Exception) -> None:
+        """The store does not answer: tell once what this rank knows by itself."""
+        self._store = None
+        if self._said is None or not self._said.waits_for or self._told is not None or self._end.is_set():
+            return
+        self._told = self._report(
+            self._said,
+            lambda _: None,
+            lambda rank: f"The state of rank {rank} is unknown: the ranks' store does not answer.",
+        )
+        self._tell(self._told.text)
+        self._hand_on("fired", self._told)
+        self._dump()
+
+    def _go_on(self, told: HangReport | None, is_teller: bool, seconds: float) -> None:
+        """Something moved: take back what was said."""
+        if told is not None and not told.is_calm:
+            names = ", ".join(f"rank {rank}" for rank in told.culprits[:8]) or "the ranks"
+            verb = "continue" if len(told.culprits) != 1 else "continues"
+            text = f"{names} {verb} after {format_seconds(seconds)}."
+            self._tell(text)
+            self._hand_on("ended", replace(told, text=text, standing=()))
+        store = self._open()
+        store.delete_key(f"{_PREFIX}{self._rank}")
+        if is_teller:
+            for key in (_ALARM, _WAITER, _TELLER):
+                store.delete_key(key)
+
+    def _standing(self) -> Standing:
+        wait: Wait | None = next((pulse.waiting for pulse in self._pulses if pulse.waiting is not None), None)
+        phases = [phase for pulse in self._pulses for phase in pulse.phases]
+        own = stand(self._rank, self._since, wait, phases, any(pulse.in_step for pulse in self._pulses))
+        if own.waits_for or not (axes := self._axes()):
+            return own
+        # A device works behind the host: what it has not finished is what this rank waits for.
+        dump = nccl_trace()
+        names = {str(axis.group.group_name): (axis.label, axis.ranks) for axis in axes if axis.group is not None}
+        what, ranks = unfinished_on_device(dump(True, True), names) if dump is not None else ("", ())
+        return stand(self._rank, self._since, _OnDevice(what, ranks), phases, own.in_step) if what else own
+
+    def _ask(self, rank: int) -> Standing | None:
+        text = self._read(f"{_PREFIX}{rank}")
+        return Standing.from_text(text) if text else None
+
+    def _process_of(self, rank: int) -> str:
+        host, _, pid = self._read(f"{_PREFIX}place/{rank}").partition(" ")
+        return process_state(rank, int(pid) if pid and host == host_mark()[0].hex() else None)
+
+    def _read(self, key: str) -> str:
+        """Return what a rank wrote under a key, or "" if nothing is there that a rank signed."""
+        store = self._open()
+        assert self._key is not None
+        return (self._key.opened(key, store.get(key)) or b"").decode() if store.check([key]) else ""
+
+    def _put(self, store: Store, key: str, text: str) -> None:
+        assert self._key is not None
+        store.set(key, self._key.sign(key, text).decode())
+
+    def _open(self) -> Store:
+        """A connection of this thread's own: the main thread may be waiting on the other."""
+        if self._store is None:
+            self._store = connect_store(_STORE_TIMEOUT)
+        return self._store
+
+    def _dump(self) -> None:
+        self._dumped = True
+        if self._stacks is None or self._said is None:
+            return
+        what = f"waits in {self._said.waits_for}" if self._said.waits_for else self._said.phase or "calls no collective"
+        clock = time.strftime("%H:%M:%S", time.localtime(self._since))
+        try:
+            print(f"--- rank {self._rank} {what} since {clock}; its Python stacks: ---", file=self._stacks, flush=True)
+            faulthandler.dump_traceback(self._stacks)
+        except (OSError, ValueError):
+            return  # a stream without a file, as in a notebook
+
+
+class _OnDevice:
+    """A collective that the device has not finished."""
+
+    def __init__(self, what: str, ranks: tuple[int, ...]):
+        self._where = what, ranks
+
+    def where(self) -> tuple[str, tuple[int, ...]]:
+        return self._where
+
+    def late(self) -> tuple[int, ...]:
+        return ()

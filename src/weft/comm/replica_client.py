@@ -1,0 +1,468 @@
+"""A link over sockets of its own, for ranks of several worlds: made for one meeting, and closed after it.
+
+A process group lives as long as all of its ranks. This one costs a connection for each pair, fails where nothing moved
+for a given time, and takes nothing with it. Sums are made here, in the tree of all links: the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.comm.mesh import Axis, Mesh
+from weft.comm.replica_rendezvous import MeetingLine
+from weft.comm.transports.link import Operation, StagedLink, failed, unobserved
+from weft.comm.transports.scattered_tensor import Parts
+from weft.errors import CommError, ConfigError
+
+#: all_reduce of at most so many bytes, or between two, sends everything to everyone.
+_LITTLE_BYTES = 1 << 16
+_HEAD = struct.Struct("!QQ")  # which meeting, which place calls
+_AT_ONCE = 1 << 20
+_FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+#: How long (s) a caller may take to say who it is.
+_HEAD_S = 5.0
+
+
+class MeetingDoor:
+    """Where this rank is called by ranks of other replicas, as long as it lives.
+
+    Args:
+        host: under which the others reach this machine.
+    """
+
+    def __init__(self, host: str):
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((host, 0), family=family)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+
+    def close(self) -> None:
+        """Close the door: nobody calls any more."""
+        self._listener.close()
+
+    def join(self, meeting: int, place: int, doors: Sequence[str], timeout_s: float) -> dict[int, socket.socket]:
+        """Return a connection to each other place. OSError where one does not come in time.
+
+        Args:
+            meeting: its number.
+            place: of this rank in it.
+            doors: of all places.
+            timeout_s: for all of it.
+        """
+        end, found = time.monotonic() + timeout_s, dict[int, socket.socket]()
+        try:
+            for other in range(place + 1, len(doors)):
+                host, _, port = doors[other].rpartition(":")
+                found[other] = socket.create_connection((host, int(port)), timeout=max(end - time.monotonic(), 0.01))
+                found[other].sendall(_HEAD.pack(meeting, place))
+            while len(found) < len(doors) - 1:
+                self._listener.settimeout(max(end - time.monotonic(), 0.01))
+                call, _ = self._listener.accept()
+                caller = _who_calls(call, meeting)
+                if caller is None or not caller < place:
+                    call.close()  # of a meeting that came to nothing
+                else:
+                    found[caller] = call
+        except OSError:
+            for call in found.values():
+                call.close()
+            raise
+        for call in found.values():
+            call.setblocking(False)
+            call.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return found
+
+
+def _who_calls(call: socket.socket, meeting: int) -> int | None:
+    """The place that calls for this meeting; None where it is another one, or does not say."""
+    call.settimeout(_HEAD_S)
+    with contextlib.suppress(OSError, struct.error):
+        said, place = _HEAD.unpack(call.recv(_HEAD.size, socket.MSG_WAITALL))
+        return place if said == meeting else None
+    return None
+
+
+class SocketLink:
+    """The ranks of one meeting, each with a connection to every other.
+
+    Args:
+        calls: connections by place.
+        place: of this rank.
+        timeout_s: seconds in which nothing moves before an operation fails.
+        leaves_host: whether bytes to that place leave this host.
+    """
+
+    transport = "sockets of a meeting"
+    self_driven = True
+    busy = False
+
+    def __init__(
+        self, calls: Mapping[int, socket.socket], place: int, timeout_s: float, leaves_host: Callable[[int], bool]
+    ):
+        self.reason = "replicas are worlds of their own"
+        self._calls, self._place, self._size = dict(calls), place, len(calls) + 1
+        self._timeout_s, self._leaves_host = timeout_s, leaves_host
+        self._queue: deque[Operation] = deque()
+
+    def close(self) -> None:
+        """Close the connections."""
+        for call in self._calls.values():
+            call.close()
+
+    def start(self, operation: Operation) -> None:
+        """Line the operation up: `block` does it, in the order of starts."""
+        self._queue.append(operation)
+
+    def advance(self) -> bool:
+        """Return False: nothing goes on by itself."""
+        return False
+
+    def block(self, operation: Operation) -> bool:
+        """Carry out what was started up to this operation; always True.
+
+        Raises:
+            CommError: where a rank is gone, or nothing moved for too long.
+        """
+        while not operation.finished:
+            one = self._queue[0]
+            try:
+                with torch.no_grad(), unobserved():
+                    self._carry_out(one)
+            except OSError as error:
+                raise failed(one, error) from error
+            one.finished = True
+            self._queue.popleft()
+        return True
+
+    def late(self) -> tuple[int, ...]:
+        """Return nothing: who is late is seen when the time is over."""
+        return ()
+
+    def look(self, operation: Operation, waited_s: float) -> None:
+        """Do nothing: `block` keeps the time."""
+
+    def _carry_out(self, operation: Operation) -> None:
+        source = operation.source
+        if isinstance(source, Parts):
+            source = source.copy_to(operation.out) if operation.kind == "all_reduce" else source.joined()
+        out = operation.out
+        match operation.kind:
+            case "all_reduce":
+                self._all_reduce(operation, out)
+            case "reduce_scatter":
+                received = torch.empty((self._size, out.numel()), dtype=out.dtype)
+                self._swap(operation, list(source.view(self._size, -1)), list(received))
+                out.copy_(_combined(list(received), operation.op))
+            case "all_gather":
+                self._swap(operation, [source] * self._size, list(out.view(self._size, -1)))
+            case "broadcast":
+                nothing = out[:0]
+                sends = [out if self._place == operation.root else nothing] * self._size
+                receives = [nothing] * self._size
+                if self._place != operation.root:
+                    receives[operation.root] = out
+                self._swap(operation, sends, receives)
+            case "all_to_all":
+                self._swap(operation, _cut(source, operation.send), _cut(out, operation.receive))
+            case _:
+                token = torch.zeros(1, dtype=torch.uint8)
+                self._swap(operation, [token] * self._size, [token.clone() for _ in range(self._size)])
+
+    def _all_reduce(self, operation: Operation, out: torch.Tensor) -> None:
+        size = self._size
+        if size == 2 or out.nbytes <= _LITTLE_BYTES:
+            received = torch.empty((size, out.numel()), dtype=out.dtype)
+            self._swap(operation, [out] * size, list(received))
+            out.copy_(_combined(list(received), operation.op))
+            return
+        bounds = [place * out.numel() // size for place in range(size + 1)]
+        parts = [out[first:last] for first, last in itertools.pairwise(bounds)]
+        own = parts[self._place]
+        received = torch.empty((size, own.numel()), dtype=out.dtype)
+        self._swap(operation, parts, list(received))
+        own.copy_(_combined(list(received), operation.op))
+        self._swap(operation, [own] * size, parts)
+
+    def _swap(self, operation: Operation, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+        """Send to each place and receive from it, all at the same time; what is this rank's own is copied."""
+        mine, own = receives[self._place], sends[self._place]
+        if mine.numel() and mine.data_ptr() != own.data_ptr():
+            mine.copy_(own)
+        going = {call: _bytes(sends[place]) for place, call in self._calls.items()}
+        coming = {call: _bytes(receives[place]) for place, call in self._calls.items()}
+        for place in self._calls:
+            operation.count(sends[place].nbytes, self._leaves_host(place))
+        with selectors.DefaultSelector() as selector:
+            for call in self._calls.values():
+                if wanted := _wanted(going[call], coming[call]):
+                    selector.register(call, wanted)
+            while selector.get_map():
+                ready = selector.select(self._timeout_s)
+                if not ready:
+                    raise TimeoutError(f"nothing came or went for {self._timeout_s:g} s")
+                for key, events in ready:
+                    call = key.fileobj
+                    assert isinstance(call, socket.socket)
+                    going[call], coming[call] = _move(call, events, going[call], coming[call])
+                    wanted = _wanted(going[call], coming[call])
+                    if not wanted:
+                        selector.unregister(call)
+                    elif wanted != key.events:
+                        selector.modify(call, wanted)
+
+
+def _move(call: socket.socket, events: int, going: memoryview, coming: memoryview) -> tuple[memoryview, memoryview]:
+    """Send and receive what goes without waiting; what is left of both."""
+    if events & selectors.EVENT_WRITE:
+        going = going[call.send(going[:_AT_ONCE]) :]
+    if events & selectors.EVENT_READ:
+        count = call.recv_into(coming, min(len(coming), _AT_ONCE))
+        if not count:
+            raise ConnectionResetError("a replica has left the meeting")
+        coming = coming[count:]
+    return going, coming
+
+
+def _cut(flat: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    ends = list(itertools.accumulate(counts, initial=0))
+    return [flat[first:last] for first, last in itertools.pairwise(ends)]
+
+
+def _combined(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The parts combined in the tree of all links, which splits n at the largest power of two below it."""
+    if len(parts) == 1:
+        is_short = op == "sum" and parts[0].dtype in (torch.bfloat16, torch.float16)
+        return parts[0].float() if is_short else parts[0]  # rounded once, at the end
+    middle = 1 << (len(parts) - 1).bit_length() - 1
+    return _FUNCTIONS[op](_combined(parts[:middle], op), _combined(parts[middle:], op))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    if not tensor.numel():
+        return memoryview(b"")
+    values: Any = tensor.detach().contiguous().view(torch.uint8).numpy()  # of an array, which has no such type
+    return memoryview(values)
+
+
+def _wanted(going: memoryview, coming: memoryview) -> int:
+    return (selectors.EVENT_WRITE if len(going) else 0) | (selectors.EVENT_READ if len(coming) else 0)
+
+
+# One rank of a replica that meets others now and then: what it says, whom it joins, and what became of it.
+
+#: Seconds between questions, and for how long the ranks of a replica leave asking to the first one at a time.
+_ASK_S, _SLICE_S = 0.05, 2.0
+#: Seconds between two words of a replica that trains, at most.
+_BEAT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A meeting to take part in. members: replicas. givers: those of them whose weights count. place: of this one.
+
+    doors: of each member's ranks. number, token: of the anchor that comes of it. step: where givers stand.
+    """
+
+    id: int
+    members: tuple[int, ...]
+    givers: tuple[int, ...]
+    doors: tuple[tuple[str, ...], ...]
+    place: int
+    number: int
+    token: int
+    step: int
+
+
+class Party:
+    """Joins a replica's ranks to those of other replicas. All ranks of the replica call its methods together.
+
+    figures: where this replica stands, which the others are told: number and token of its anchor, step, loss.
+    others: step and loss of each replica, as last heard. says: takes lines for people. wants_out: whether this replica
+    is asked to stop, so that it waits for no meeting; the first rank is asked.
+
+    Args:
+        mesh: of this replica.
+        replica: which one it is.
+        address: of the meeting place.
+        host: under which ranks of other replicas reach this machine.
+        timeout_s: how long nothing may move.
+        key: that the meeting place must have.
+        on_first: returns what the first rank of the replica finds, on all of them.
+        gather: returns the bytes of each rank of the replica, on all of them.
+        says: takes lines for people.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        replica: int,
+        address: str,
+        host: str,
+        timeout_s: float,
+        key: str,
+        on_first: Callable[[Callable[[], Any]], Any],
+        gather: Callable[[bytes], list[bytes]],
+        says: Callable[[str], None] = lambda line: None,
+    ):
+        self.replica, self.timeout_s, self.says = replica, timeout_s, says
+        self.figures: dict[str, Any] = {"number": 0, "token": 0, "step": 0, "loss": 0.0, "begins": False}
+        self.others: dict[str, list[float]] = {}
+        self.wants_out: Callable[[], bool] = lambda: False
+        self._mesh, self._on_first, self._gather = mesh, on_first, gather
+        self._line = MeetingLine(address, replica, secrets.randbits(62), key)
+        self._door = MeetingDoor(host)
+        self._doors = [one.decode() for one in gather(self._door.address.encode())]
+        self._behind, self._over = False, threading.Event()
+        if mesh.rank == 0:
+            threading.Thread(target=self._beat, name="weft-beat", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop saying where this replica stands."""
+        self._over.set()
+        self._door.close()
+
+    def begin(self) -> None:
+        """Wait until each replica stands before its first step or was further once, for `timeout_s` at most.
+
+        One that starts a little later than the others then finds what they found, and is late at no meeting.
+        """
+        self.figures["begins"] = True
+        end = time.monotonic() + self.timeout_s
+        while not self._on_first(lambda: self._all_begin_in_a_while(end)):
+            pass
+
+    def is_behind(self) -> bool:
+        """Return whether another replica has a newer anchor."""
+        return bool(self._on_first(self._say_where))
+
+    def meet(self, layout: str) -> Call | dict[str, Any]:
+        """Wait for a meeting: as long as it takes where another replica's anchor is newer.
+
+        Returns what the place says where there is none: "alone" where it could not be reached, "over", "leave" where
+        this replica is asked to stop.
+
+        Args:
+            layout: what this replica holds, in words: the others must hold the same.
+
+        Raises:
+            CommError: where another replica holds something else.
+            ConfigError: where the meeting place has another key.
+        """
+        lost_at: list[float] = []
+        more = {"doors": self._doors, "layout": layout}
+        while True:
+            told = self._on_first(lambda: self._ask_for_a_while("arrive", more, lost_at))
+            if told["do"] == "refuse":
+                raise CommError(f"the replicas cannot meet: {told['why']}. Start all with the same config.")
+            if told["do"] == "meet":
+                place = told["members"].index(self.replica)
+                doors: Any = tuple(tuple(each) for each in told["doors"])
+                rest = (told[key] for key in ("number", "token", "step"))
+                return Call(told["id"], tuple(told["members"]), tuple(told["givers"]), doors, place, *rest)
+            if told["do"] != "wait":
+                return told
+
+    def settle(self, call: Call, is_well: bool) -> bool:
+        """Return whether a meeting counts.
+
+        Args:
+            call: what it was.
+            is_well: whether this rank has all of it.
+        """
+        ok = all(one == b"1" for one in self._gather(b"1" if is_well else b"0"))
+        more: dict[str, Any] = {"id": call.id, "ok": ok}
+        lost_at: list[float] = []
+        while True:
+            told = self._on_first(lambda: self._ask_for_a_while("done", more, lost_at))
+            if told["do"] != "wait":
+                return told["do"] == "commit"
+
+    def end(self, where: str) -> None:
+        """Tell that this replica has come to its end, and where its model is."""
+        if self._mesh.rank == 0:
+            with contextlib.suppress(OSError):
+                self._line.ask("end", **self.figures, where=where)
+        self.close()
+
+    @contextmanager
+    def axis(self, call: Call) -> Generator[Axis]:
+        """Join the ranks of the members that hold the same part as this one. OSError where one does not come.
+
+        Args:
+            call: the meeting.
+        """
+        rank, mesh = self._mesh.rank, self._mesh
+        doors = [each[rank] for each in call.doors]
+        ranks = tuple(member * mesh.world_size + rank for member in call.members)
+        if len(doors) == 1:
+            yield Axis("dp_replicate", 1, 0, ranks)
+            return
+        hosts = [door.rpartition(":")[0] for door in doors]
+        own = hosts[call.place]
+        calls = self._door.join(call.id, call.place, doors, self.timeout_s)
+        link = SocketLink(calls, call.place, self.timeout_s, lambda place: hosts[place] != own)
+        group: Any = object()  # stands for a process group: links are found by it
+        kind = mesh.device.type
+        links: dict[tuple[object, ...], object] = {
+            (group, kind): link if kind == "cpu" else StagedLink(link, "sockets carry the host's memory")
+        }
+        record = mesh.world.record
+        try:
+            yield Axis("dp_replicate", len(doors), call.place, ranks, group, record, links, mesh.pulse)
+        finally:
+            link.close()
+
+    def _all_begin_in_a_while(self, end: float) -> bool:
+        """On the first rank: whether there is nothing to wait for any more, after some seconds at most."""
+        look_until = min(end, time.monotonic() + _SLICE_S)
+        while time.monotonic() < look_until and not self.wants_out():
+            with contextlib.suppress(OSError):
+                if self._line.ask("beat", **self.figures)["begin"]:
+                    return True
+            time.sleep(_ASK_S)
+        return self.wants_out() or time.monotonic() >= end
+
+    def _ask_for_a_while(self, say: str, more: dict[str, Any], lost_at: list[float]) -> dict[str, Any]:
+        """On the first rank: ask until there is an answer other than "wait", for some seconds."""
+        end = time.monotonic() + _SLICE_S
+        while True:
+            if say == "arrive" and self.wants_out():
+                with contextlib.suppress(OSError):
+                    self._line.ask("leave", **self.figures)
+                return {"do": "leave", "why": "this replica is asked to stop"}
+            try:
+                told = self._line.ask(say, **self.figures, **more)
+                lost_at.clear()
+            except OSError as error:
+                lost_at[:] = lost_at or [time.monotonic()]
+                if time.monotonic() - lost_at[0] > self.timeout_s:
+                    return {"do": "alone", "why": str(error)}
+                told = {"do": "wait"}
+            if told["do"] != "wait" or time.monotonic() > end:
+                return told
+            time.sleep(_ASK_S)
+
+    def _beat(self) -> None:
+        while not self._over.wait(min(_BEAT_S, self.timeout_s / 4)):
+            with contextlib.suppress(ConfigError):  # told where this replica asks for a meeting
+                self._say_where()
+
+    def _say_where(self) -> bool:
+        """Tell where this replica stands; whether another one's anchor is newer, as far as is known."""
+        with contextlib.suppress(OSError):
+            told = self._line.ask("beat", **self.figures)
+            self._behind, self.others = bool(told["behind"]), told["replicas"]
+        return self._behind

@@ -1,0 +1,377 @@
+"""Who takes part in which meeting: one state, changed by what replicas say, with no clock and no socket of its own.
+
+A replica's *anchor* has a number, how many meetings it has been through, and a token that only equal anchors share. At
+a meeting
+
+    givers      have the newest anchor of all replicas that are known to live: what they learnt is averaged
+    the others  have an older one: they bring nothing, and take anchor and momentum from a giver
+
+It begins once all that live have arrived, or when the first giver has waited for `timeout_s`. Its members exchange and
+say how that went: if all of them did well it counts for all, else for none, and those who come again begin another.
+Only this state says that a meeting counts, so that two parts of a cut network never both believe in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.errors import ConfigError, LaunchError
+
+#: Outcomes that are remembered: a member may have been away when one was decided.
+_KEPT = 8
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What is known of one replica. heard, arrived: when (s); None: never, not now. given_up: the rest does not wait.
+
+    has_begun: it stood before its first step, with its weights, or was further, since this place is there.
+    """
+
+    anchor: tuple[int, int] = (-1, 0)
+    step: int = 0
+    loss: float = 0.0
+    heard: float | None = None
+    arrived: float | None = None
+    session: int = 0
+    doors: list[str] = field(default_factory=list[str])
+    layout: str = ""
+    given_up: bool = False
+    has_begun: bool = False
+    ended: str | None = None
+
+
+@dataclass(slots=True)
+class _Round:
+    """A meeting under way. said: how the exchange went, by member. first_said: when the first told."""
+
+    told: dict[str, Any]
+    said: dict[int, bool] = field(default_factory=dict[int, bool])
+    first_said: float = 0.0
+
+
+class MeetingRounds:
+    """The meetings of a run's replicas.
+
+    Args:
+        replicas: how many there are.
+        timeout_s: how long those who are there wait for the others.
+    """
+
+    def __init__(self, replicas: int, timeout_s: float):
+        self._replicas = {number: _Replica() for number in range(replicas)}
+        self._timeout_s = timeout_s
+        self._round: _Round | None = None
+        self._outcomes: dict[int, str] = {}
+
+    def hear(self, said: dict[str, Any], now: float) -> dict[str, Any]:
+        """Take one replica's word, and return what it is told.
+
+        Args:
+            said: `say` is "beat", "arrive", "leave", "done" or "end"; the rest says who it is and where it stands.
+            now: seconds of a clock that only rises.
+        """
+        number = int(said["replica"])
+        one = self._replicas[number]
+        if said["session"] != one.session:  # a new process: what the old one began is over
+            one.session, one.arrived, one.ended = said["session"], None, None
+            if self._round is not None and number in self._round.told["members"]:
+                self._close("abort")
+        one.anchor = (said["number"], said["token"])
+        one.step, one.loss, one.heard, one.given_up = said["step"], said["loss"], now, False
+        one.has_begun = one.has_begun or said.get("begins", True)
+        self._settle(now)
+        match said["say"]:
+            case "arrive":
+                return self._arrive(number, said, now)
+            case "done":
+                return self._done(number, said, now)
+            case "end":
+                one.ended, one.arrived = said["where"], None
+            case "leave":
+                self._leave(number)
+            case _:  # "beat": that it lives is known by now
+                pass
+        others = {key: [each.step, each.loss] for key, each in self._replicas.items() if each.heard is not None}
+        all_begin = all(each.has_begun or each.ended is not None for each in self._replicas.values())
+        return {"do": "go on", "behind": self._is_behind(number, now), "begin": all_begin, "replicas": others}
+
+    def _lives(self, one: _Replica, now: float) -> bool:
+        return one.ended is None and one.heard is not None and now - one.heard <= self._timeout_s
+
+    def _is_behind(self, number: int, now: float) -> bool:
+        own = self._replicas[number].anchor
+        return any(one.anchor > own and self._lives(one, now) for one in self._replicas.values())
+
+    def is_over(self, now: float) -> bool:
+        """Return whether the place may close: each replica has ended, or has not been heard for long.
+
+        Args:
+            now: seconds of the same clock.
+        """
+        return not any(self._lives(one, now) for one in self._replicas.values())
+
+    def _leave(self, number: int) -> None:
+        """One that is asked to stop waits no longer; a meeting of which it is a member comes to nothing."""
+        self._replicas[number].arrived = None
+        under_way = self._round
+        if under_way is not None and number in under_way.told["members"] and number not in under_way.said:
+            self._close("abort")
+
+    def _arrive(self, number: int, said: dict[str, Any], now: float) -> dict[str, Any]:
+        one, under_way = self._replicas[number], self._round
+        if under_way is not None and number in under_way.told["members"] and number not in under_way.said:
+            return under_way.told
+        one.doors, one.layout, one.ended = said["doors"], said["layout"], None
+        other = next((key for key, each in self._replicas.items() if each.layout not in ("", one.layout)), None)
+        if other is not None:
+            return {"do": "refuse", "why": f"replica {other} holds {self._replicas[other].layout}, and replica "
+                    f"{number} {one.layout}"}  # fmt: skip
+        if one.arrived is None:
+            one.arrived = now
+        over = [(key, each) for key, each in self._replicas.items() if each.ended is not None]
+        newest = max(over, key=lambda pair: pair[1].anchor, default=None)
+        if newest is not None and newest[1].anchor > one.anchor and not self._is_behind(number, now):
+            told, token = newest[1], newest[1].anchor[1]
+            return {"do": "over", "replica": newest[0], "where": told.ended, "step": told.step, "token": token}
+        if under_way is None:
+            self._begin(now)
+        if self._round is not None and number in self._round.told["members"]:
+            return self._round.told
+        return {"do": "wait"}
+
+    def _begin(self, now: float) -> None:
+        """Begin a meeting of those who have arrived, where it is time."""
+        here = {key: one for key, one in self._replicas.items() if one.arrived is not None and self._lives(one, now)}
+        newest = max(one.anchor for one in self._replicas.values() if self._lives(one, now))
+        givers = sorted(key for key, one in here.items() if one.anchor == newest)
+        if not givers:
+            return  # who has the newest anchor lives, and will come
+        away = [one for key, one in self._replicas.items() if key not in here and one.ended is None]
+        patient = [one for one in away if not one.given_up and (one.heard is None or self._lives(one, now))]
+        first = min(one.arrived for key in givers if (one := here[key]).arrived is not None)
+        if patient and now - first < self._timeout_s:
+            return
+        for one in away:
+            one.given_up = one.heard is None
+        members = sorted(here)
+        self._round = _Round(
+            {
+                "do": "meet",
+                "id": secrets.randbits(62),
+                "members": members,
+                "givers": givers,
+                "doors": [here[key].doors for key in members],
+                "number": newest[0] + 1,
+                "token": secrets.randbits(62),
+                "step": max(here[key].step for key in givers),
+            }
+        )
+        for one in here.values():
+            one.arrived = None
+
+    def _done(self, number: int, said: dict[str, Any], now: float) -> dict[str, Any]:
+        under_way = self._round
+        if under_way is None or said["id"] != under_way.told["id"]:
+            return {"do": self._outcomes.get(said["id"], "abort")}
+        under_way.first_said = under_way.first_said if under_way.said else now
+        under_way.said[number] = bool(said["ok"])
+        self._settle(now)
+        return {"do": self._outcomes.get(said["id"], "wait")}
+
+    def _settle(self, now: float) -> None:
+        """Decide whether the meeting under way counts, where that is known."""
+        under_way = self._round
+        if under_way is None:
+            return
+        members, said = under_way.told["members"], under_way.said
+        silent = [self._replicas[key] for key in members if key not in said]
+        if not all(said.values()) or (said and silent and now - under_way.first_said > self._timeout_s):
+            self._close("abort")
+        elif not silent:
+            self._close("commit")
+        elif not said and not any(self._lives(one, now) for one in silent):
+            self._close("abort")
+
+    def _close(self, outcome: str) -> None:
+        under_way, self._round = self._round, None
+        if under_way is None:
+            return
+        told = under_way.told
+        self._outcomes[told["id"]] = outcome
+        while len(self._outcomes) > _KEPT:
+            del self._outcomes[next(iter(self._outcomes))]
+        if outcome == "commit":
+            for key in told["members"]:
+                self._replicas[key].anchor = (told["number"], told["token"])
+
+
+# Where replicas leave word, and how: one small question and answer at a time, each over a connection of its own.
+
+_MOST_BYTES = 1 << 20
+_WRONG_KEY = b"wrong key\n"
+#: How long (s) one answer may take before the question is asked again.
+_ANSWER_S = 5.0
+_LOOK_S = 0.2
+
+
+class MeetingPlace:
+    """Answers the replicas of one run, in threads of this process.
+
+    Args:
+        host: of the interface it listens on.
+        port: 0 takes a free one.
+        replicas: how many there are.
+        timeout_s: how long a meeting waits.
+        key: that whoever asks must have.
+
+    Raises:
+        LaunchError: where the address cannot be had.
+    """
+
+    def __init__(self, host: str, port: int, replicas: int, timeout_s: float, key: str):
+        self._key = key.encode()
+        self._rounds, self._lock = MeetingRounds(replicas, timeout_s), threading.Lock()
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._listener = socket.create_server((host, port), family=family)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise LaunchError(
+                f"launch.meet_at={host}:{port}: this machine cannot listen there ({why}). Use an address of the "
+                "machine of replica 0 and a free port."
+            ) from error
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._answer, name="weft-meetings", daemon=True).start()
+
+    def is_over(self) -> bool:
+        """Return whether each replica has ended, or has not been heard for `timeout_s`."""
+        with self._lock:
+            return self._rounds.is_over(time.monotonic())
+
+    def wait_until_over(self) -> None:
+        """Answer until each replica has ended, or has not been heard for `timeout_s`."""
+        while not self.is_over():
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Stop answering."""
+        with contextlib.suppress(OSError):  # wakes accept()
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                call, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(call,), name="weft-meeting", daemon=True).start()
+
+    def _serve(self, call: socket.socket) -> None:
+        # What is no question is not answered: others may knock at a port.
+        with call, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            call.settimeout(_ANSWER_S)
+            once = secrets.token_hex(16).encode()
+            call.sendall(once + b"\n")
+            text = _proven(_line(call), self._key, once, b"asks")
+            if text is None:
+                call.sendall(_WRONG_KEY)
+                return
+            with self._lock:
+                answer = self._rounds.hear(json.loads(text), time.monotonic())
+            call.sendall(_with_proof(json.dumps(answer).encode(), self._key, once, b"answers"))
+
+
+class MeetingLine:
+    """One replica's way to the place.
+
+    Args:
+        address: host:port.
+        replica: which one this is.
+        session: of this process: another one of the same replica is another session.
+        key: that the place must have.
+    """
+
+    def __init__(self, address: str, replica: int, session: int, key: str):
+        self.address, self._key = address, key.encode()
+        self._own = {"replica": replica, "session": session}
+
+    def ask(self, say: str, **more: Any) -> dict[str, Any]:
+        """Return the answer. OSError where there is none in time.
+
+        Args:
+            say: as `MeetingRounds.hear` takes it.
+            more: the rest of what is said.
+
+        Raises:
+            ConfigError: where the place has another key.
+        """
+        host, _, port = self.address.rpartition(":")
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S) as call:
+            once = _line(call)
+            call.sendall(_with_proof(json.dumps({"say": say, **self._own, **more}).encode(), self._key, once, b"asks"))
+            answer = _line(call)
+            text = _proven(answer, self._key, once, b"answers")
+            if text is None:
+                raise ConfigError(
+                    f"launch.meeting_key: the place where replicas meet, {self.address}, has another key. Start all "
+                    "replicas with the same one."
+                )
+            found: dict[str, Any] = json.loads(text)
+            return found
+
+
+def address_towards(address: str) -> str:
+    """Return the address of this machine by which the machine of another address sees it; nothing is sent.
+
+    Args:
+        address: host:port.
+
+    Raises:
+        LaunchError: where this machine knows no way there.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            found: str = probe.getsockname()[0]
+    except (OSError, OverflowError) as error:
+        raise LaunchError(
+            f"launch.meet_at={address}: this machine knows no way there ({getattr(error, 'strerror', None) or error}). "
+            "Use the name or address of the machine that starts replica 0, and a port from 1 to 65535."
+        ) from error
+    return found
+
+
+def _line(call: socket.socket) -> bytes:
+    text = b""
+    while not text.endswith(b"\n"):
+        part = call.recv(65536)
+        if not part or len(text) > _MOST_BYTES:
+            raise ConnectionResetError("half a message")
+        text += part
+    return text[:-1]
+
+
+def _with_proof(text: bytes, key: bytes, once: bytes, who: bytes) -> bytes:
+    return _proof(text, key, once, who) + b" " + text + b"\n"
+
+
+def _proven(line: bytes, key: bytes, once: bytes, who: bytes) -> bytes | None:
+    """What a line says; None where who wrote it does not have the key."""
+    proof, _, text = line.partition(b" ")
+    return text if hmac.compare_digest(proof, _proof(text, key, once, who)) else None
+
+
+def _proof(text: bytes, key: bytes, once: bytes, who: bytes) -> bytes:
+    return hmac.new(key, b" ".join((once, who, text)), "sha256").hexdigest().encode()

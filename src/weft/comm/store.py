@@ -1,0 +1,272 @@
+"""Control messages between ranks over their store, for a thread that must not issue collectives.
+
+Sending costs one store request, whatever the number of ranks. Rank 0 reads all messages in batches of 1,024 keys. A
+second process group would do too, but it holds a socket for every other rank. All messages are signed
+(watch/signed_store.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from weft import env
+from weft.comm.private_torch import connect_store
+from weft.comm.signed_store import StoreKey, forged, store_key
+from weft.env import RankEnv
+from weft.errors import CheckpointError, CommError, WeftError
+from weft.private_torch import Store
+
+#: How long (s) one request waits for missing messages; it is then repeated without an end.
+_SLICE = datetime.timedelta(seconds=60)
+#: Messages per request.
+_AT_ONCE = 1024
+#: How long (s) a reader waits for a signed message to replace one that is not, and how often it looks.
+_FORGED_S, _LOOK_AGAIN_S = 30.0, 0.1
+
+
+class StoreTalk:
+    """Ordered messages between all ranks. All make one, and call the same methods in the same order, from one thread.
+
+    If a rank exits, the others block until the launcher ends the job. Methods raise CommError if the store is lost, or
+    if a message is not signed.
+
+    Args:
+        rank: this rank.
+        number: number of ranks.
+        open_store: opens a store connection for this thread; None connects to the ranks' store.
+        key: signs the messages; None takes the key of the process group.
+    """
+
+    def __init__(
+        self, rank: int, number: int, open_store: Callable[[], Store] | None = None, key: StoreKey | None = None
+    ):
+        self._rank, self._number = rank, number
+        self._open_store = open_store or (lambda: connect_store(_SLICE))
+        self._key = key or store_key()
+        self._store: Store | None = None
+        self._turn = 0
+        self._spent: list[str] = []
+        # Counted here and not in the store, where others could change the count.
+        self._prefix = f"weft/talk/{self._key.next_number('talk')}"
+
+    def gather(self, record: bytes) -> list[bytes]:
+        """Return every rank's bytes on rank 0, in rank order. Other ranks return [] without waiting."""
+        turn = self._next()
+        with self._told_if_lost() as store:
+            if self._rank:
+                _put(store, self._key, f"{turn}/{self._rank}", record)
+                return []
+            keys = [f"{turn}/{rank}" for rank in range(1, self._number)]
+            found = [record, *self._read(store, keys)]
+            # A rank that has sent its message has read all earlier ones.
+            for key in (*keys, *self._spent):
+                store.delete_key(key)
+            self._spent.clear()
+        return found
+
+    def on_first(self, act: Callable[[], Any]) -> Any:
+        """Run `act` on rank 0 and return its JSON value on every rank.
+
+        Raises:
+            CheckpointError: on other ranks, with the message of the error that `act` raised on rank 0.
+        """
+        turn = self._next()
+        if self._rank:
+            with self._told_if_lost() as store:
+                said = json.loads(self._read(store, [turn])[0])
+            if "error" in said:
+                raise CheckpointError(said["error"])
+            return said["value"]
+        try:
+            said = {"value": act()}
+        except BaseException as error:
+            told = str(error) if isinstance(error, WeftError) else f"rank 0: {type(error).__name__}: {error}"
+            self._say(turn, {"error": told})
+            raise
+        self._say(turn, said)
+        return said["value"]
+
+    def _say(self, key: str, said: dict[str, Any]) -> None:
+        with self._told_if_lost() as store:
+            _put(store, self._key, key, json.dumps(said).encode())
+            self._spent.append(key)
+
+    def _next(self) -> str:
+        self._turn += 1
+        return f"{self._prefix}/{self._turn}"
+
+    def _read(self, store: Store, keys: Sequence[str]) -> list[bytes]:
+        """Wait for messages as long as it takes."""
+        untyped: Any = store
+        found: list[bytes] = []
+        for first in range(0, len(keys), _AT_ONCE):
+            some = list(keys[first : first + _AT_ONCE])
+            while not _are_there(store, some):
+                pass
+            found += [self._opened(store, key, one) for key, one in zip(some, untyped.multi_get(some), strict=True)]
+        return found
+
+    def _opened(self, store: Store, key: str, stored: bytes) -> bytes:
+        """Return a message once it is signed: the rank that owns the key overwrites what others put there."""
+        end = time.monotonic() + _FORGED_S
+        while (text := self._key.opened(key, stored)) is None:
+            if time.monotonic() > end:
+                raise CommError(f"{forged(key)} Start the run where only its ranks reach the store.")
+            time.sleep(_LOOK_AGAIN_S)
+            stored = store.get(key)
+        return text
+
+    @contextmanager
+    def _told_if_lost(self) -> Generator[Store]:
+        try:
+            if self._store is None:
+                self._store = self._open_store()
+            yield self._store
+        except (dist.DistError, RuntimeError) as error:
+            raise CommError(
+                f"rank {self._rank} of {self._number} lost the other ranks while a checkpoint was saved ({error}). "
+                "The log of one of them says why."
+            ) from error
+
+
+def _are_there(store: Store, keys: list[str]) -> bool:
+    """Wait for a while; return True once all messages are there."""
+    try:
+        store.wait(keys, _SLICE)
+    except dist.DistStoreError as error:
+        if "timeout" in str(error).lower():
+            return False
+        raise
+    return True
+
+
+def _put(store: Store, signing: StoreKey, key: str, message: bytes) -> None:
+    store.set(key, signing.sign(key, message))  # pyright: ignore[reportArgumentType]  # bytes are taken too
+
+
+# The first rank's word, heard by the others before there is a process group.
+
+#: How often (s) a rank asks, at first and at last.
+_ASK_S = (0.02, 1.0)
+#: How long (s) the first rank, which may host the store, stays for the others to hear its word.
+_STAY_S = 10.0
+
+
+class FirstWord:
+    """One message of rank 0 to all others. Its methods raise CommError when the store is lost."""
+
+    def __init__(self, place: RankEnv, store: Store):
+        """store: of all ranks, as `weft.comm.mesh.open_store` gives it."""
+        self._place, self._store = place, store
+        # A launcher that restarts its ranks may keep the store.
+        self._key = f"weft/word/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+    def say(self, word: bytes) -> None:
+        """Say rank 0's word; returns at once."""
+        try:
+            self._store.set(self._key, word)  # pyright: ignore[reportArgumentType]  # bytes are taken too; the stub says str
+        except (dist.DistError, RuntimeError) as error:
+            raise self._lost(error) from error
+
+    def hear(self) -> bytes:
+        """Wait for rank 0's word, as long as it takes, on another rank."""
+        pause = _ASK_S[0]
+        try:
+            while not self._store.check([self._key]):
+                time.sleep(pause)
+                pause = min(2 * pause, _ASK_S[1])
+            word = self._store.get(self._key)
+            self._store.add(f"{self._key}/heard", 1)
+        except (dist.DistError, RuntimeError) as error:
+            raise self._lost(error) from error
+        return word
+
+    def wait_heard(self) -> None:
+        """Wait on rank 0 until all others have heard, at most 10 s; call it before leaving after a refusal."""
+        end = time.monotonic() + _STAY_S
+        try:
+            while self._store.add(f"{self._key}/heard", 0) < self._place.world_size - 1 and time.monotonic() < end:
+                time.sleep(_ASK_S[0])
+        except (dist.DistError, RuntimeError) as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> CommError:
+        place = self._place
+        return CommError(
+            f"rank {place.rank} of {place.world_size} lost the others at {place.master_addr}:{place.master_port} "
+            f"before training began: {error}. The log of one of them says why."
+        )
+
+
+# Reports in the ranks' store: each rank leaves a small one, and rank 0 reads them all.
+
+_TIMEOUT = datetime.timedelta(seconds=5)
+_PREFIX = "weft/figures/"
+#: Reports per request.
+
+
+class StoreBoard:
+    """One rank's end of the board. Reports are signed and numbered: others cannot write one, nor bring back an old one.
+
+    Args:
+        rank: this rank.
+        number: number of ranks.
+        open_store: opens a store connection; None connects to the ranks' store.
+        key: signs the reports; None takes the key of the process group.
+    """
+
+    def __init__(
+        self, rank: int, number: int, open_store: Callable[[], Store] | None = None, key: StoreKey | None = None
+    ):
+        self._rank, self._number = rank, number
+        self._open_store = open_store or (lambda: connect_store(_TIMEOUT))
+        self._key = key or store_key()
+        self._store: Store | None = None
+        self._are_there = False
+        self._num_posted = 0
+        self._newest: dict[int, tuple[int, str]] = {}
+
+    def post(self, text: str) -> None:
+        """Replace this rank's report."""
+        self._num_posted += 1
+        name = f"{_PREFIX}{self._rank}"
+        stored = self._key.sign(name, f"{self._num_posted} {text}")
+        self._open().set(name, stored)  # pyright: ignore[reportArgumentType]  # bytes are taken too
+
+    def read(self) -> Sequence[str]:
+        """Return the newest report of every rank, "" for a rank without one."""
+        store = self._open()
+        untyped: Any = store
+        keys = [f"{_PREFIX}{rank}" for rank in range(self._number)]
+        if not self._are_there:
+            # A missing key would be waited for. A key that is there keeps its value.
+            for key in keys:
+                store.compare_set(key, "", "")
+            self._are_there = True
+        found: list[bytes] = []
+        for first in range(0, self._number, _AT_ONCE):
+            found += untyped.multi_get(keys[first : first + _AT_ONCE])
+        for rank, stored in enumerate(found):
+            self._take(rank, keys[rank], stored)
+        return [self._newest.get(rank, (0, ""))[1] for rank in range(self._number)]
+
+    def _take(self, rank: int, key: str, stored: bytes) -> None:
+        """Keep a report if it is signed and newer than the one before."""
+        text = self._key.opened(key, stored) if stored else None
+        if text is None:
+            return
+        number, _, report = text.decode(errors="replace").partition(" ")
+        if int(number) > self._newest.get(rank, (0, ""))[0]:
+            self._newest[rank] = int(number), report
+
+    def _open(self) -> Store:
+        if self._store is None:
+            self._store = self._open_store()
+        return self._store

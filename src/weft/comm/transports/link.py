@@ -1,0 +1,448 @@
+"""What the device's compute stream waits for a collective: the host goes on at once, and its clock says nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from weft.comm.private_torch import num_modes
+from weft.comm.transports.scattered_tensor import Parts
+from weft.errors import CommError
+from weft.private_torch import without_modes
+
+
+class StreamWait:
+    """From where the compute stream begins to wait to where it goes on: two events, read when somebody asks."""
+
+    def __init__(self) -> None:
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start.record()
+
+    @classmethod
+    def begin(cls, device: torch.device) -> StreamWait | None:
+        """Begin to time a wait of the current stream; None where the host waits, or another than the compute stream.
+
+        What another stream waits for holds nothing up by itself.
+        """
+        if device.type != "cuda" or torch.cuda.current_stream() != torch.cuda.default_stream():
+            return None
+        return cls()
+
+    def end(self, arrived: torch.cuda.Event | None = None) -> StreamWait:
+        """Say that the stream goes on.
+
+        arrived: when what it waited for was there, on another stream, perhaps before the wait; None: now.
+        """
+        if arrived is None:
+            self._end.record()
+        else:
+            self._end = arrived
+        return self
+
+    def seconds(self) -> float:
+        """Return how long it waited; the host waits until that is known."""
+        self._start.synchronize()
+        self._end.synchronize()
+        return max(0.0, self._start.elapsed_time(self._end) / 1000)
+
+
+def waited(wait: StreamWait | None, device: torch.device, host_s: float) -> float | StreamWait:
+    """Return the seconds of a wait that ends now, for the ledger.
+
+    Args:
+        wait: what `StreamWait.begin` gave.
+        device: of the tensor that was waited for.
+        host_s: by the host's clock, which counts where the host itself waits.
+    """
+    if wait is not None:
+        return wait.end()
+    return 0.0 if device.type == "cuda" else host_s
+
+
+# What every transport offers: a link joins the ranks of one axis and carries operations in the order they start.
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One collective under way. Tensors are flat and contiguous; `source` may lie in parts.
+
+    kind: "all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier" or "all_to_all". op: "sum", "max" or
+    "min". root: the axis's rank that broadcasts. finished: the result is in `out`.
+    send, receive: elements to and from each rank of the axis (all_to_all). most: the most elements that go from one
+    rank to another in it; all ranks give the same.
+    then: makes the result of what has come; whoever waited calls it, once, and its time is no waiting.
+    sent_bytes, off_host_bytes: what this rank has handed to other ranks, and what of it to other hosts, once finished:
+    links that know count it, which those of a backend (nccl) do not.
+    """
+
+    kind: str
+    axis: str
+    source: torch.Tensor | Parts
+    out: torch.Tensor
+    op: str = "sum"
+    root: int = 0
+    send: tuple[int, ...] = ()
+    receive: tuple[int, ...] = ()
+    most: int = 0
+    then: Callable[[], None] | None = field(default=None, init=False)
+    sent_bytes: int = field(default=0, init=False)
+    off_host_bytes: int = field(default=0, init=False)
+    finished: bool = field(default=False, init=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {self.axis}"
+
+    @property
+    def combined_in(self) -> torch.dtype:
+        """The format that values are combined in before they are rounded once."""
+        return combined_in(self.out.dtype, self.op)
+
+    def count(self, num_bytes: int, off_host: bool) -> None:
+        """Add bytes that this rank hands to another."""
+        self.sent_bytes += num_bytes
+        self.off_host_bytes += num_bytes if off_host else 0
+
+
+def combined_in(dtype: torch.dtype, op: str) -> torch.dtype:
+    """Return the format that values of `dtype` are combined in before they are rounded once."""
+    return torch.float32 if op == "sum" and dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class SentBytes:
+    """Counts what gloo has a rank send. rank: its place on the axis. hosts: a number for the host of each place."""
+
+    def __init__(self, rank: int, hosts: tuple[int, ...]):
+        self._rank, self._hosts = rank, hosts
+
+    def to(self, operation: Operation, place: int, num_bytes: int) -> None:
+        """Count what goes to one other rank; what stays here is none of it."""
+        if place != self._rank:
+            operation.count(num_bytes, self._hosts[place] != self._hosts[self._rank])
+
+    def ring(self, operation: Operation, num_bytes: int) -> None:
+        """Count gloo's own all_reduce: each rank sends to the one before it, all but its part, twice."""
+        size = len(self._hosts)
+        self.to(operation, (self._rank - 1) % size, 2 * (size - 1) * num_bytes // size)
+
+    def tree(self, operation: Operation, root: int, num_bytes: int) -> None:
+        """Count gloo's broadcast: a binomial tree over places counted from the root."""
+        size, step = len(self._hosts), 1
+        place = (self._rank - root) % size
+        while step < size:  # the first `step` have the bytes by now, and each sends them to the one `step` further on
+            if place < step and place + step < size:
+                self.to(operation, (place + step + root) % size, num_bytes)
+            step *= 2
+
+
+class Link(Protocol):
+    """The ranks of one axis, joined by one transport. `reason` says why this transport was taken.
+
+    self_driven: operations go on without this thread; `block` is all there is to do. With nccl it orders the current
+    stream behind the operation, so it must be called on the stream that uses the result.
+    """
+
+    transport: str
+    reason: str
+    self_driven: bool
+
+    def start(self, operation: Operation) -> None:
+        """Begin; never waits for another rank."""
+        ...
+
+    def advance(self) -> bool:
+        """Carry on what is under way as far as it goes without waiting; True when something moved."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Something is under way that `advance` can carry on."""
+        ...
+
+    def block(self, operation: Operation) -> bool:
+        """Wait for `operation` in the backend, with nothing else carried on. False where the link cannot."""
+        ...
+
+    def late(self) -> tuple[int, ...]:
+        """Return the global ranks that this rank waits for; empty where the transport does not know.
+
+        Any thread may ask.
+        """
+        ...
+
+    def look(self, operation: Operation, waited_s: float) -> None:
+        """Raise CommError when `operation` cannot end any more: a rank is gone, or the time is over."""
+        ...
+
+
+#: time.sleep(0) returns at once on Linux, with the core still this rank's.
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class Patience:
+    """Waiting that leaves the core to others: ranks may be more than cores.
+
+    Yields the core at first (the next word of the others is near), then sleeps, longer as time goes by. Measured on 2
+    cores: small steps of 8 ranks take 0.8 of the time when they yield for 2 ms in place of 0.1 ms, since a sleep is
+    longer than what it waits for; steps of a second, and of 4 ranks, take the same.
+    """
+
+    YIELD_S, LOOK_S = 0.002, 0.1
+
+    def __init__(self) -> None:
+        self._start = self._looked = time.perf_counter()
+
+    def rest(self) -> float | None:
+        """Rest once. Returns the seconds waited so far when it is time to look after the other ranks."""
+        now = time.perf_counter()
+        waited = now - self._start
+        if waited < self.YIELD_S:
+            _yield_core()
+        else:
+            # Longer sleeps where waiting has been long: a hundredth of it, at most 2 ms.
+            time.sleep(min(waited / 100, 0.002))
+        if now - self._looked < self.LOOK_S:
+            return None
+        self._looked = now
+        return waited
+
+
+def unobserved() -> AbstractContextManager[object]:
+    """Hide what is done inside from dispatch modes, but for one that tensors without values need: that one stays.
+
+    What a wait carries on depends on time, so it differs between two runs of the same forward; selective recompute
+    counts operations by such a mode, and would take the second run for another computation.
+    """
+    return without_modes() if num_modes() else nullcontext()
+
+
+def finish(operation: Operation, link: Link, links: list[Link]) -> None:
+    """Carry on all `links` until `operation` is finished.
+
+    Args:
+        operation: has been started.
+        link: the one that carries it.
+        links: all of this rank, `link` among them.
+
+    Raises:
+        CommError: naming axis and operation, when a rank is gone or the group's timeout is over.
+    """
+    if link.self_driven:
+        link.block(operation)
+    patience = Patience()
+    while not operation.finished:
+        moved = False
+        others = False
+        for other in links:
+            if other.busy:
+                others = others or other is not link
+                moved = other.advance() or moved
+        if operation.finished or (not others and link.block(operation)):
+            break
+        if moved:
+            patience = Patience()
+            continue
+        waited_s = patience.rest()
+        if waited_s is not None:
+            link.look(operation, waited_s)
+
+
+def failed(operation: Operation, error: Exception) -> CommError:
+    """Make the CommError for what the backend raised."""
+    text = str(error).strip().splitlines()
+    return CommError(
+        f"{operation}: {text[0] if text else type(error).__name__}. "
+        f"Look at the logs of the other ranks: one of them has probably ended, or called something else."
+    )
+
+
+# An operation as one number, which ranks compare before they use each other's data.
+
+KINDS = ("barrier", "broadcast", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+OPS = ("sum", "max", "min")
+#: In this order on all ranks; those not listed share the last number.
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+
+
+def sign(operation: Operation) -> int:
+    """Kind, op, dtype, root and number of elements: two equal signatures fit each other."""
+    dtype = operation.source.dtype
+    code = DTYPES.index(dtype) if dtype in DTYPES else len(DTYPES)
+    # What ranks send to each other may differ in size; the most of it may not.
+    signature = operation.most if operation.kind == "all_to_all" else operation.source.numel()
+    for value, limit in ((operation.root, 1 << 12), (code, 16), (OPS.index(operation.op), 4)):
+        signature = signature * limit + value % limit
+    return signature * 8 + KINDS.index(operation.kind)
+
+
+def explain_signature(signature: int) -> str:
+    """The words for a signature, such as "all_reduce (sum) of 12 float32"."""
+    signature, kind = divmod(signature, 8)
+    signature, op = divmod(signature, 4)
+    signature, code = divmod(signature, 16)
+    numel, root = divmod(signature, 1 << 12)
+    name = KINDS[kind]
+    if name == "barrier":
+        return name
+    dtype = str(DTYPES[code]).removeprefix("torch.") if code < len(DTYPES) else "values of another type"
+    detail = f" from {root}" if name == "broadcast" else f" ({OPS[op]})" if "reduce" in name else ""
+    amount = f"at most {numel}" if name == "all_to_all" else str(numel)
+    return f"{name}{detail} of {amount} {dtype}"
+
+
+# Sums, maxima and minima of the ranks' parts, always in one tree over ranks: every transport gives the same bits.
+
+#: Bytes combined at a time: small enough to stay in a core's cache while all parts are added.
+BLOCK_BYTES = 1 << 19
+
+_FUNCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def branch(size: int) -> int:
+    """Return how many of `size` parts, from the first, are combined among themselves: 2^k, less than `size`."""
+    return 1 << (size - 1).bit_length() - 1
+
+
+class Combiner:
+    """Combines parts of equal length; keeps scratch memory between calls: BLOCK_BYTES for each level of the tree."""
+
+    def __init__(self) -> None:
+        self._scratch: list[torch.Tensor] = []
+
+    def __call__(self, parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
+        """Combine parts in the order of the tree. `out` may be the memory of one of the parts.
+
+        Sums of bf16 and fp16 are kept in fp32 and rounded once. (Two parts need no scratch: their sum is
+        rounded once anyway.)
+        """
+        function, size = _FUNCTIONS[op], len(parts)
+        if size == 2:
+            function(parts[0], parts[1], out=out)
+            return
+        dtype, middle = combined_in(out.dtype, op), branch(size)
+        step = BLOCK_BYTES // dtype.itemsize
+        for first in range(0, out.numel(), step):
+            block = slice(first, min(first + step, out.numel()))
+            cut = [part[block] for part in parts]
+            left = self._fold(cut[:middle], op, dtype, 0)
+            right = self._fold(cut[middle:], op, dtype, 1)
+            # Only the last step writes to `out`: every part has been read by then.
+            if dtype == out.dtype:
+                function(left, right, out=out[block])
+            else:
+                out[block].copy_(left.add_(right))
+
+    def _fold(self, parts: list[torch.Tensor], op: str, dtype: torch.dtype, level: int) -> torch.Tensor:
+        """The parts combined, in the scratch of a level; a single part where it lies."""
+        if len(parts) == 1:
+            return parts[0]
+        middle = branch(len(parts))
+        total = self._room(parts[0].numel(), dtype, level)
+        left = self._fold(parts[:middle], op, dtype, level)
+        right = self._fold(parts[middle:], op, dtype, level + 1)
+        if dtype == parts[0].dtype:
+            _FUNCTIONS[op](left, right, out=total)
+        else:
+            (total.copy_(left) if middle == 1 else left).add_(right)
+        return total
+
+    def _room(self, numel: int, dtype: torch.dtype, level: int) -> torch.Tensor:
+        num_bytes = numel * dtype.itemsize
+        while len(self._scratch) <= level:
+            self._scratch.append(torch.empty(0, dtype=torch.uint8))
+        if self._scratch[level].numel() < num_bytes:
+            self._scratch[level] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._scratch[level][:num_bytes].view(dtype)
+
+
+# A link for devices whose ranks cannot reach each other: tensors go through host memory, over a link of the CPU.
+
+
+@dataclass(slots=True)
+class _Staged:
+    """One operation on the device, and the same one on the host."""
+
+    on_device: Operation
+    on_host: Operation
+
+
+class StagedLink:
+    """Copies to the host, lets `inner` carry the operation out there, and copies the result back."""
+
+    transport = "staged through the host"
+    self_driven = False
+
+    def __init__(self, inner: Link, reason: str):
+        self.reason = f"{reason}; {inner.transport} on the host: {inner.reason}"
+        self._inner = inner
+        self._under_way: deque[_Staged] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation is under way."""
+        return bool(self._under_way)
+
+    def start(self, operation: Operation) -> None:
+        """Copy the operation's input to the host, and start it there."""
+        with torch.no_grad(), unobserved():
+            on_host = _on_host(operation)
+        self._under_way.append(_Staged(operation, on_host))
+        self._inner.start(on_host)
+
+    def advance(self) -> bool:
+        """Carry on the link of the host, and bring finished results to the device."""
+        moved = self._inner.advance()
+        return self._bring_back() or moved
+
+    def block(self, operation: Operation) -> bool:
+        """Wait on the host's link, and bring the result to the device; False where that link cannot."""
+        staged = next((one for one in self._under_way if one.on_device is operation), None)
+        if staged is None:
+            return operation.finished
+        if not self._inner.block(staged.on_host):
+            return False
+        self._bring_back()
+        return True
+
+    def late(self) -> tuple[int, ...]:
+        """Return the global ranks that the host's link waits for."""
+        return self._inner.late()
+
+    def look(self, operation: Operation, waited_s: float) -> None:
+        """Raise what the host's link raises."""
+        staged = next((one for one in self._under_way if one.on_device is operation), None)
+        self._inner.look(staged.on_host if staged is not None else operation, waited_s)
+
+    def _bring_back(self) -> bool:
+        """Copy what the host has finished, in the order in which it was started."""
+        moved = False
+        while self._under_way and self._under_way[0].on_host.finished:
+            staged = self._under_way.popleft()
+            with torch.no_grad(), unobserved():
+                staged.on_device.out.copy_(staged.on_host.out)
+            staged.on_device.sent_bytes = staged.on_host.sent_bytes
+            staged.on_device.off_host_bytes = staged.on_host.off_host_bytes
+            staged.on_device.finished = moved = True
+        return moved
+
+
+def _on_host(operation: Operation) -> Operation:
+    """The operation with its tensors copied to the host. Waits until the device has made them."""
+    source, out = operation.source, operation.out
+    source = source.joined() if isinstance(source, Parts) else source
+    if operation.kind in ("all_reduce", "broadcast", "barrier"):
+        # In place: what is combined or sent lies where the result goes.
+        given = out if operation.kind != "all_reduce" else source
+        whole = given.detach().to("cpu", copy=True)
+        return replace(operation, source=whole, out=whole)
+    whole = source.detach().to("cpu", copy=True)
+    return replace(operation, source=whole, out=torch.empty_like(out, device="cpu"))

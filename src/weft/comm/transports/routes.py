@@ -1,0 +1,227 @@
+"""How each collective goes through the slots of a shared segment: what a rank publishes, reduces and collects.
+
+A tensor travels in pieces (spans of it) that fit a slot. For each piece, `publish` writes to this rank's slot; when all
+ranks have published, `reduce` reads theirs; where `two_phases`, `collect` reads what the others have reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from weft.comm.transports.link import Combiner, Operation
+from weft.comm.transports.scattered_tensor import Parts
+from weft.private_torch import split
+
+Span = tuple[int, int]
+Slots = Sequence[torch.Tensor]
+#: Where this rank's values lie.
+Source = TypeVar("Source", torch.Tensor, Parts)
+
+#: Below this many bytes each of three ranks or more adds everything itself: one meeting instead of two.
+WHOLE_BYTES = 1 << 15
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True when both flat tensors begin at the same address."""
+    return one.data_ptr() == other.data_ptr()
+
+
+class Route(Generic[Source]):
+    """One operation, cut into spans of at most `span` elements of `length`. source: the operation's own."""
+
+    two_phases = False
+
+    def __init__(self, operation: Operation, source: Source, rank: int, size: int, combine: Combiner):
+        self.operation = operation
+        self.source, self.out, self.op = source, operation.out, operation.op
+        self.rank, self.size, self.combine = rank, size, combine
+        self.length = self.source.numel()
+
+    def spans(self, slot_bytes: int) -> list[Span]:
+        """Cut the whole length; the same on all ranks."""
+        span = self.span(slot_bytes // self.source.itemsize)
+        return [(first, min(first + span, self.length)) for first in range(0, max(self.length, 1), span)]
+
+    def span(self, slot_numel: int) -> int:
+        """Elements of one piece where a slot holds `slot_numel`."""
+        return slot_numel
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        """Write to this rank's slot; nothing where the other ranks need only know that this one is here."""
+
+    def published(self, span: Span) -> int:
+        """Return how many elements that is."""
+        return span[1] - span[0]
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        """Every rank has published."""
+
+    def collect(self, span: Span, slots: Slots) -> None:
+        """Every rank has reduced."""
+
+
+class FlatRoute(Route[torch.Tensor]):
+    """Publishes its span as it is."""
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        first, last = span
+        mine[: last - first].copy_(self.source[first:last])
+
+
+class WholeReduce(FlatRoute):
+    """all_reduce, each rank adding everything: for two ranks, and for little."""
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        first, last = span
+        parts = [slot[: last - first] for slot in slots]
+        parts[self.rank] = self.source[first:last]
+        self.combine(parts, self.op, self.out[first:last])
+
+
+class SplitRoute(Route[Source]):
+    """all_reduce, each rank adding its part of a piece: the result goes back through its slot."""
+
+    two_phases = True
+
+    def _part(self, rank: int, numel: int) -> slice:
+        return slice(rank * numel // self.size, (rank + 1) * numel // self.size)
+
+    def collect(self, span: Span, slots: Slots) -> None:
+        first, last = span
+        for rank, slot in enumerate(slots):
+            part = self._part(rank, last - first)
+            self.out[first + part.start : first + part.stop].copy_(slot[part])
+
+
+class SplitReduce(SplitRoute[torch.Tensor]):
+    """The same of one tensor."""
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        first, last = span
+        own = self._part(self.rank, last - first)
+        mine[: own.start].copy_(self.source[first : first + own.start])
+        mine[own.stop : last - first].copy_(self.source[first + own.stop : last])
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        first, last = span
+        own = self._part(self.rank, last - first)
+        parts = [slot[own] for slot in slots]
+        result = parts[self.rank]
+        parts[self.rank] = self.source[first + own.start : first + own.stop]
+        self.combine(parts, self.op, result)
+
+
+class ScatterRoute(Route[Source]):
+    """reduce_scatter. Spans count within a shard; a slot holds the same span of every other rank's shard."""
+
+    def __init__(self, operation: Operation, source: Source, rank: int, size: int, combine: Combiner):
+        super().__init__(operation, source, rank, size, combine)
+        self.length = self.out.numel()
+
+    def span(self, slot_numel: int) -> int:
+        return slot_numel // (self.size - 1)
+
+    def published(self, span: Span) -> int:
+        return (span[1] - span[0]) * (self.size - 1)
+
+    def _place(self, rank: int, of: int, numel: int) -> slice:
+        """Where in the slot of rank `of` the span of `rank`'s shard lies: its own shard is left out."""
+        index = rank - (rank > of)
+        return slice(index * numel, (index + 1) * numel)
+
+
+class ReduceScatter(ScatterRoute[torch.Tensor]):
+    """The same of one tensor."""
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        first, last = span
+        for rank in range(self.size):
+            if rank != self.rank:
+                mine[self._place(rank, self.rank, last - first)].copy_(self._of(rank, span))
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        first, last = span
+        parts = [
+            self._of(rank, span) if rank == self.rank else slot[self._place(self.rank, rank, last - first)]
+            for rank, slot in enumerate(slots)
+        ]
+        self.combine(parts, self.op, self.out[first:last])
+
+    def _of(self, rank: int, span: Span) -> torch.Tensor:
+        """The span of one rank's shard, here."""
+        return self.source[rank * self.length + span[0] : rank * self.length + span[1]]
+
+
+class AllGather(FlatRoute):
+    """Spans count within a shard."""
+
+    def __init__(self, operation: Operation, source: torch.Tensor, rank: int, size: int, combine: Combiner):
+        super().__init__(operation, source, rank, size, combine)
+        self.shards = self.out.view(size, self.length)
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        first, last = span
+        for rank, slot in enumerate(slots):
+            if rank != self.rank:
+                self.shards[rank, first:last].copy_(slot[: last - first])
+        if not same_memory(self.source, self.shards[self.rank]):
+            self.shards[self.rank, first:last].copy_(self.source[first:last])
+
+
+class AllToAll(Route[torch.Tensor]):
+    """Spans count within what goes from one rank to another; a slot holds the same span for every other rank."""
+
+    def __init__(self, operation: Operation, source: torch.Tensor, rank: int, size: int, combine: Combiner):
+        super().__init__(operation, source, rank, size, combine)
+        self.length = operation.most
+        self.sent = list(split(source, list(operation.send)))
+        self.received = list(split(self.out, list(operation.receive)))
+
+    def span(self, slot_numel: int) -> int:
+        return slot_numel // (self.size - 1)
+
+    def published(self, span: Span) -> int:
+        others = (part for rank, part in enumerate(self.sent) if rank != self.rank)
+        return sum(part[span[0] : span[1]].numel() for part in others)
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        for rank, part in enumerate(self.sent):
+            piece = part[span[0] : span[1]]
+            if rank != self.rank and piece.numel():
+                mine[self._place(rank, self.rank, span, piece.numel())].copy_(piece)
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        for rank, part in enumerate(self.received):
+            piece = part[span[0] : span[1]]
+            if piece.numel():
+                mine = self.sent[rank][span[0] : span[1]]
+                theirs = slots[rank][self._place(self.rank, rank, span, piece.numel())]
+                piece.copy_(mine if rank == self.rank else theirs)
+
+    def _place(self, to: int, of: int, span: Span, numel: int) -> slice:
+        """Where in the slot of rank `of` the span for rank `to` lies: its own is left out."""
+        start = (to - (to > of)) * (span[1] - span[0])
+        return slice(start, start + numel)
+
+
+class Broadcast(FlatRoute):
+    """Only the root publishes."""
+
+    def published(self, span: Span) -> int:
+        return super().published(span) if self.rank == self.operation.root else 0
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        if self.rank == self.operation.root:
+            super().publish(span, mine)
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        first, last = span
+        if self.rank != self.operation.root:
+            self.out[first:last].copy_(slots[self.operation.root][: last - first])
+
+
+class Barrier(Route[torch.Tensor]):
+    """Nothing but the meeting."""

@@ -1,0 +1,71 @@
+"""How a flat tensor that lies in parts goes through the slots: it is read where it lies.
+
+The bytes in the slots are those of the same operation on one flat tensor, so ranks may differ in which they use.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.comm.transports.routes import Route, ScatterRoute, Slots, Span, SplitRoute
+from weft.comm.transports.scattered_tensor import Parts
+
+
+class PartsWholeReduce(Route[Parts]):
+    """all_reduce of parts, each rank adding everything."""
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        self.source.copy_to(mine[: span[1] - span[0]], span[0])
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        out = self.out[span[0] : span[1]]
+        for place, piece in self.source.cut(*span):
+            parts = [slot[place] for slot in slots]
+            parts[self.rank] = piece
+            self.combine(parts, self.op, out[place])
+
+
+class PartsSplitReduce(SplitRoute[Parts]):
+    """all_reduce of parts, each rank adding its part of a piece."""
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        first, numel = span[0], span[1] - span[0]
+        own = self._part(self.rank, numel)
+        self.source.copy_to(mine[: own.start], first)
+        self.source.copy_to(mine[own.stop : numel], first + own.stop)
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        own = self._part(self.rank, span[1] - span[0])
+        mine = [slot[own] for slot in slots]
+        pieces = list(self.source.cut(span[0] + own.start, span[0] + own.stop))
+        if sum(piece.numel() for _, piece in pieces) < own.stop - own.start:
+            mine[self.rank].zero_()
+        for place, piece in pieces:
+            parts = [part[place] for part in mine]
+            result = parts[self.rank]
+            parts[self.rank] = piece
+            self.combine(parts, self.op, result)
+
+
+class PartsReduceScatter(ScatterRoute[Parts]):
+    """reduce_scatter of parts."""
+
+    def publish(self, span: Span, mine: torch.Tensor) -> None:
+        first, last = span
+        for rank in range(self.size):
+            if rank != self.rank:
+                place = self._place(rank, self.rank, last - first)
+                self.source.copy_to(mine[place], rank * self.length + first)
+
+    def reduce(self, span: Span, slots: Slots) -> None:
+        first, last = span
+        out = self.out[first:last]
+        theirs = [
+            out if rank == self.rank else slot[self._place(self.rank, rank, last - first)]
+            for rank, slot in enumerate(slots)
+        ]
+        base = self.rank * self.length
+        for place, piece in self.source.cut(base + first, base + last):
+            parts = [part[place] for part in theirs]
+            parts[self.rank] = piece
+            self.combine(parts, self.op, out[place])

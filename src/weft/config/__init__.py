@@ -1,0 +1,1 @@
+"""Plans, run configs, clusters, model shapes and the rules between them; no torch."""

@@ -1,0 +1,458 @@
+"""What one device can do, and what several kinds at one job can: a plan gives all equal work, so the least of each."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from weft.errors import ConfigError, Problem, did_you_mean, shown
+
+#: Of a host's memory, what all its ranks may pin: as the setting `memory.pinned_limit` has it by default.
+_PINNED_SHARE = 0.6
+#: The name of a host's cores as a device.
+HERE = "here"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """What one device can do. None is not known; every rate is for one device and one direction.
+
+    peaks: dense peak FLOP/s by precision. measured_flops: the best bf16 matmul that was measured, in FLOP/s.
+    scale_up_bytes_per_s: the fast links between the devices of one domain of `scale_up_domain` devices.
+    nic_bytes_per_s: its share of the network between nodes. host_bytes_per_s: the link to host memory.
+    host_memory_bytes: its share of the memory of its host.
+    sources: D data sheet, S published measurements, W press and web (uncertain).
+    """
+
+    name: str
+    title: str = ""
+    peaks: tuple[tuple[str, float], ...] = ()
+    memory_bytes: int = 0
+    memory_bytes_per_s: float = 0.0
+    scale_up_bytes_per_s: float = 0.0
+    scale_up_domain: int = 1
+    scale_up_topology: str = "switch"
+    nic_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
+    host_memory_bytes: float | None = None
+    watts: float | None = None
+    measured_flops: float | None = None
+    aliases: tuple[str, ...] = ()
+    torch_names: tuple[str, ...] = ()
+    sources: str = ""
+    note: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a rank's share of the cores of a host that was measured (`planner/measured/here.py`)."""
+        return self.name == HERE
+
+    @property
+    def pinnable_bytes(self) -> float:
+        """What its rank may pin of its host's memory; where nothing is known of that, it has twice the device's."""
+        return _PINNED_SHARE * (2.0 * self.memory_bytes if self.host_memory_bytes is None else self.host_memory_bytes)
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Return the dense peak FLOP/s of "bf16", "fp16", "fp8", "fp4" or "tf32"; None where the device has none."""
+        return dict(self.peaks).get(precision)
+
+
+def slowest_of(kinds: Sequence[tuple[DeviceSpec, int]]) -> DeviceSpec:
+    """Return a device that is as slow and as small as the worst of these in each respect, named after the slowest.
+
+    Collectives, stages and barriers wait for the slowest of them at every turn. Its power is the mean.
+
+    Args:
+        kinds: devices, and how many there are of each.
+    """
+    specs = [spec for spec, _ in kinds]
+    base = min(specs, key=lambda spec: spec.measured_flops or spec.peak_flops("bf16") or spec.peak_flops("fp16") or 0.0)
+    peaks = [dict(spec.peaks) for spec in specs]
+    shared = {name: min(each[name] for each in peaks) for name in peaks[0] if all(name in each for each in peaks)}
+    drawn = [spec.watts for spec in specs]
+    count = sum(number for _, number in kinds)
+    mean = None if None in drawn else sum((spec.watts or 0.0) * number for spec, number in kinds) / count
+    return replace(
+        base,
+        name=f"{base.name.rstrip('*')}*",
+        peaks=tuple(shared.items()),
+        memory_bytes=min(spec.memory_bytes for spec in specs),
+        memory_bytes_per_s=min(spec.memory_bytes_per_s for spec in specs),
+        scale_up_bytes_per_s=min(spec.scale_up_bytes_per_s for spec in specs),
+        scale_up_domain=min(spec.scale_up_domain for spec in specs),
+        nic_bytes_per_s=_least(spec.nic_bytes_per_s for spec in specs),
+        host_bytes_per_s=_least(spec.host_bytes_per_s for spec in specs),
+        host_memory_bytes=_least(spec.host_memory_bytes for spec in specs),
+        watts=mean,
+    )
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    """The least of what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    return min(known, default=None)
+
+
+# The machines: what one device can do, and how many there are. Numbers are in base units: bytes, FLOP/s, watts.
+
+#: How the fast links join the devices of a scale-up domain.
+TOPOLOGIES = ("switch", "mesh", "pcie", "torus2d", "torus3d")
+
+_SHORTHAND = re.compile(r"(?:([0-9]{1,7})x)?(?:([0-9]{1,7})x)?([a-z0-9][a-z0-9._-]*)")
+#: Clock against power cap: matmuls at 500 of 700 W keep about 0.75 of their rate.
+_POWER_EXPONENT = 0.85
+#: A memory size behind the name of a device, as in "a100-40gb"; sizes are GB or GiB, so they may differ by 7 %.
+_MEMORY_SUFFIX = re.compile(r"(.+?)-?([0-9]{1,3})-?gi?b")
+_MEMORY_TOLERANCE = 0.07
+#: What people write beside a device's name: numbers, and signs for "times".
+_BESIDE = re.compile(r"[0-9]{1,7}")
+_BEFORE, _AFTER = re.compile(r"[0-9x*:\s]*"), re.compile(r"([x*:\s][0-9x*:\s]*)?")
+#: Number of a device file -> (field of DeviceSpec, factor to its base unit).
+_NUMBERS = {
+    "memory_gib": ("memory_bytes", 2**30),
+    "memory_gb_s": ("memory_bytes_per_s", 1e9),
+    "scale_up_gb_s": ("scale_up_bytes_per_s", 1e9),
+    "scale_up_domain": ("scale_up_domain", 1),
+    "nic_gb_s": ("nic_bytes_per_s", 1e9),
+    "host_gb_s": ("host_bytes_per_s", 1e9),
+    "host_memory_gib": ("host_memory_bytes", 2**30),
+    "watts": ("watts", 1),
+    "measured_tflops": ("measured_flops", 1e12),
+}
+_WHOLE = ("memory_gib", "scale_up_domain")
+_TEXTS = ("title", "scale_up_topology", "sources", "note")
+_LISTS = ("aliases", "torch_names")
+_MAKERS = ("NVIDIA", "Tesla", "AMD", "Instinct")
+_DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+_DEVICE_KEYS = (*_NUMBERS, *_TEXTS, *_LISTS, "tflops")
+_CLUSTER_KEYS = ("nodes", "devices_per_node", "device", "devices_per_host_link", "rack_nodes", "oversubscription")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """`nodes` equal machines with `devices_per_node` devices each. Hashable; `str()` gives the shorthand.
+
+    rack_nodes: nodes of a rack (of a leaf of the network); 0: the network is one. oversubscription: how many times the
+    adapters of a rack carry what its links to other racks do. kinds: where its nodes are not of one kind, how many
+    devices of each there are; `device` is then as slow as the slowest of them in each respect.
+    """
+
+    nodes: int
+    devices_per_node: int
+    device: DeviceSpec
+    rack_nodes: int = 0
+    oversubscription: float = 1.0
+    kinds: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of all nodes."""
+        return self.nodes * self.devices_per_node
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterSpec:
+        """Read the shorthand: "h100" (one device), "8xh100" (one node) or "2048x8xh100" (nodes x devices).
+
+        A single count above the largest node of the device is divided into such nodes: "64xh100" is "8x8xh100".
+        "8xh100+2x8xa100" has nodes of several kinds; all work at the pace of the slowest.
+
+        Raises:
+            ConfigError: for a text that cannot be read, and a device that is not known.
+        """
+        if "+" in text:
+            return _of_kinds(text, [cls.parse(part) for part in text.split("+")])
+        match = _SHORTHAND.fullmatch(re.sub(r"\s+", "-", text.strip().lower()))
+        if "," in text:
+            rule = "a list of clusters is for --run and --tune all"
+            raise _error(f"cluster={text!r}: {rule}. For one job on all of them write '{text.replace(',', '+')}'.")
+        first, second, name = match.groups() if match else ("", "", "")
+        if _known_device(name or "") is None:
+            _expect_order(text)
+        if match is None:
+            raise _error(f"cluster={text!r}: a cluster is [nodes x] devices x name. Write e.g. '2x8xh100'.")
+        nodes, devices = (first, second) if second else ("1", first or "1")
+        if int(nodes) < 1 or int(devices) < 1:
+            raise _error(f"cluster={text}: a cluster has at least one device. Write e.g. '8x{name}'.")
+        spec = device(name)
+        if not second:
+            nodes, devices = _largest_nodes(text, int(devices), spec)
+        return cls(nodes=int(nodes), devices_per_node=int(devices), device=spec)
+
+    @classmethod
+    def from_mapping(cls, table: Mapping[str, object], origin: str = "") -> ClusterSpec:
+        """Read a table: nodes (1 where absent), devices_per_node, and device: a name, or a table of numbers.
+
+        It has rack_nodes and oversubscription where racks share thin links, and devices_per_host_link where devices
+        share a link to their host, as behind one PCIe switch.
+
+        A device's table starts from a known one where it has `like = "h100"`.
+
+        Raises:
+            ConfigError: with every mistake of the table, each from `origin`.
+        """
+        problems = _unknown_keys(table, _CLUSTER_KEYS, "cluster")
+        counts: dict[str, int] = {}
+        for key in ("nodes", "devices_per_node"):
+            count = table.get(key, 1 if key == "nodes" else None)
+            if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 9_999_999:
+                problems.append(Problem(key, f"{key}={shown(count)}: a whole number from 1 is needed. Use e.g. 8."))
+            else:
+                counts[key] = count
+        racks = _racks_of(table, problems)
+        spec: DeviceSpec | None = None
+        try:
+            spec = _device_of(table.get("device"))
+        except ConfigError as error:
+            problems += error.problems
+        spec = _sharing_host_link(spec, table.get("devices_per_host_link", 1), problems)
+        if spec is None or problems:
+            raise ConfigError(replace(problem, origin=problem.origin or origin) for problem in problems)
+        nodes, devices = counts["nodes"], counts["devices_per_node"]
+        return cls(
+            nodes=nodes, devices_per_node=devices, device=spec, rack_nodes=racks[0], oversubscription=racks[1]
+        )  # fmt: skip
+
+    @classmethod
+    def load(cls, path: Path | str) -> ClusterSpec:
+        """Read a TOML file in the form of `from_mapping`.
+
+        Raises:
+            ConfigError: for a file that cannot be read, and as `from_mapping`.
+        """
+        try:
+            table = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
+        except OSError as error:
+            raise _error(f"cluster={path}: the file cannot be read ({error.strerror}). Check its path.") from None
+        except (ValueError, RecursionError) as error:
+            raise _error(f"{path}: this is not valid TOML ({error}). Correct it there.") from None
+        return cls.from_mapping(table, str(path))
+
+    def __str__(self) -> str:
+        if self.kinds and sum(count for _, count in self.kinds) == self.num_devices:
+            return "+".join(f"{count}x{name}" for name, count in self.kinds)
+        size = f"{self.devices_per_node}x{self.device.name}"
+        return size if self.nodes == 1 else f"{self.nodes}x{size}"
+
+
+@functools.cache
+def devices() -> Mapping[str, DeviceSpec]:
+    """Return the devices that Weft knows, by name."""
+    text = Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")
+    tables = cast(dict[str, dict[str, object]], tomllib.loads(text))
+    return {name: _changed(DeviceSpec(name=name), table) for name, table in tables.items()}
+
+
+def device(name: str) -> DeviceSpec:
+    """Return a known device by its name or an alias.
+
+    Raises:
+        ConfigError: for any other; it lists the known ones.
+    """
+    found = _known_device(name)
+    if found is not None:
+        return found
+    wanted = name.strip().lower()
+    sized = _MEMORY_SUFFIX.fullmatch(wanted)
+    if sized and (base := _known_device(sized[1])) is not None:
+        rule = f"Weft knows the {base.name} with {base.memory_bytes / 2**30:.0f} GiB"
+        remedy = f'device = {{like = "{base.name}", memory_gib = {sized[2]}}} in a cluster file'
+        raise _error(f"device={shown(name)}: {rule}. For another size write {remedy}.", "device")
+    known = [*devices(), *(alias for spec in devices().values() for alias in spec.aliases)]
+    hint = did_you_mean(wanted, known)
+    raise _error(f"device={shown(name)}: not a device that Weft knows.{hint} Known: {', '.join(devices())}.", "device")
+
+
+def device_by_torch_name(name: str) -> DeviceSpec | None:
+    """Return the device whose name torch prints, such as "NVIDIA H100 80GB HBM3"; None where it is not in the table."""
+    wanted = " ".join(word for word in name.split() if word not in _MAKERS)
+    return next((spec for spec in devices().values() if wanted in spec.torch_names), None)
+
+
+def _of_kinds(text: str, parts: Sequence[ClusterSpec]) -> ClusterSpec:
+    """One cluster of the nodes of all parts. ConfigError where these are of different sizes."""
+    size = math.gcd(*(part.devices_per_node for part in parts))
+    if any(part.devices_per_node != size for part in parts):
+        written = "+".join(f"{part.num_devices // size}x{size}x{part.device.name}" for part in parts)
+        raise _error(f"cluster={text}: all nodes have one number of devices. Write e.g. '{written}'.")
+    counts: dict[str, int] = {}
+    for part in parts:
+        counts[part.device.name] = counts.get(part.device.name, 0) + part.num_devices
+    nodes = sum(part.nodes for part in parts)
+    if len(counts) == 1:
+        return replace(parts[0], nodes=nodes)
+    found = slowest_of([(part.device, part.num_devices) for part in parts])
+    return ClusterSpec(nodes=nodes, devices_per_node=size, device=found, kinds=tuple(counts.items()))
+
+
+def _known_device(name: str) -> DeviceSpec | None:
+    """Return the device with this name or alias; a size of memory behind it ("h100-80gb") must be the device's."""
+    wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
+    sized = _MEMORY_SUFFIX.fullmatch(wanted)
+    for candidate in [wanted, *([f"{sized[1]}-{sized[2]}", sized[1]] if sized else [])]:
+        for spec in devices().values():
+            if candidate != spec.name and candidate not in spec.aliases:
+                continue
+            gib = (spec.memory_bytes or 0) / 2**30
+            if sized is None or abs(float(sized[2]) - gib) <= _MEMORY_TOLERANCE * gib:
+                return spec
+    return None
+
+
+def _largest_nodes(text: str, count: int, spec: DeviceSpec) -> tuple[int, int]:
+    """Return (nodes, devices per node) of a cluster that was written as one count."""
+    most = spec.scale_up_domain
+    if most <= 1 or count <= most:
+        return 1, count
+    if count % most:
+        size = next(size for size in range(most, 0, -1) if count % size == 0)
+        rule = f"a node has at most {most} {spec.name}, and {count} is not a multiple of {most}"
+        raise _error(f"cluster={text}: {rule}. Write nodes x devices, such as '{count // size}x{size}x{spec.name}'.")
+    return count // most, most
+
+
+def _sharing_host_link(spec: DeviceSpec | None, count: object, problems: list[Problem]) -> DeviceSpec | None:
+    """The device with its part of a link to the host that so many devices share; what is wrong goes to the problems."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 64:
+        rule = "a whole number from 1 to 64 is needed"
+        problems.append(Problem("devices_per_host_link", f"devices_per_host_link={shown(count)}: {rule}. Use e.g. 2."))
+        return spec
+    if spec is None or count == 1:
+        return spec
+    if not spec.host_bytes_per_s:
+        rule = "the rate of the device's link to its host is not known"
+        remedy = "Give host_gb_s in [device]"
+        problems.append(Problem("devices_per_host_link", f"devices_per_host_link={count}: {rule}. {remedy}."))
+        return spec
+    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
+    return replace(spec, name=name, host_bytes_per_s=spec.host_bytes_per_s / count)
+
+
+def _racks_of(table: Mapping[str, object], problems: list[Problem]) -> tuple[int, float]:
+    """Nodes of a rack and how thin its links to others are, as a table says; what is wrong goes to the problems."""
+    nodes, factor = table.get("rack_nodes", 0), table.get("oversubscription", 1.0)
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
+        problems.append(Problem("rack_nodes", f"rack_nodes={shown(nodes)}: a whole number is needed. Use e.g. 16."))
+        nodes = 0
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= 1000:
+        rule = "a number from 1 to 1000 is needed"
+        problems.append(Problem("oversubscription", f"oversubscription={shown(factor)}: {rule}. Use e.g. 2."))
+        factor = 1.0
+    elif factor > 1 and not nodes:
+        rule = "it says how thin the links between racks are, and no rack has a size"
+        problems.append(Problem("oversubscription", f"oversubscription={factor:g}: {rule}. Give rack_nodes too."))
+    return nodes, float(factor)
+
+
+def _expect_order(text: str) -> None:
+    """ConfigError for "h100x8", "8h100" and the like, which says how it is written."""
+    low = text.strip().lower()
+    names = [each for one in devices().values() for each in (one.name, *one.aliases)]
+    for name in sorted(names, key=len, reverse=True):
+        before, found, after = low.partition(name)
+        if not found:
+            continue
+        numbers = _BESIDE.findall(before + " " + after)
+        if _BEFORE.fullmatch(before) and _AFTER.fullmatch(after) and 1 <= len(numbers) <= 2:
+            written = "x".join([*numbers, name])
+            rule = "the number comes before the device" if after else "a cluster is [nodes x] devices x name"
+            raise _error(f"cluster={text}: {rule}. Write '{written}'.")
+        return
+
+
+def _device_of(value: object) -> DeviceSpec:
+    if isinstance(value, str):
+        return device(value)
+    if not isinstance(value, dict):
+        rule = 'a device is a name or a table. Use e.g. device = "h100" or device = {like = "h100", watts = 500}.'
+        raise _error(f"device={shown(value)}: {rule}", "device")
+    table = dict(cast(dict[str, object], value))
+    like, name = table.pop("like", None), table.pop("name", "")
+    if not isinstance(like, str | None) or not isinstance(name, str):
+        raise _error(f'device.like={shown(like)}: like and name are strings. Use e.g. like = "h100".', "device")
+    base = device(like) if like is not None else DeviceSpec(name="custom")
+    changed = _changed(base, table)
+    if "watts" in table and "measured_tflops" not in table:
+        changed = capped(changed, base.watts)
+    return replace(changed, name=name or (f"{base.name}*" if table else base.name))  # *: not the known device
+
+
+def capped(spec: DeviceSpec, rated_watts: float | None) -> DeviceSpec:
+    """Return a device whose power cap costs it matmul rate; one at its rated power, or never measured, as it is.
+
+    Args:
+        spec: with the cap as its power.
+        rated_watts: of the device as it is sold.
+    """
+    if not rated_watts or not spec.watts or not spec.measured_flops or spec.watts >= rated_watts:
+        return spec
+    return replace(spec, measured_flops=spec.measured_flops * (spec.watts / rated_watts) ** _POWER_EXPONENT)
+
+
+def _changed(base: DeviceSpec, table: Mapping[str, object]) -> DeviceSpec:
+    """`base` with the numbers of a device table; ConfigError with every mistake."""
+    problems = _unknown_keys(table, (*_DEVICE_KEYS, "like", "name"), "device")
+    values: dict[str, object] = {}
+    for key, value in table.items():
+        if key in _NUMBERS:
+            field, factor = _NUMBERS[key]
+            if not _is_positive(value) or (key in _WHOLE and not isinstance(value, int)):
+                kind = "whole number" if key in _WHOLE else "number"
+                problems.append(Problem(key, f"device.{key}={shown(value)}: a {kind} above 0 is needed. Use e.g. 8."))
+            else:
+                values[field] = cast(float, value) * factor
+        elif key == "tflops":
+            values["peaks"] = tuple(_peaks(value, problems))
+        elif key in _TEXTS or key in _LISTS:
+            values[key] = _text(key, value, problems)
+    if problems:
+        raise ConfigError(problems)
+    return replace(base, **values)  # pyright: ignore[reportArgumentType]  # checked when it is made
+
+
+def _peaks(value: object, problems: list[Problem]) -> list[tuple[str, float]]:
+    table = cast(dict[str, object], value) if isinstance(value, dict) else {"": value}
+    for dtype, peak in table.items():
+        if dtype not in _DTYPES or not _is_positive(peak):
+            rule = f"peaks are numbers keyed by precision ({', '.join(_DTYPES)}). Use e.g. tflops = {{bf16 = 989}}."
+            problems.append(Problem("tflops", f"device.tflops={shown(table)}: {rule}"))
+            return []
+    return [(dtype, cast(float, peak) * 1e12) for dtype, peak in table.items()]
+
+
+def _text(key: str, value: object, problems: list[Problem]) -> str | tuple[str, ...]:
+    if key in _LISTS:
+        parts = cast(list[object], value) if isinstance(value, list) else [None]
+        texts = tuple(part for part in parts if isinstance(part, str))
+        if len(texts) < len(parts):
+            problems.append(Problem(key, f'device.{key}={shown(parts)}: a list of strings is needed. Use ["h100"].'))
+        return texts
+    if not isinstance(value, str):
+        problems.append(Problem(key, f'device.{key}={shown(value)}: a string is needed. Use e.g. "h100".'))
+        return ""
+    if key == "scale_up_topology" and value not in TOPOLOGIES:
+        hint = did_you_mean(value, TOPOLOGIES) or " Use switch."
+        problems.append(Problem(key, f"device.{key}={shown(value)}: not one of {', '.join(TOPOLOGIES)}.{hint}"))
+    return value
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e18 and math.isfinite(value)
+
+
+def _unknown_keys(table: Mapping[str, object], known: tuple[str, ...], place: str) -> list[Problem]:
+    every = f" Known: {', '.join(known)}."
+    return [
+        Problem(key, f"unknown {place} key {key!r}.{did_you_mean(key, known) or every}")
+        for key in table
+        if key not in known
+    ]
+
+
+def _error(message: str, field: str = "cluster") -> ConfigError:
+    return ConfigError([Problem(field, message)])

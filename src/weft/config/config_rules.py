@@ -1,0 +1,444 @@
+"""The rules of configs whose plans are launched as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from weft.config.cluster import DeviceSpec
+from weft.config.conditions import parse_condition
+from weft.config.config_rule import ConfigRule
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.layout import Layout
+from weft.config.model_spec import resolve_decoder
+from weft.config.parsing import origin_of
+from weft.config.plan import Plan, plan_fields
+from weft.config.plan_rules import check
+from weft.config.plan_text import is_auto
+from weft.config.replica_rules import APART_RULES
+from weft.config.rule import Facts
+from weft.config.run_config import RunConfig
+from weft.config.secret_urls import holds_secret
+from weft.config.sections import AdapterSection, AlertSection, ChannelSection, SinkSection
+from weft.config.setting_types import TRAINS
+from weft.config.toml_values import shown
+from weft.errors import ConfigError, LayoutError, PlanError, Problem, did_you_mean
+
+
+def _asks_on_cpu(config: RunConfig) -> bool:
+    if config.launch.device != "cpu" or is_auto(config.plan):
+        return False
+    try:
+        return Plan.read_open(config.plan)[0].graphs
+    except PlanError:
+        return False  # the plan's own problems are told
+
+
+GRAPH_CONFIG_RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(
+        name="graphs-need-cuda",
+        keys=("launch.device", "plan"),
+        reason="Only GPUs of NVIDIA record graphs.",
+        predicate=_asks_on_cpu,
+        message=lambda _: "cpu: the plan says graphs=on, and a CPU records no graphs. Use graphs=off, or a GPU.",
+    ),
+)
+
+
+# What must hold of alerts, channels and sinks: conditions that can be read, actions that exist, what a kind needs.
+
+#: What the ranks can be asked for by an alert.
+RUN_WORDS = ("checkpoint", "hold", "stop", "lower_lr", "skip_data", "roll_back")
+_NEEDS_URL = ("mlflow", "pushgateway", "otlp", "http")
+
+
+def watch_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what is wrong with the tables [[alert]], [[channel]] and [[sink]]."""
+    for kind, tables in (("alert", config.alert), ("channel", config.channel), ("sink", config.sink)):
+        names = [sink_name(one) if isinstance(one, SinkSection) else one.name for one in tables]
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                yield Problem(
+                    f"{kind}.{place}.name",
+                    f"{kind}.{place}.name={name}: another [[{kind}]] has this name. Use e.g. {name}-{place + 1}.",
+                )
+    for place, alert in enumerate(config.alert):
+        yield from _of_alert(f"alert.{place}", alert, [channel.name for channel in config.channel])
+    for place, channel in enumerate(config.channel):
+        yield from _of_channel(f"channel.{place}", channel)
+    for place, sink in enumerate(config.sink):
+        yield from _of_sink(f"sink.{place}", sink)
+
+
+def sink_name(sink: SinkSection) -> str:
+    """Return what a sink is called."""
+    return sink.name or sink.kind
+
+
+def _of_alert(key: str, alert: AlertSection, channels: list[str]) -> Iterator[Problem]:
+    for field, text in (("when", alert.when), ("until", alert.until)):
+        try:
+            if text is not None:
+                parse_condition(text)
+        except ValueError as error:
+            said = str(error)
+            yield Problem(f"{key}.{field}", f'{key}.{field}="{text}": {said}{"" if said.endswith("?") else "."}')
+    for action in alert.actions:
+        known = [*RUN_WORDS, *channels]
+        if action not in known:
+            rest = f"Use one of {', '.join(known)}, or add a [[channel]] of this name."
+            hint = did_you_mean(action, known)
+            yield Problem(
+                f"{key}.actions",
+                f"{key}.actions={action}: there is no such action and no such channel.{hint or f' {rest}'}",
+            )
+    ends = [action for action in alert.actions if action in ("hold", "stop", "skip_data", "roll_back")]
+    if len(ends) > 1:
+        yield Problem(
+            f"{key}.actions", f"{key}.actions={', '.join(ends)}: only one of these can end training. Keep one of them."
+        )
+
+
+def _of_channel(key: str, channel: ChannelSection) -> Iterator[Problem]:
+    if channel.name in RUN_WORDS:
+        yield Problem(
+            f"{key}.name",
+            f"{key}.name={channel.name}: this is what a run itself can do. Use another name, such as ops.",
+        )
+    if channel.kind == "mail" and not channel.to:
+        yield Problem(f"{key}.to", f'{key}.to=[]: mail needs an address. Use e.g. to = ["you@example.org"].')
+    if channel.kind == "mail" and channel.password and channel.security == "none":
+        yield Problem(
+            f"{key}.security",
+            f'{key}.security=none: the password would travel in the clear. Use security = "starttls" or "tls".',
+        )
+    if channel.kind in ("webhook", "apprise") and channel.url is None:
+        yield Problem(
+            f"{key}.url", f'{key}.url=none: kind={channel.kind} needs an address. Use e.g. url = "env:HOOK_URL".'
+        )
+    if channel.kind == "command" and not channel.command:
+        yield Problem(
+            f"{key}.command", f'{key}.command=[]: a program is needed. Use e.g. command = ["/usr/bin/logger"].'
+        )
+    yield from _secret_url(key, channel.url, everything=channel.kind == "apprise")
+
+
+def _of_sink(key: str, sink: SinkSection) -> Iterator[Problem]:
+    if sink.kind in _NEEDS_URL and sink.url is None:
+        yield Problem(
+            f"{key}.url", f'{key}.url=none: kind={sink.kind} needs a server. Use e.g. url = "http://localhost:5000".'
+        )
+    if sink.port > 65535:
+        yield Problem(f"{key}.port", f"{key}.port={sink.port}: a port is at most 65535. Use port = 9464.")
+    yield from _secret_url(key, sink.url)
+
+
+def _secret_url(key: str, url: str | None, *, everything: bool = False) -> Iterator[Problem]:
+    if url is None or url.startswith(("env:", "file:")) or not (everything or holds_secret(url)):
+        return
+    yield Problem(
+        f"{key}.url",
+        f"{key}.url=***: this address is a secret or may hold one, and the run folder keeps the config. Put it into a "
+        f'variable and write url = "env:HOOK_URL".',
+    )
+
+
+# What must hold between the keys of one config, as data; and the plan's rules, asked with what a config knows.
+
+
+def _layout_problem(config: RunConfig) -> str:
+    """Why the layout cannot be read; empty where it can, or none is given."""
+    try:
+        Layout.read(config.layout or "x=replicate")
+    except LayoutError as error:
+        return str(error).removeprefix(f"layout={config.layout}: ")
+    return ""
+
+
+def _beside_path(config: RunConfig) -> list[str]:
+    """Settings that the folder of model.path decides, and that are set all the same."""
+    usual, free = RunConfig(), ("path", "balance", "balance_rate")
+    model = (
+        f"model.{name}" for name, value in config.model if name not in free and value != getattr(usual.model, name)
+    )
+    words = (f"tokenizer.{name}" for name, value in config.tokenizer if value != getattr(usual.tokenizer, name))
+    return [*model, *words]
+
+
+def _is_on_text(config: RunConfig) -> bool:
+    """Whether the run trains the text decoder, by whatever loss."""
+    return config.task.name is None or TRAINS.get(config.task.name) == "decoder"
+
+
+def _warmup(config: RunConfig) -> int:
+    return config.schedule.warmup(config.train.steps)
+
+
+def _decay(config: RunConfig) -> int:
+    return config.schedule.decay(config.train.steps)
+
+
+CONFIG_RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(
+        name="task-options-are-of-a-class",
+        keys=("task.options", "task.name"),
+        reason="The default task, a decoder on text, has sections of its own.",
+        predicate=lambda config: bool(config.task.options) and config.task.name is None,
+        message=lambda config: (
+            f"{shown(config.task.options)}: only a task given as package.module:Class takes options. Set "
+            "task.name=package.module:Class, or leave them out."
+        ),
+    ),
+    ConfigRule(
+        name="model-path-decides",
+        keys=("model.path", "model", "tokenizer"),
+        reason="The folder of a pretrained model holds its shape and its tokenizer.",
+        predicate=lambda config: bool(config.model.path) and _is_on_text(config) and bool(_beside_path(config)),
+        message=lambda config: (
+            f"{config.model.path}: the folder decides {', '.join(_beside_path(config))}. Leave "
+            f"{'it' if len(_beside_path(config)) == 1 else 'them'} out, or leave model.path out."
+        ),
+    ),
+    ConfigRule(
+        name="task-has-its-folder",
+        keys=("model.path", "task.name"),
+        reason="Tasks that start from a pretrained model need its folder.",
+        predicate=lambda config: TRAINS.get(config.task.name or "") == "folder" and not config.model.path,
+        message=lambda config: (
+            f'"": task.name={config.task.name} trains the model of a Hugging Face folder. Set model.path to the folder.'
+        ),
+    ),
+    ConfigRule(
+        name="adapter-has-a-rank",
+        keys=("adapter.rank", "adapter.alpha", "adapter.targets", "adapter.dropout", "adapter.kind", "adapter.base"),
+        reason="Without a rank there is no adapter, and its other settings would do nothing.",
+        predicate=lambda config: config.adapter.rank == 0 and config.adapter != AdapterSection(),
+        message=lambda _: (
+            "0: there is no adapter, and other settings of [adapter] are given. Use adapter.rank=16, or leave them out."
+        ),
+    ),
+    ConfigRule(
+        name="packed-base-has-a-folder",
+        keys=("adapter.base", "model.path"),
+        reason="Random weights rounded to a few bits are no base worth adapting, and every plan must make the same.",
+        predicate=lambda config: config.adapter.base != "stored" and not config.model.path,
+        message=lambda config: (
+            f"{config.adapter.base}: weights are rounded as they are read from a folder, and there is none. Set "
+            "model.path to a Hugging Face folder, or use adapter.base=stored."
+        ),
+    ),
+    ConfigRule(
+        name="packed-base-has-no-dora",
+        keys=("adapter.base", "adapter.kind"),
+        reason="DoRA divides by norms of the weights, which bytes do not show.",
+        predicate=lambda config: config.adapter.base != "stored" and config.adapter.kind == "dora",
+        message=lambda config: (
+            f"{config.adapter.base}: adapter.kind=dora divides by norms of the weights as stored. Use "
+            "adapter.kind=lora, or adapter.base=stored."
+        ),
+    ),
+    ConfigRule(
+        name="warmup-fits",
+        keys=("schedule.warmup_steps", "train.steps"),
+        reason="The warm-up must end before the run does.",
+        predicate=lambda config: config.schedule.warmup(config.train.steps) > config.train.steps,
+        message=lambda config: (
+            f"{config.schedule.warmup_steps}: warm-up must end before train.steps={config.train.steps}. Use "
+            f"schedule.warmup_steps={config.train.steps // 10}, or more steps."
+        ),
+    ),
+    ConfigRule(
+        name="decay-fits",
+        keys=("schedule.decay_steps", "schedule.warmup_steps", "schedule.kind", "train.steps"),
+        reason="Warm-up and decay must not overlap.",
+        predicate=lambda config: (
+            config.schedule.kind == "wsd" and _warmup(config) <= config.train.steps < _warmup(config) + _decay(config)
+        ),
+        message=lambda config: (
+            f"{_decay(config)}: with schedule.warmup_steps={_warmup(config)} that is more than "
+            f"train.steps={config.train.steps}. Use at most {config.train.steps - _warmup(config)}, "
+            f"a shorter warm-up, or more steps."
+        ),
+    ),
+    ConfigRule(
+        name="decay-belongs-to-wsd",
+        keys=("schedule.decay_steps", "schedule.kind"),
+        reason="Only the wsd schedule has a decay of its own length; linear and cosine fall until the last step.",
+        predicate=lambda config: config.schedule.decay_steps is not None and config.schedule.kind != "wsd",
+        message=lambda config: (
+            f"{config.schedule.decay_steps}: only schedule.kind=wsd has a decay of its own length, and schedule.kind "
+            f"is {config.schedule.kind}. Leave it out, or use schedule.kind=wsd."
+        ),
+    ),
+    ConfigRule(
+        name="tokenizer-path-given",
+        keys=("tokenizer.path", "tokenizer.kind"),
+        reason="A saved tokenizer needs its path.",
+        predicate=lambda config: config.tokenizer.kind == "file" and not config.tokenizer.path,
+        message=lambda _: (
+            '"": tokenizer.kind=file needs a saved tokenizer. Set tokenizer.path to a tokenizer.json or its folder.'
+        ),
+    ),
+    ConfigRule(
+        name="tokenizer-path-used",
+        keys=("tokenizer.path", "tokenizer.kind"),
+        reason="Only tokenizer.kind=file reads a path.",
+        predicate=lambda config: config.tokenizer.kind != "file" and bool(config.tokenizer.path),
+        message=lambda config: (
+            f"{config.tokenizer.path!r}: tokenizer.kind={config.tokenizer.kind} does not read a file. "
+            f"Use tokenizer.kind=file, or leave the path out."
+        ),
+    ),
+    ConfigRule(
+        name="layout-reads",
+        keys=("layout",),
+        reason="A layout is pattern=style words, or a file of them.",
+        predicate=lambda config: bool(_layout_problem(config)),
+        message=lambda config: f"{config.layout}: {_layout_problem(config)}",
+    ),
+    ConfigRule(
+        name="options-are-of-a-class",
+        keys=("optimizer.options", "optimizer.name"),
+        reason="Only optimizers given as package.module:Class take options; adamw, sgd and muon have named settings.",
+        predicate=lambda config: bool(config.optimizer.options) and not config.optimizer.is_foreign,
+        message=lambda config: (
+            f"{shown(config.optimizer.options)}: only an optimizer given as package.module:Class takes options, and "
+            f"optimizer.name is {config.optimizer.name}. Set optimizer.betas, eps or momentum instead, or give a "
+            "class."
+        ),
+    ),
+    ConfigRule(
+        name="nesterov-is-of-sgd",
+        keys=("optimizer.nesterov", "optimizer.name", "optimizer.momentum"),
+        reason="Nesterov momentum is a variant of SGD with momentum.",
+        predicate=lambda config: (
+            config.optimizer.nesterov and (config.optimizer.name != "sgd" or config.optimizer.momentum == 0)
+        ),
+        message=lambda config: (
+            f"true: it is a variant of SGD with momentum, and here optimizer.name={config.optimizer.name}"
+            f"{' with optimizer.momentum=0' if config.optimizer.name == 'sgd' else ''}. "
+            f"Use false, or optimizer.name=sgd with momentum=0.9."
+        ),
+    ),
+    ConfigRule(
+        name="bf16-states-are-of-adamw",
+        keys=("optimizer.states", "optimizer.name"),
+        reason="Weft can store only AdamW's running means in bf16.",
+        predicate=lambda config: config.optimizer.states != "fp32" and config.optimizer.name != "adamw",
+        message=lambda config: (
+            f"{config.optimizer.states}: Weft stores only AdamW's states in bf16, and optimizer.name is "
+            f"{config.optimizer.name}. Use fp32, or optimizer.name=adamw."
+        ),
+    ),
+    ConfigRule(
+        name="patience-needs-evaluations",
+        keys=("train.early_stop.patience", "eval.every"),
+        reason="Early stopping compares evaluations, so the run must evaluate before its end.",
+        predicate=lambda config: config.train.early_stop.patience is not None and config.eval.every == 0,
+        message=lambda config: (
+            f"{config.train.early_stop.patience}: eval.every=0 evaluates only at the end. Use eval.every=50."
+        ),
+    ),
+    ConfigRule(
+        name="patience-needs-evaluation-data",
+        keys=("train.early_stop.patience", "data.eval", "data.holdout"),
+        reason="Early stopping compares evaluations, so they need data.",
+        predicate=lambda config: (
+            config.train.early_stop.patience is not None and not config.data.eval and config.data.holdout == 0
+        ),
+        message=lambda config: (
+            f"{config.train.early_stop.patience}: there is no evaluation data (data.holdout=0 and no data.eval). "
+            f"Use data.holdout=0.02, or give data.eval."
+        ),
+    ),
+    *APART_RULES,
+    *GRAPH_CONFIG_RULES,
+)
+
+
+def config_problems(
+    config: RunConfig,
+    *,
+    broken: Collection[str] = (),
+    origins: Mapping[str, str] | None = None,
+    fallback: str = "",
+    world_size: int | None = None,
+    device: DeviceSpec | None = None,
+) -> list[Problem]:
+    """Return every rule that a config breaks: between its keys, of the model's shape, and of the plan.
+
+    Args:
+        config: with defaults in the place of what was refused.
+        broken: dotted keys that hold a default because what was typed is refused already; no rule looks at them.
+        origins: dotted key -> where it was typed.
+        fallback: the origin of what was typed nowhere.
+        world_size: the number of ranks, where that is known.
+        device: what they run on, where that is known.
+    """
+    found: list[tuple[Problem, tuple[str, ...]]] = []  # with the keys that may be to blame
+    for rule in CONFIG_RULES:
+        problem = None if any(_touches(key, broken) for key in rule.keys) else rule.check(config)
+        if problem is not None:
+            found.append((problem, rule.keys))
+    model = None
+    if _is_on_text(config) and not config.model.path and not _touches("model", broken):
+        try:
+            model = resolve_decoder(config.model, 1 if _touches("tokenizer", broken) else least_vocab(config))
+        except ConfigError as error:
+            found += [(problem, (problem.field, "model", "tokenizer.vocab_size")) for problem in error.problems]
+    if not any(_touches(key, broken) for key in ("alert", "channel", "sink")):
+        found += [(problem, (problem.field,)) for problem in watch_problems(config)]
+    of_plan = _plan_problems(config, model, broken, world_size, device)
+    found += [(problem, (problem.field, "plan", "model")) for problem in of_plan]
+    return [replace(problem, origin=origin_of(origins or {}, keys, fallback)) for problem, keys in found]
+
+
+def least_vocab(config: RunConfig) -> int:
+    """Count a tokenizer's entries as far as the config tells: all of one to be trained, at least one of any other."""
+    return config.tokenizer.vocab_size if config.tokenizer.kind == "bpe" else 1
+
+
+def _touches(key: str, broken: Collection[str]) -> bool:
+    return any(f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.") for other in broken)
+
+
+def _plan_problems(
+    config: RunConfig,
+    model: DecoderSpec | None,
+    broken: Collection[str],
+    world_size: int | None,
+    device: DeviceSpec | None,
+) -> list[Problem]:
+    open_axis = None
+    try:
+        if _touches("plan", broken) or is_auto(config.plan):
+            plan, world_size = Plan(), None  # one rank keeps all rules of plans; the other rules are still asked
+        elif world_size is None:
+            plan, open_axis = Plan.read_open(config.plan)
+        else:
+            plan = Plan.parse(config.plan, world_size)
+    except PlanError as error:
+        return [in_config(problem) for problem in error.problems]
+    facts = Facts(
+        model=model,
+        world_size=world_size,
+        global_batch=None
+        if _touches("plan", broken) or _touches("train.global_batch", broken)
+        else config.train.global_batch,
+        # What a task of one's own reads is not known before its class is loaded.
+        seq_len=None if not _is_on_text(config) or _touches("train.seq_len", broken) else config.train.seq_len,
+        device=device,
+        open_axis=open_axis,
+    )
+    return [in_config(Problem(violation.field, violation.message)) for violation in check(plan, facts)]
+
+
+def in_config(problem: Problem) -> Problem:
+    """Turn a problem of the plan's field into one of the config's key: "tp" is "plan.tp"."""
+    if "." in problem.field:
+        return problem
+    message = problem.message
+    if message.startswith(f"{problem.field}=") and problem.field in plan_fields():
+        message = f"plan.{message}"
+    key = f"plan.{problem.field}" if problem.field and problem.field != "world_size" else "plan"
+    return Problem(key, message, problem.origin)

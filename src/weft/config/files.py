@@ -1,0 +1,366 @@
+"""A config as it was loaded: its values, and where each of them was typed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from pydantic import ValidationError
+
+from weft.config.cluster import DeviceSpec
+from weft.config.config_rules import config_problems, in_config
+from weft.config.expected_values import missing_key, node_at, takes_whole, unknown_key, wrong_value
+from weft.config.parsing import COMMAND_LINE, DEFAULT, apply_override, error_place, key_lines, origin_of
+from weft.config.plan import PLAN_FIELDS, Plan, auto_fields
+from weft.config.plan_text import is_auto
+from weft.config.run_config import RunConfig
+from weft.config.toml_values import KeyPath, as_toml, dotted, shown
+from weft.errors import ConfigError, PlanError, Problem, did_you_mean
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A config, and where each of its values was typed.
+
+    origins: dotted key of every value -> "default", "train.toml:12" or "command line".
+    """
+
+    config: RunConfig
+    origins: Mapping[str, str]
+
+    def check(self, *, world_size: int | None = None, device: DeviceSpec | None = None) -> None:
+        """Ask the rules again once the ranks are known. Raises ConfigError with every problem and its origin."""
+        problems = config_problems(self.config, origins=self.origins, world_size=world_size, device=device)
+        if problems:
+            raise ConfigError(sorted(problems, key=by_place))
+
+
+def show_origins(loaded: LoadedConfig) -> list[tuple[str, str, str]]:
+    """Return the rows of (dotted key, value as TOML, origin), in the order of the sections."""
+    return [(dotted(path), as_toml(value), loaded.origins[dotted(path)]) for path, value in leaves(loaded.config)]
+
+
+def leaves(config: RunConfig) -> list[tuple[KeyPath, object]]:
+    """Every value of a config with its path, in the order of the sections; values that are not set are left out."""
+    found: list[tuple[KeyPath, object]] = []
+
+    def visit(path: KeyPath, value: object) -> None:
+        elements = cast(tuple[object, ...], value) if isinstance(value, tuple) else ()
+        if isinstance(value, dict) and value:
+            for key, inside in cast(dict[str, object], value).items():
+                visit((*path, key), inside)
+        elif elements and isinstance(elements[0], dict):
+            for index, inside in enumerate(elements):
+                visit((*path, index), inside)
+        else:
+            found.append((path, cast(object, value)))
+
+    visit((), config.model_dump(by_alias=True, exclude_none=True))
+    return found
+
+
+def by_place(problem: Problem) -> tuple[int, int]:
+    """Return a key that sorts problems in the order of the file's lines; the command line comes last."""
+    line = problem.origin.rpartition(":")[2]
+    return (0, int(line)) if line.isdigit() else (1, 0)
+
+
+# Print a config: as a TOML file, and what may stand in one as a JSON Schema.
+
+
+def format_config(config: RunConfig) -> str:
+    """Return the config as a TOML file that loads back to an equal one."""
+    import tomli_w
+
+    tables = config.model_dump(by_alias=True, exclude_none=True)
+    if config.task.name is None and not config.task.options:
+        del tables["task"]
+    if config.train.epochs is not None:
+        del tables["train"]["steps"]  # a file may have one of the two; epochs decide
+    for name in ("train", "eval"):  # a table for each source reads better than one long line
+        for source in tables["data"][name]:
+            if not source["columns"]:
+                del source["columns"]
+    return tomli_w.dumps(tables)
+
+
+def config_schema() -> dict[str, object]:
+    """Return the JSON Schema of a config file, short forms included; editors use it to complete and check."""
+    schema = cast(dict[str, object], RunConfig.model_json_schema())
+    properties = cast(dict[str, dict[str, object]], schema["properties"])
+    plan = properties["plan"]
+    plan["anyOf"] = [{"type": plan.pop("type")}, _plan_table()]
+    properties["task"]["anyOf"] = [{"$ref": properties["task"].pop("$ref")}, _TEXT]
+    definitions = cast(dict[str, dict[str, object]], schema["$defs"])
+    sources = cast(dict[str, dict[str, object]], definitions["DataSection"]["properties"])
+    for name in ("train", "eval"):
+        of_tables = {"type": sources[name].pop("type"), "items": {"anyOf": [sources[name].pop("items"), _TEXT]}}
+        sources[name]["anyOf"] = [of_tables, _TEXT]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+_TEXT = {"type": "string"}
+
+
+def _plan_table() -> dict[str, object]:
+    fields = {name: {**field.kind.schema(), "description": field.help} for name, field in PLAN_FIELDS.items()}
+    return {"type": "object", "additionalProperties": False, "properties": fields}
+
+
+# Read a run's config: a TOML file, dotted overrides on top, defaults below; all mistakes at once, each with its
+# line.
+
+__all__ = ["LoadedConfig", "config_schema", "format_config", "load_config", "parse_config", "run_name", "show_origins"]
+
+
+_NOT_TOML = (".yaml", ".yml", ".json")
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read a config file (None: the built-in defaults) with overrides such as "optimizer.lr=1e-4".
+
+    Raises:
+        ConfigError: holds every problem found.
+    """
+    if path is None:
+        return parse_config("", "", overrides)
+    name = shown(str(path), 200)  # one line, whatever the path holds
+    return parse_config(_read_text(Path(path), name), name, overrides, Path(path))
+
+
+def parse_config(text: str, name: str, overrides: Sequence[str] = (), file: Path | None = None) -> LoadedConfig:
+    """Read the text of a config file, as `load_config` does.
+
+    Args:
+        text: TOML.
+        name: of the file, for the origins of what is wrong.
+        overrides: key=value words of the command line, applied in order.
+        file: the run takes its name from it if nothing else names it.
+
+    Raises:
+        ConfigError: with every problem found, in the order of the file's lines.
+    """
+    tables, origins = _read_tables(text, name)
+    problems: list[Problem] = []
+    _expand_short_forms(tables)
+    for override in overrides:
+        typed = apply_override(tables, override, problems)
+        if typed is not None:
+            origins = {key: origin for key, origin in origins.items() if key[: len(typed)] != typed}
+            origins[typed] = COMMAND_LINE
+            _expand_short_forms(tables)
+    found = [*_read_plan(tables), *_settle_steps(tables, origins)]
+    _make_whole(tables)
+    named = {dotted(key): origin for key, origin in origins.items()}
+    if file is not None and _name_run(tables, file):
+        named["run.name"] = name
+    config, wrong = _validated(tables)
+    for problem in [*found, *wrong]:
+        problems.append(replace(problem, origin=origin_of(named, [problem.field], name)))
+    broken = {problem.field for problem in problems}
+    if config.train.epochs is not None:
+        broken.add("train.steps")  # known once the data is; the rules are asked again then
+    problems += config_problems(config, broken=broken, origins=named, fallback=name)
+    if problems:
+        raise ConfigError(sorted(dict.fromkeys(problems), key=by_place))
+    typed_at: dict[str, str] = {}
+    for key, _ in leaves(config):
+        is_typed = _existing(tables, key)[1]
+        typed_at[dotted(key)] = origin_of(named, [dotted(key)], DEFAULT) if is_typed else DEFAULT
+    return LoadedConfig(config, typed_at)
+
+
+def _read_text(path: Path, name: str) -> str:
+    if path.suffix.lower() in _NOT_TOML and path.is_file():
+        raise ConfigError(
+            f"config file {name}: only TOML is read. Write its settings as key = value below [section] lines into "
+            f"{path.stem}.toml; `weft config show` prints all of them with their defaults."
+        )
+    try:
+        raw = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ConfigError(_unreadable(path, name, error)) from None
+    try:
+        return raw.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        rule = f"byte 0x{raw[error.start]:02x} is not valid UTF-8. Save the file as UTF-8."
+        raise ConfigError([Problem("", rule, f"{name}:{line}")]) from None
+
+
+def _unreadable(path: Path, name: str, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        near = did_you_mean(path.name, sorted(file.name for file in path.parent.glob("*.toml")))
+        remedy = near or " Check the path, or leave it out for the default."
+        return f"config file {name}: there is no such file.{remedy}"
+    if isinstance(error, IsADirectoryError):
+        return f"config file {name}: this is a folder. Name a TOML file in it."
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return f"config file {name}: it cannot be read ({reason}). Check its path and permissions."
+
+
+def _read_tables(text: str, name: str) -> tuple[dict[str, object], dict[KeyPath, str]]:
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise ConfigError([Problem("", "arrays or tables are nested too deeply. Flatten them.", f"{name}:1")]) from None
+    except ValueError as error:
+        line, reason = error_place(error, text)
+        typed = shown(text.split("\n")[line - 1].strip(), 80)
+        again = reason.startswith(("Cannot", "Duplicate"))
+        remedy = "Keep one of the two." if again else "Write key = value, with text in quotes."
+        rule = f"this is not TOML: {reason[:1].lower()}{reason[1:]} in {typed!r}. {remedy}"
+        raise ConfigError([Problem("", rule, f"{name}:{line}")]) from None
+    return tables, {key: f"{name}:{line}" for key, line in key_lines(text).items()}
+
+
+def run_name(path: Path) -> str:
+    """Return the name of a run after its file's name, without letters that a folder should not have; may be empty."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", path.stem).strip("._-")[:100]
+
+
+def _name_run(tables: dict[str, object], path: Path) -> bool:
+    """Call the run after its file where nothing else names it, so that two files never share a run's folder."""
+    section = tables.setdefault("run", {})
+    if not isinstance(section, dict) or "name" in section:
+        return False
+    name = run_name(path)
+    if name:
+        cast(dict[str, object], section)["name"] = name
+    return bool(name)
+
+
+def _expand_short_forms(tables: dict[str, object]) -> None:
+    """A task that is a text, and sources such as "a.txt" and ["a.txt", {path = ...}], become tables."""
+    if isinstance(tables.get("task"), str):
+        tables["task"] = {"name": tables["task"]}
+    data = tables.get("data")
+    if not isinstance(data, dict):
+        return
+    section = cast(dict[str, object], data)
+    for name in ("train", "eval"):
+        sources = section.get(name)
+        if isinstance(sources, str):
+            sources = [sources]
+        if isinstance(sources, list):
+            elements = cast(list[object], sources)
+            section[name] = [{"path": source} if isinstance(source, str) else source for source in elements]
+
+
+def _make_whole(node: object, path: KeyPath = ()) -> object:
+    """The tables with 1e3 as 1000 where a whole number is needed; TOML reads it as a number with a fraction."""
+    if isinstance(node, float):
+        return int(node) if node.is_integer() and takes_whole(node_at(path)) else node
+    if isinstance(node, dict) and len(path) < 4:  # no setting lies deeper, whatever was typed
+        table = cast(dict[str, object], node)
+        for name, value in table.items():
+            table[name] = _make_whole(value, (*path, name))
+        return table
+    return cast(object, node)
+
+
+def _settle_steps(tables: dict[str, object], origins: dict[KeyPath, str]) -> list[Problem]:
+    """Of steps and epochs the one on the command line counts; two in one place are a mistake."""
+    train = tables.get("train")
+    if not isinstance(train, dict) or not {"steps", "epochs"} <= train.keys():
+        return []
+    section = cast(dict[str, object], train)
+    typed = {name for name in ("steps", "epochs") if origins.get(("train", name)) == COMMAND_LINE}
+    if len(typed) == 1:
+        del section["epochs" if "steps" in typed else "steps"]
+        return []
+    both = f"train.epochs={shown(section['epochs'])}: train.steps={shown(section['steps'])} is given too"
+    del section["epochs"]
+    return [Problem("train.epochs", f"{both}. Keep one of the two.")]
+
+
+def _read_plan(tables: dict[str, object]) -> list[Problem]:
+    """Turn the plan into its text in `tables`; take it out where it cannot be read."""
+    plan = tables.get("plan")
+    if not isinstance(plan, str | dict):
+        return []  # absent, or of a type that validation refuses
+    source = plan if isinstance(plan, str) else cast(dict[str, object], plan)
+    try:
+        if isinstance(source, str) and is_auto(source):
+            auto_fields(source)
+            return []
+        read, open_axis = Plan.read_open(source)
+    except PlanError as error:
+        del tables["plan"]
+        return [in_config(problem) for problem in error.problems]
+    if isinstance(plan, dict):
+        tables["plan"] = read.format(open_axis)
+    return []
+
+
+def _validated(tables: dict[str, object]) -> tuple[RunConfig, list[Problem]]:
+    """The config, with defaults in the place of what is wrong, and the problems."""
+    problems: list[Problem] = []
+    while True:
+        try:
+            return RunConfig.model_validate(tables), problems
+        except ValidationError as error:
+            wrong = _wrong_paths(error, tables)
+            problems += [_type_problem(path, kind, tables) for path, kind in wrong.items()]
+            for path in wrong:
+                _remove(tables, path)
+
+
+def _wrong_paths(error: ValidationError, tables: dict[str, object]) -> dict[KeyPath, str]:
+    """What validation refuses: path -> kind of error. Of a path and its parent only the path is kept."""
+    kinds: dict[KeyPath, str] = {}
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        path, is_whole = _existing(tables, detail["loc"])
+        kind = detail["type"]
+        if kind == "missing" and isinstance(detail["loc"][-1], str):
+            path = detail["loc"]
+        elif not is_whole or kind == "missing":
+            kind = "value"  # of a list that is too short, or of a union of kinds
+        kinds.setdefault(path, kind)
+    paths = list(kinds)
+    return {
+        path: kind
+        for path, kind in kinds.items()
+        if not any(other != path and other[: len(path)] == path for other in paths)
+    }
+
+
+def _existing(tables: dict[str, object], location: KeyPath) -> tuple[KeyPath, bool]:
+    """The part of pydantic's location that was typed (a union adds names of its branches), and whether it is all."""
+    node: object = tables
+    for depth, part in enumerate(location):
+        if isinstance(node, dict) and part in node:
+            node = cast(dict[str | int, object], node)[part]
+        elif isinstance(node, list) and isinstance(part, int) and part < len(cast(list[object], node)):
+            node = cast(list[object], node)[part]
+        else:
+            return location[:depth], False
+    return location, True
+
+
+def _type_problem(path: KeyPath, kind: str, tables: dict[str, object]) -> Problem:
+    if kind == "missing":
+        return Problem(dotted(path), missing_key(path))
+    if kind == "extra_forbidden" or node_at(path) is None:
+        return Problem(dotted(path), unknown_key(path))
+    node: object = tables
+    for part in path:
+        node = cast(dict[str | int, object], node)[part]
+    return Problem(dotted(path), wrong_value(path, node))
+
+
+def _remove(tables: dict[str, object], path: KeyPath) -> None:
+    """Take a refused value out, so that the rest can be looked at. Of an array all goes: its indices must not move."""
+    node: object = tables
+    for depth, part in enumerate(path):
+        if not isinstance(node, dict):
+            return  # what was around it is gone already
+        table = cast(dict[str | int, object], node)
+        node = table.get(part)
+        if depth == len(path) - 1 or isinstance(node, list):
+            table.pop(part, None)
+            return

@@ -1,0 +1,236 @@
+"""The layout: which part of a model is cut how, by module path. Pure data; `parallel/` carries it out.
+
+Text form: words `pattern=style`, in order; the first pattern that fits decides. In a pattern `*` stands for one part
+of a path and `{q,k,v}` for one of several: "embed=vocab blocks.*.attn.{q,k,v}=colwise blocks.*.attn.o=rowwise". A fused
+layer has its segments behind the style: "h.*.attn.c_attn=colwise:3".
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from weft.errors import LayoutError, did_you_mean
+
+#: colwise: output features are cut; rowwise: input features are cut, outputs are partial sums; vocab: rows of an
+#: embedding or head are cut; replicate: every rank has all of it; partial: every rank has all of it, and sees only its
+#: own heads or features, so gradients add up; expert: whole experts are spread; spread: every rank has all of an
+#: encoder, and computes some of its items; spread:data: those of other data ranks too.
+STYLES = ("colwise", "rowwise", "vocab", "replicate", "partial", "expert", "spread", "spread:data")
+#: A fused layer's style says how many equal segments it joins, or their sizes: colwise:3, colwise:64+16+16.
+_FUSED = re.compile(r"colwise:(?:[1-9][0-9]*)(?:\+[1-9][0-9]*)*", re.ASCII)
+
+_PART = r"(?:\*|[A-Za-z0-9_]+|\{[A-Za-z0-9_]+(?:,[A-Za-z0-9_]+)*\})"
+_PATTERN = re.compile(rf"{_PART}(?:\.{_PART})*", re.ASCII)
+
+_LLAMA = (
+    ("embed", "vocab"),
+    ("blocks.*.{norm1,norm2}", "replicate"),
+    ("blocks.*.attn.{q,k,v}", "colwise"),
+    ("blocks.*.attn.o", "rowwise"),
+    ("blocks.*.mlp.{gate,up}", "colwise"),
+    ("blocks.*.mlp.down", "rowwise"),
+    ("norm", "replicate"),
+    ("head", "vocab"),
+)
+#: Beside the patterns of a llama, whose dense layers a model with experts may have too.
+_MOE = (
+    *_LLAMA,
+    ("blocks.*.mlp.router", "replicate"),
+    ("blocks.*.mlp.experts", "expert"),
+    ("blocks.*.mlp.shared.{gate,up}", "colwise"),
+    ("blocks.*.mlp.shared.down", "rowwise"),
+)
+_GPT2 = (
+    ("embed", "vocab"),
+    ("pos_embed", "replicate"),
+    ("blocks.*.{norm1,norm2}", "replicate"),
+    ("blocks.*.attn.{q,k,v}", "colwise"),
+    ("blocks.*.attn.o", "rowwise"),
+    ("blocks.*.mlp.up", "colwise"),
+    ("blocks.*.mlp.down", "rowwise"),
+    ("norm", "replicate"),
+    ("head", "vocab"),
+)
+
+
+class Style(NamedTuple):
+    """A style and, for a fused layer, its segments: how many equal ones, or the size of each."""
+
+    name: str
+    segments: tuple[int, ...] = ()
+
+    def sizes(self, total: int) -> tuple[int, ...]:
+        """Return the rows of each segment of a layer with `total` rows; () where it is not fused.
+
+        Raises:
+            LayoutError: where they do not add up to the layer.
+        """
+        if not self.segments:
+            return ()
+        count = self.segments[0]
+        sizes = self.segments if len(self.segments) > 1 else (total // count,) * count
+        if sum(sizes) != total:
+            text = "+".join(map(str, self.segments))
+            raise LayoutError(f"{self.name}:{text}: the layer has {total} outputs. Give segments that add up to that.")
+        return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Ordered pairs of module-path pattern and style. Hashable; `Layout.parse(layout.format()) == layout`.
+
+    Raises:
+        LayoutError: for a pattern or style that cannot be used, or a pattern given twice.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for pattern, style in self.pairs:
+            _check_pair(pattern, style)
+            if pattern in seen:
+                raise LayoutError(f"layout pattern {pattern!r} is given twice. Keep one.")
+            seen.add(pattern)
+
+    def match(self, path: str) -> str | None:
+        """Return the style of the module at `path`, or None where no pattern fits."""
+        return next((style for pattern, style in self.pairs if _compiled(pattern).fullmatch(path)), None)
+
+    def style(self, path: str) -> Style | None:
+        """Return what `match` gives, read: the style's name and the segments of a fused layer."""
+        text = self.match(path)
+        if text is None:
+            return None
+        name, _, parts = text.partition(":")
+        return Style(name, tuple(int(part) for part in parts.split("+")) if parts and name != "spread" else ())
+
+    def spread(self, paths: Iterable[str]) -> dict[str, bool]:
+        """Return the modules whose items are divided, and of each whether over data ranks too."""
+        found = {path: self.match(path) for path in paths}
+        return {path: style == "spread:data" for path, style in found.items() if style and style.startswith("spread")}
+
+    @property
+    def without_spread(self) -> Layout:
+        """The words for what is cut or left whole."""
+        return Layout(tuple(pair for pair in self.pairs if not pair[1].startswith("spread")))
+
+    def unused(self, paths: Iterable[str]) -> tuple[str, ...]:
+        """Return the patterns that fit none of the module paths: a layout made for another model."""
+        known = list(paths)
+        return tuple(pattern for pattern, _ in self.pairs if not any(map(_compiled(pattern).fullmatch, known)))
+
+    def fitted(self, paths: Iterable[str]) -> Layout:
+        """Return the same without patterns that fit none of the module paths."""
+        unused = self.unused(paths)
+        return Layout(tuple(pair for pair in self.pairs if pair[0] not in unused))
+
+    @classmethod
+    def named(cls, name: str) -> Layout:
+        """Return the layout of one of the project's own families: "llama", "gpt2", or "moe", a llama with experts.
+
+        Raises:
+            LayoutError: for a name that no family has.
+        """
+        known = {"llama": _LLAMA, "gpt2": _GPT2, "moe": _MOE}
+        if name not in known:
+            hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
+            raise LayoutError(f"layout={name}: no layout has this name.{hint}")
+        return cls(known[name])
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Read the text form.
+
+        Raises:
+            LayoutError: for a word that is not pattern=style.
+        """
+        pairs: list[tuple[str, str]] = []
+        for word in text.split():
+            pattern, equals, style = word.partition("=")
+            if not equals:
+                raise LayoutError(
+                    f"layout word {word!r}: a layout consists of pattern=style words. Use e.g. embed=vocab."
+                )
+            pairs.append((pattern, style))
+        return cls(tuple(pairs))
+
+    @classmethod
+    def read(cls, source: str | Path) -> Layout:
+        """Return what a setting says: the words themselves, or the file of them that `weft layout MODEL --save` writes.
+
+        In a file, '#' begins a comment.
+
+        Raises:
+            LayoutError: for a file that cannot be read, or a word that is not pattern=style.
+        """
+        text = str(source)
+        if "=" in text and not Path(text).is_file():
+            return cls.parse(text)
+        try:
+            lines = Path(text).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise LayoutError(
+                f"layout={text}: this file cannot be read ({reason}). Give pattern=style words, or a file that "
+                f"`weft layout MODEL --save FILE` wrote."
+            ) from error
+        return cls.parse(" ".join(line.partition("#")[0] for line in lines))
+
+    @classmethod
+    def from_mapping(cls, table: Mapping[str, object]) -> Layout:
+        """Read a table such as `[layout]` in TOML: {"embed" = "vocab", "blocks.*.attn.o" = "rowwise"}."""
+        return cls(
+            tuple((pattern, style if isinstance(style, str) else repr(style)) for pattern, style in table.items())
+        )
+
+    def format(self) -> str:
+        """Return the one-line text form."""
+        return " ".join(f"{pattern}={style}" for pattern, style in self.pairs)
+
+    def __str__(self) -> str:
+        return self.format()
+
+
+def _check_pair(pattern: str, style: str) -> None:
+    if not _PATTERN.fullmatch(pattern):
+        raise LayoutError(
+            f"layout pattern {pattern!r}: a module path is needed, and '*' or {{a,b}} may replace its parts. Use e.g. "
+            "'blocks.*.attn.q'."
+        )
+    if style not in STYLES and not _FUSED.fullmatch(style):
+        hint = did_you_mean(style, STYLES) or f" Use {pattern}=replicate."
+        raise LayoutError(f"{pattern}={style}: not one of {', '.join(STYLES)}.{hint}")
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"\.".join(_part_expression(part) for part in pattern.split(".")))
+
+
+def _part_expression(part: str) -> str:
+    if part == "*":
+        return r"[^.]+"
+    return f"(?:{part[1:-1].replace(',', '|')})" if part.startswith("{") else part
+
+
+# Divisors of whole numbers, for rules that ask what comes out even.
+
+
+def common_divisors(*numbers: int) -> list[int]:
+    """Return the whole numbers that divide all of `numbers`, ascending; of an absurdly large number, some of them."""
+    smallest = min(numbers)
+    low = [divisor for divisor in range(1, min(math.isqrt(smallest), 10_000) + 1) if smallest % divisor == 0]
+    every = sorted({*low, *(smallest // divisor for divisor in low)})
+    return [divisor for divisor in every if all(number % divisor == 0 for number in numbers)]
+
+
+def nearest(values: Iterable[int], wanted: int) -> int:
+    """The value that lies next to the wanted one; of two the smaller."""
+    return min(values, key=lambda value: (abs(value - wanted), value))

@@ -1,0 +1,362 @@
+"""On which line of a TOML file each key was typed. tomllib does not say; this scanner reads only what it needs to know.
+
+It expects text that tomllib has accepted, and never decides whether a file is right.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from weft.config.expected_values import is_container, keys_of, node_at, takes_text
+from weft.config.plan_text import split_plan
+from weft.config.run_config import RunConfig
+from weft.config.toml_values import BARE_KEY, KeyPath, dotted, shown
+from weft.errors import Problem, did_you_mean
+
+_HUGE_NUMBER = re.compile(r"[0-9_]{4000,}")
+_AT_LINE = re.compile(r"\(at line (\d+), column (\d+)\)")
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """Line (from 1) of every key, table and array element of a valid TOML text, by path."""
+    scanner = _Scanner(text.replace("\r\n", "\n"))
+    scanner.scan()
+    return scanner.lines
+
+
+def error_place(error: Exception, text: str) -> tuple[int, str]:
+    """Line of a TOML syntax error, and its reason without the place."""
+    if not isinstance(error, tomllib.TOMLDecodeError):  # Python reads no number of thousands of digits
+        number = _HUGE_NUMBER.search(text)
+        line = text.count("\n", 0, number.start() if number else 0) + 1
+        return line, "a number has too many digits"
+    reason = str(error)
+    place = _AT_LINE.search(reason)
+    line = int(place.group(1)) if place else _unfinished_line(text)
+    return line, _AT_LINE.sub("", reason).replace("(at end of document)", "").strip()
+
+
+def _unfinished_line(text: str) -> int:
+    """Where the statement begins that runs into the end of the text: all lines above it can be read."""
+    lines = text.split("\n")
+    for count in range(min(len(lines) - 1, 5000), 0, -1):
+        try:
+            tomllib.loads("\n".join(lines[:count]))
+        except (ValueError, RecursionError):
+            continue
+        while count < len(lines) - 1 and not lines[count].strip():
+            count += 1
+        return count + 1
+    return 1
+
+
+def split_key(text: str) -> tuple[str, ...]:
+    """The parts of a dotted key, as TOML reads it: 'a."b.c"' -> ("a", "b.c"). ValueError where it is none."""
+    if "=" in text or "\n" in text or "#" in text:
+        raise ValueError("not a dotted key")
+    node: object = tomllib.loads(f"{text} = 0")
+    parts: list[str] = []
+    while isinstance(node, dict):
+        ((key, node),) = node.items()  # pyright: ignore[reportUnknownVariableType]  # a tree of TOML
+        parts.append(str(key))  # pyright: ignore[reportUnknownArgumentType]  # a tree of TOML
+    return tuple(parts)
+
+
+class _Scanner:
+    """One pass over the characters; `lines` fills up as it goes."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.at = 0
+        self.lines: dict[KeyPath, int] = {}
+        self._line = 1
+        self._line_at = 0  # the position up to which line breaks were counted
+        self._lengths: dict[KeyPath, int] = {}  # of arrays of tables
+
+    def scan(self) -> None:
+        table: KeyPath = ()
+        while self._skip_blank():
+            if self._peek() == "[":
+                table = self._header()
+            else:
+                self._pair(table)
+
+    def _peek(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def _skip_blank(self) -> bool:
+        """Skip spaces, line breaks and comments; False at the end of the text."""
+        while self.at < len(self.text):
+            if self._peek() == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            elif self._peek() in " \t\n":
+                self.at += 1
+            else:
+                return True
+        return False
+
+    def _mark(self, path: KeyPath) -> None:
+        self._line += self.text.count("\n", self._line_at, self.at)
+        self._line_at = self.at
+        self.lines.setdefault(path, self._line)
+
+    def _header(self) -> KeyPath:
+        is_array = self.text.startswith("[[", self.at)
+        start = self.at
+        self.at += 2 if is_array else 1
+        parts = self._key()
+        self._skip_blank()
+        self.at += 2 if is_array else 1
+        end, self.at = self.at, start
+        place: list[str | int] = []
+        for number, part in enumerate(parts):
+            place.append(part)
+            path = tuple(place)
+            if is_array and number == len(parts) - 1:
+                self._lengths[path] = self._lengths.get(path, 0) + 1
+            self._mark(path)
+            if path in self._lengths:  # a header names the newest element of an array of tables
+                place.append(self._lengths[path] - 1)
+                self._mark(tuple(place))
+        self.at = end
+        return tuple(place)
+
+    def _key(self) -> list[str]:
+        """The parts of a dotted key; stands behind it afterwards."""
+        parts: list[str] = []
+        while True:
+            self._skip_blank()
+            start = self.at
+            if self._peek() in ('"', "'"):
+                self._skip_string()
+                parts.append(_unquoted(self.text[start : self.at]))
+            else:
+                match = BARE_KEY.match(self.text, self.at)
+                self.at = match.end() if match else len(self.text)
+                parts.append(self.text[start : self.at])
+            self._skip_blank()
+            if self._peek() != ".":
+                return parts
+            self.at += 1
+
+    def _pair(self, table: KeyPath) -> None:
+        start = self.at
+        parts = self._key()
+        end, self.at = self.at, start
+        for number in range(len(parts)):
+            self._mark((*table, *parts[: number + 1]))
+        self.at = end + 1  # the equals sign
+        self._value((*table, *parts))
+
+    def _value(self, path: KeyPath) -> None:
+        self._skip_blank()
+        mark = self._peek()
+        if mark in ('"', "'"):
+            self._skip_string()
+        elif mark == "{":
+            self._items("}", path)
+        elif mark == "[":
+            self._items("]", path)
+        else:
+            while self.at < len(self.text) and self._peek() not in ",]}#\n":
+                self.at += 1
+
+    def _items(self, close: str, path: KeyPath) -> None:
+        """An inline table or an array."""
+        self.at += 1
+        index = 0
+        while self._skip_blank() and self._peek() != close:
+            if self._peek() == ",":
+                self.at += 1
+            elif close == "}":
+                self._pair(path)
+            else:
+                self._mark((*path, index))
+                self._value((*path, index))
+                index += 1
+        self.at += 1
+
+    def _skip_string(self) -> None:
+        mark = self._peek()
+        if self.text.startswith(mark * 3, self.at):
+            self.at += 3
+            self._skip_to(mark * 3, mark == '"')
+            while self._peek() == mark:  # up to two more quotes belong to the text
+                self.at += 1
+        else:
+            self.at += 1
+            self._skip_to(mark, mark == '"')
+
+    def _skip_to(self, close: str, escapes: bool) -> None:
+        while self.at < len(self.text) and not self.text.startswith(close, self.at):
+            self.at += 2 if escapes and self._peek() == "\\" else 1
+        self.at += len(close)
+
+
+def _unquoted(literal: str) -> str:
+    return str(tomllib.loads(f"key = {literal}")["key"])
+
+
+# Where the values of a config were typed: "train.toml:12", "command line", or the default.
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+def origin_of(origins: Mapping[str, str], keys: Sequence[str], fallback: str = "") -> str:
+    """Return where the first of these dotted keys that was typed stands; a key stands where its table does.
+
+    Args:
+        origins: dotted key -> origin.
+        keys: asked in this order.
+        fallback: for keys that were typed nowhere.
+    """
+    for key in keys:
+        origin = _around(origins, key) or _inside(origins, key)
+        if origin:
+            return origin
+    return fallback
+
+
+def _around(origins: Mapping[str, str], key: str) -> str:
+    while key:
+        origin = origins.get(key, DEFAULT)
+        if origin != DEFAULT:
+            return origin
+        key = key.rpartition(".")[0]
+    return ""
+
+
+def _inside(origins: Mapping[str, str], key: str) -> str:
+    typed = (origin for other, origin in origins.items() if other.startswith(f"{key}.") and origin != DEFAULT)
+    return next(typed, "")
+
+
+# Overrides from the command line, `optimizer.lr=1e-4`, laid over the tables of a config file.
+
+
+def apply_override(tables: dict[str, object], text: str, problems: list[Problem]) -> KeyPath | None:
+    """Put one override into `tables`; its path, or None where it cannot be applied (`problems` then says why)."""
+    key, equals, value = text.partition("=")
+    try:
+        parts = split_key(key.strip())
+    except (ValueError, RecursionError):
+        parts = ()
+    if not equals or not parts:
+        problems.append(_problem(text, f"override {shown(text)!r}: an override is key=value. {_example(parts)}"))
+        return None
+    path = _indexed(parts)
+    if path == ("task",):
+        path = ("task", "name")  # options that the file gives stay
+    parsed = override_value(path, value)
+    if path[0] == "plan" and len(path) > 1:
+        _open_plan(tables)
+    return path if _put(tables, path, parsed, problems) else None
+
+
+def override_value(path: KeyPath, text: str) -> object:
+    """The value of an override: as TOML reads it, else the text itself. A key that takes text needs no quotes."""
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    if set(read) != {"value"} or (takes_text(node_at(path)) and path != ("plan",) and text.strip()[:1] not in "\"'"):
+        return text
+    return read["value"]
+
+
+def _example(parts: tuple[str, ...]) -> str:
+    hint = did_you_mean(parts[0], keys_of(node_at(()) or {})) if parts else ""
+    return hint.strip() if hint and parts[0] not in keys_of(node_at(()) or {}) else "Write e.g. optimizer.lr=1e-4."
+
+
+def _problem(key: str, message: str) -> Problem:
+    return Problem(key, message, COMMAND_LINE)
+
+
+def _indexed(parts: tuple[str, ...]) -> KeyPath:
+    """Numbers become indices where the schema has an array: data.train.0.path."""
+    path: KeyPath = ()
+    for part in parts:
+        is_index = part.isascii() and part.isdigit() and len(part) < 9
+        inside_array = (node_at(path) or {}).get("type") == "array"
+        path = (*path, int(part) if is_index and inside_array else part)
+    return path
+
+
+def _open_plan(tables: dict[str, object]) -> None:
+    """Turn the plan's text into a table, so that an override can reach one field."""
+    text = tables.get("plan", RunConfig().plan)
+    if isinstance(text, str):
+        table, wrong = split_plan(text)
+        if not wrong:  # else the text stays, and is refused with the line it was typed on
+            tables["plan"] = table
+
+
+def _put(tables: dict[str, object], path: KeyPath, value: object, problems: list[Problem]) -> bool:
+    key = f"{dotted(path)}={shown(value)}"
+    node: object = tables
+    for depth, part in enumerate(path):
+        here = path[:depth]
+        is_last = depth == len(path) - 1
+        if isinstance(node, list) and isinstance(part, int):
+            elements = cast(list[object], node)
+            if part > len(elements):
+                rule = (
+                    f"{dotted(here)} has {len(elements)} elements. Use an index up to {len(elements)}; "
+                    f"{len(elements)} itself adds an element."
+                )
+                problems.append(_problem(dotted(path), f"{key}: {rule}"))
+                return False
+            if part == len(elements):
+                elements.append({})
+            if is_last:
+                elements[part] = value
+            node = elements[part]
+        elif isinstance(node, dict) and isinstance(part, str):
+            table = cast(dict[str, object], node)
+            if is_last:
+                table[part] = value
+            elif part not in table and (start := _start((*here, part))) is not None:
+                table[part] = start
+            node = table.get(part)
+        else:
+            problems.append(_problem(dotted(path), f"{key}: {_no_inside(here)}"))
+            return False
+        if not is_last and not isinstance(node, dict | list):
+            problems.append(_problem(dotted(path), f"{key}: {_no_inside(path[: depth + 1])}"))
+            return False
+    return True
+
+
+def _start(path: KeyPath) -> object:
+    """What an override finds where the file says nothing: the default's elements for an array, else an empty table."""
+    schema = node_at(path)
+    if schema is None or schema.get("type") == "object" or path == ("plan",):
+        return {}
+    if schema.get("type") != "array":
+        return None  # a value with nothing inside
+    default: object = RunConfig().model_dump(by_alias=True, exclude_none=True)
+    for part in path:
+        default = cast(dict[str, object], default)[str(part)]
+    return list(cast(tuple[object, ...], default))
+
+
+def _no_inside(path: KeyPath) -> str:
+    schema = node_at(path)
+    key = dotted(path)
+    if schema is not None and schema.get("type") == "array":
+        return f"{key} is a list; address its elements by number. Use e.g. {key}.0."
+    if schema is not None and is_container(schema):
+        return f"{key} must be a table, and has another value. Correct {key} first."
+    return f"{key} is a single value with no keys inside. Use {key}=..."
+
+
+# How a model is named by its code.
+
+#: module:name, such as timm.models:resnet50.
+MODEL_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

@@ -1,0 +1,332 @@
+"""How much travels, or is computed, at a time: gradients in buckets, logits in chunks of tokens."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, overload
+
+from weft.config.layout import common_divisors
+
+#: Bytes of fp32 masters whose gradients and parameters travel together under ZeRO 0 to 2 on CPUs: large enough to
+#: amortise a collective's latency, small enough that several are under way at once.
+_BUCKET_BYTES = 16 * 2**20
+#: On GPUs, whose links reach half their rate at some MiB for each rank, and whose hosts launch each collective.
+_GPU_BUCKET_BYTES = 128 * 2**20
+#: Buckets whose gradients are on their way at once.
+BUCKETS_UNDER_WAY = 3
+
+
+#: Logits, in the format of the sum, that the loss of a head holds at a time: on a CPU, and at most on a GPU.
+_LOSS_CHUNK, _MOST_LOSS_CHUNK = 2**26, 2**30
+#: A GPU gives logits this share of its memory at most.
+_LOSS_SHARE = 64
+
+
+def bucket_bytes(device: str) -> int:
+    """Return the bytes of fp32 masters in a bucket.
+
+    device: "cpu" or "cuda", where the first of a backward is smaller.
+    """
+    return _GPU_BUCKET_BYTES if device == "cuda" else _BUCKET_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class LossChunk:
+    """How many tokens the loss of a head takes at a time: num_bytes of logits, in the format of the sum."""
+
+    num_bytes: int = _LOSS_CHUNK
+
+    @classmethod
+    def of_device(cls, device_bytes: int = 0) -> LossChunk:
+        """Choose by the memory of a GPU in bytes; 0 for a CPU, which wants logits in its caches.
+
+        A GPU wants large products: each chunk reads and writes the gradient of the weight. A power of two, so that what
+        vendors and drivers say is one size.
+        """
+        if not device_bytes:
+            return cls(_LOSS_CHUNK)
+        share = 1 << (device_bytes // _LOSS_SHARE).bit_length() - 1
+        return cls(min(_MOST_LOSS_CHUNK, max(_LOSS_CHUNK, share)))
+
+    def rows(self, tokens: Any, vocab: Any, sum_bytes: Any) -> Any:
+        """Return the number of tokens at a time: in equal chunks, as few as there can be; the last may be smaller.
+
+        Args:
+            tokens: of one microbatch on a rank. Arrays give an array.
+            vocab: entries on a rank.
+            sum_bytes: of one logit in the format of the sum.
+        """
+        most = self.num_bytes // (vocab * sum_bytes)
+        most = most + (most < 1)
+        num_chunks = -(-tokens // most)
+        num_chunks = num_chunks + (num_chunks < 1)
+        return -(-tokens // num_chunks)
+
+
+# Who gets what: layers to stages, samples to microbatches. Runtime, planner and tests ask here.
+
+
+def batch_unit(data_ranks: int, num_microbatches: int) -> int:
+    """Return the number of samples of which a global batch is a multiple: one for each microbatch of each rank."""
+    return data_ranks * num_microbatches
+
+
+@overload
+def samples_per_microbatch(global_batch: int, data_ranks: int, num_microbatches: int) -> int: ...
+@overload
+def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any: ...
+def samples_per_microbatch(global_batch: int, data_ranks: Any, num_microbatches: Any) -> Any:
+    """Return how many samples one microbatch of one rank holds, in whole ones.
+
+    Args:
+        global_batch: samples of a step.
+        data_ranks: ranks that see different samples; an array gives an array.
+        num_microbatches: of each of them, or an array.
+    """
+    return global_batch // batch_unit(data_ranks, num_microbatches)
+
+
+def even_passes(global_batch: int, data_ranks: int) -> list[int]:
+    """List the numbers of microbatches into which ranks can cut their samples evenly; none where they cannot."""
+    return [] if global_batch % data_ranks else common_divisors(global_batch // data_ranks)
+
+
+def share_out(count: int, num_parts: int) -> list[range]:
+    """Divide 0 to count - 1 into runs in order: the first may have one more than the others, which may be empty."""
+    size, rest = divmod(count, num_parts)
+    starts = [part * size + min(part, rest) for part in range(num_parts + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def microbatch_samples(global_batch: int, data_ranks: int, num_microbatches: int, rank: int) -> list[range]:
+    """Return the samples of each microbatch of a rank, by their numbers in the global batch.
+
+    The batch is shared out as the first microbatch of every rank, then the second of every rank, and so on. So ranks
+    differ by at most one sample, as do microbatches; the last ones may be empty.
+
+    Args:
+        global_batch: samples of a step.
+        data_ranks: ranks that see different samples.
+        num_microbatches: of each of them.
+        rank: the place of this one among them.
+    """
+    return share_out(global_batch, batch_unit(data_ranks, num_microbatches))[rank::data_ranks]
+
+
+def divide_layers(
+    costs: Sequence[float], num_stages: int, *, before: float = 0.0, after: float = 0.0
+) -> tuple[int, ...]:
+    """Return how many layers each stage takes, so that the most costly stage costs least; at least one each.
+
+    Among equally good divisions the one whose later stages have most: they hold fewer activations.
+
+    Args:
+        costs: of each layer, in any unit.
+        num_stages: of the whole model.
+        before: cost of what the first stage has besides (the embedding).
+        after: cost of what the last one has besides (norm, head, loss).
+
+    Raises:
+        ValueError: for fewer layers than stages.
+    """
+    return _divided(tuple(costs), num_stages, before, after)
+
+
+@functools.lru_cache(maxsize=256)
+def _divided(costs: tuple[float, ...], num_stages: int, before: float, after: float) -> tuple[int, ...]:
+    """What `divide_layers` returns. A search asks for one division several times."""
+    num_layers = len(costs)
+    if num_layers < num_stages:
+        raise ValueError(f"{num_layers} layers are fewer than {num_stages} stages")
+    sums = [0.0, *accumulate(costs)]
+    # least[n]: the least cost of the most costly stage when the first n layers lie in the stages so far.
+    least = [0.0] + [float("inf")] * num_layers
+    cuts: list[list[int]] = []
+    for stage in range(num_stages):
+        extra = (before if stage == 0 else 0.0) + (after if stage == num_stages - 1 else 0.0)
+        following, cut = [float("inf")] * (num_layers + 1), [0] * (num_layers + 1)
+        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
+            for start in range(stage, end):
+                if least[start] >= following[end]:
+                    break  # it costs no less the more layers lie before
+                cost = max(least[start], sums[end] - sums[start] + extra)
+                if cost < following[end] * (1 - 1e-12):
+                    following[end], cut[end] = cost, start
+        cuts.append(cut)
+        least = following
+    counts: list[int] = []
+    end = num_layers
+    for cut in reversed(cuts):
+        counts.append(end - cut[end])
+        end = cut[end]
+    return _evened(tuple(reversed(counts)), costs, least[num_layers], before, after)
+
+
+def _evened(
+    counts: tuple[int, ...], costs: Sequence[float], limit: float, before: float, after: float
+) -> tuple[int, ...]:
+    """The same pace with no stage needlessly small: layers move to a lighter neighbour while that evens both."""
+    ends = list(accumulate(counts))
+    stages = len(counts)
+
+    def cost(stage: int) -> float:
+        start = ends[stage - 1] if stage else 0
+        extra = (before if stage == 0 else 0.0) + (after if stage == stages - 1 else 0.0)
+        return sum(costs[start : ends[stage]]) + extra
+
+    for _ in range(stages * len(costs)):
+        moved = False
+        for stage in range(stages - 1):
+            left, right = cost(stage), cost(stage + 1)
+            for step, giver in ((-1, left), (1, right)):
+                layer = costs[ends[stage] - 1] if step < 0 else costs[min(ends[stage], len(costs) - 1)]
+                size = ends[stage] - (ends[stage - 1] if stage else 0) if step < 0 else ends[stage + 1] - ends[stage]
+                taker = right if step < 0 else left
+                if size > 1 and taker + layer < giver and taker + layer <= limit * (1 + 1e-12):
+                    ends[stage] += step
+                    moved = True
+                    break
+        if not moved:
+            break
+    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+
+
+def divide_by_rank(
+    num_layers: int, stages: Sequence[Sequence[int]], *, first: float = 0.0, last: float = 0.0
+) -> list[int]:
+    """Divide equal layers among stages so that the rank with most to do has least, where ranks hold several stages.
+
+    A bound is halved until no smaller one can be kept, and ranks are filled up to it (the classic linear partition).
+    Stages are counted from the embedding; every stage holds at least one layer where there are enough.
+
+    Args:
+        num_layers: of the whole model.
+        stages: those of each rank.
+        first: what the first stage holds besides, in layers' time.
+        last: what the last stage holds besides, in layers' time.
+    """
+    num_stages = sum(map(len, stages))
+    owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
+    extra = [0.0] * len(stages)
+    extra[owner[0]] += first
+    extra[owner[num_stages - 1]] += last
+    most = _layers_by_rank(num_layers, [len(own) for own in stages], extra)
+    found = [0] * num_stages
+    for rank, own in enumerate(stages):
+        # The stages beside embedding and head are relieved first.
+        order = sorted(own, key=lambda stage: (first if stage == 0 else 0) + (last if stage == num_stages - 1 else 0))
+        for index in range(most[rank]):
+            found[order[index % len(order)]] += 1
+    return found
+
+
+def _layers_by_rank(num_layers: int, num_stages: Sequence[int], extra: Sequence[float]) -> list[int]:
+    """Layers of each rank so that the longest rank is as short as can be."""
+
+    def room(bound: float) -> list[int]:
+        return [max(count, math.floor(bound - more + 1e-9)) for count, more in zip(num_stages, extra, strict=True)]
+
+    low, high = 0.0, num_layers + max(extra) + 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(room(middle)) >= num_layers else (middle, high)
+    found = room(high)
+    surplus = sum(found) - num_layers
+    while surplus > 0:  # take from the longest, the last of equals: late ranks have least in flight
+        able = [rank for rank, count in enumerate(found) if count > num_stages[rank]]
+        if not able:
+            break
+        rank = max(able, key=lambda rank: (found[rank] + extra[rank], rank))
+        found[rank] -= 1
+        surplus -= 1
+    return found
+
+
+# Context parallelism as arithmetic: which way suits a shape, which chunks of a sequence a rank holds. Without
+# torch.
+
+#: What a plan may say; "auto" takes one of the others by the shape.
+CP_MODES = ("auto", "gather", "ring", "ulysses")
+#: The ways themselves, first the one that a search never leaves out.
+CP_WAYS = ("ring", "gather", "ulysses")
+#: From this many tokens on a rank the attention of one step outlasts the message around the ring (at 8 query heads
+#: for each key-value head and 2,500 FLOP for each byte of the link), and gathered keys of all ranks grow large.
+RING_TOKENS = 4096
+
+
+def ulysses_fits(cp: int, num_heads: int, num_kv_heads: int, tp: int = 1) -> bool:
+    """Return whether the heads of one tensor-parallel rank can be shared out over cp ranks.
+
+    Query heads must come out even. Key-value heads are shared out, or, where they are fewer, each goes to several.
+
+    Args:
+        cp: ranks that share a sequence.
+        num_heads: query heads of the whole model.
+        num_kv_heads: key-value heads of the whole model.
+        tp: ranks that share the heads.
+    """
+    heads, kv_heads = num_heads // tp, max(1, num_kv_heads // tp)
+    return num_heads % (cp * tp) == 0 and heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
+
+
+def choose_cp_mode(mode: str, cp: int, num_heads: int, num_kv_heads: int, seq_len: int, tp: int = 1) -> str:
+    """Return the way that a plan's `cp_mode` stands for: itself, or for "auto" the one that suits the shape.
+
+    Ulysses where it sends no more than the others would: each rank sends its queries, keys, values and outputs once,
+    while gather and ring take every other rank's keys and values. Else the ring, from RING_TOKENS tokens on a rank,
+    and for less gather, whose calls are fewer. Sequences that are no multiple of 2 * cp have Ulysses alone.
+
+    Args:
+        mode: the plan's `cp_mode`.
+        cp: ranks that share a sequence.
+        num_heads: query heads of the whole model.
+        num_kv_heads: key-value heads of the whole model.
+        seq_len: tokens of a whole sequence.
+        tp: ranks that share the heads.
+    """
+    if mode != "auto" or cp == 1:
+        return "gather" if mode == "auto" else mode
+    heads, kv_heads = num_heads // tp, max(1, num_kv_heads // tp)
+    if ulysses_fits(cp, num_heads, num_kv_heads, tp):
+        sent_kv_heads = max(kv_heads, cp)
+        if seq_len % (2 * cp) or 2 * heads + 2 * sent_kv_heads <= cp * 2 * kv_heads:
+            return "ulysses"
+    return "ring" if seq_len >= RING_TOKENS * cp else "gather"
+
+
+def num_chunks(mode: str, cp: int) -> int:
+    """Return into how many equal chunks a sequence is cut; its length must be a multiple of that."""
+    return cp if mode == "ulysses" else 2 * cp
+
+
+def chunks_of(mode: str, cp: int, rank: int) -> tuple[int, ...]:
+    """Return the numbers of the chunks that a rank of cp holds, in order of the sequence.
+
+    Args:
+        mode: "gather", "ring" or "ulysses".
+        cp: ranks that share a sequence.
+        rank: on the axis cp.
+    """
+    return (rank,) if mode == "ulysses" else (rank, 2 * cp - 1 - rank)
+
+
+def sent_bytes(mode: str, *, cp: int, tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int,
+               sum_itemsize: int, backward: bool) -> int:  # fmt: skip
+    """Bytes that the ledger counts for one layer's attention on one rank, in forward or in backward.
+
+    tokens: batch * sequence / cp, those of one rank. sum_itemsize: of the format in which the gradients of keys and
+    values are summed. The ledger counts the larger side of each collective: an all_gather's result, a
+    reduce_scatter's input.
+    Forward: ring (cp - 1) messages of keys and values; gather all ranks' keys and values; ulysses queries, keys,
+    values and outputs. Backward: the same again, and the gradients of keys and values back (ring, gather).
+    """
+    kv = 2 * tokens * num_kv_heads * head_dim
+    if mode == "ulysses":
+        sent_kv_heads = num_kv_heads if num_kv_heads % cp == 0 else cp
+        return tokens * head_dim * (2 * num_heads + 2 * sent_kv_heads) * itemsize
+    messages = cp if mode == "gather" else cp - 1
+    return messages * kv * (itemsize + (sum_itemsize if backward else 0))

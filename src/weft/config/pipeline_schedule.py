@@ -1,0 +1,554 @@
+"""What a rank does in a pipeline: one action, or a forward and a backward of two microbatches side by side."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from weft.config.plan import SCHEDULES, Plan
+from weft.errors import PlanError, Problem
+
+#: F forward, B gradient of the input, W gradient of the weights, BW both gradients in one go.
+Kind = Literal["F", "B", "W", "BW"]
+KINDS: tuple[Kind, ...] = ("F", "B", "W", "BW")
+
+
+class Action(NamedTuple):
+    """One pass of one microbatch through one stage. Stages are counted from the embedding, over all ranks."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+
+class Pair(NamedTuple):
+    """A forward and a backward on two stages of one rank: the communication of one hides behind the other."""
+
+    forward: Action
+    backward: Action
+
+    def __str__(self) -> str:
+        return f"{self.forward}+{self.backward}"
+
+
+Step = Action | Pair
+
+
+def parts(step: Step) -> tuple[Action, ...]:
+    """Return the actions of a step, one or two."""
+    return (step.forward, step.backward) if isinstance(step, Pair) else (step,)
+
+
+# Writes one rank's list: counts the microbatches of each stage, so that a generator says only which stage is next.
+
+
+class Writer:
+    """Appends actions; the n-th forward (or backward) of a stage is that of microbatch n.
+
+    num_microbatches: actions of microbatches from here on are counted, but left out.
+    """
+
+    def __init__(self, num_microbatches: int):
+        self.steps: list[Step] = []
+        self._num_microbatches = num_microbatches
+        self._forwards: dict[int, int] = {}
+        self._backwards: dict[int, int] = {}
+        self._held: deque[Action] = deque()  # weight gradients to be written later
+
+    def num_forwards(self, stage: int) -> int:
+        """Forwards written of this stage."""
+        return self._forwards.get(stage, 0)
+
+    def num_backwards(self, stage: int) -> int:
+        """Backwards written of this stage, whole ones and of the input alone."""
+        return self._backwards.get(stage, 0)
+
+    def forward(self, stage: int) -> None:
+        """F of the stage's next microbatch."""
+        self._append(self._next_forward(stage))
+
+    def backward(self, stage: int) -> None:
+        """BW of the stage's next microbatch."""
+        self._append(self._next_backward(stage, whole=True))
+
+    def input_gradient(self, stage: int) -> None:
+        """B of the stage's next microbatch; its W is held back."""
+        action = self._next_backward(stage, whole=False)
+        self._append(action)
+        self._held.append(Action("W", stage, action.microbatch))
+
+    def pair(self, forward_stage: int, backward_stage: int) -> None:
+        """F on one stage beside BW on the other."""
+        forward = self._next_forward(forward_stage)
+        self.steps.append(Pair(forward, self._next_backward(backward_stage, whole=True)))
+
+    def weight_gradient(self, stage: int | None = None) -> None:
+        """The oldest W that is held back (of this stage); nothing where there is none."""
+        for action in self._held:
+            if stage is None or action.stage == stage:
+                self._held.remove(action)
+                self._append(action)
+                return
+
+    def weight_gradients(self, stage: int | None = None, *, but: int = 0) -> None:
+        """Every W that is held back (of this stage), except for the last few."""
+        held = sum(stage is None or action.stage == stage for action in self._held)
+        for _ in range(held - but):
+            self.weight_gradient(stage)
+
+    def _next_forward(self, stage: int) -> Action:
+        index = self.num_forwards(stage)
+        self._forwards[stage] = index + 1
+        return Action("F", stage, index)
+
+    def _next_backward(self, stage: int, *, whole: bool) -> Action:
+        index = self.num_backwards(stage)
+        self._backwards[stage] = index + 1
+        return Action("BW" if whole else "B", stage, index)
+
+    def _append(self, action: Action) -> None:
+        if action.microbatch < self._num_microbatches:
+            self.steps.append(action)
+
+
+# Schedules whose stages go around the ranks: stage s lies on rank s % p.
+
+
+def gpipe(p: int, m: int, v: int, r: int) -> list[Step]:
+    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965). In flight: m."""
+    return _looped(p, m, 1, r, warmup=m)
+
+
+def one_f_one_b(p: int, m: int, v: int, r: int) -> list[Step]:
+    """A backward as soon as there is one (Narayanan et al. 2019, arXiv 1806.03377). In flight: min(m, p - r)."""
+    return _looped(p, m, 1, r, warmup=p - r - 1)
+
+
+def interleaved(p: int, m: int, v: int, r: int) -> list[Step]:
+    """1F1B with several stages on each rank (Narayanan et al. 2021, arXiv 2104.04473); m is a multiple of p.
+
+    In flight, of v chunks to a microbatch: 2(p - r - 1) + (v - 1)p + 1.
+    """
+    return _looped(p, m, v, r, warmup=2 * (p - r - 1) + (v - 1) * p)
+
+
+def zb_h1(p: int, m: int, v: int, r: int) -> list[Step]:
+    """1F1B in which a rank holds back r weight gradients (ZB-H1, Qi et al. 2023, arXiv 2401.10241). In flight: p."""
+    return _looped(p, m, 1, r, warmup=p - r - 1, held=r)
+
+
+def zb_interleaved(p: int, m: int, v: int, r: int) -> list[Step]:
+    """ZB-H1 with several stages on each rank; m is a multiple of p. In flight: p."""
+    return _looped(p, m, v, r, warmup=(v - 1) * p + p - r - 1, held=r)
+
+
+def _looped(p: int, m: int, v: int, r: int, *, warmup: int, held: int | None = None) -> list[Step]:
+    """held: weight gradients that are held back, or None for whole backwards."""
+    forwards = [chunk * p + r for chunk in _chunks(p, m, v)]
+    backwards = [(v - 1 - chunk) * p + r for chunk in _chunks(p, m, v)]
+    warmup = min(warmup, len(forwards))
+    writer = Writer(m)
+    for stage in forwards[:warmup]:
+        writer.forward(stage)
+    for index, stage in enumerate(backwards):
+        if warmup + index < len(forwards):
+            writer.forward(forwards[warmup + index])
+        if held is None:
+            writer.backward(stage)
+        else:
+            writer.input_gradient(stage)
+            writer.weight_gradients(but=held)
+    writer.weight_gradients()
+    return writer.steps
+
+
+def _chunks(p: int, m: int, v: int) -> list[int]:
+    """The rank's chunks in the order of its forwards: p microbatches through each chunk in turn, then the next p."""
+    if v == 1:
+        return [0] * m
+    return [chunk for _ in range(m // p) for chunk in range(v) for _ in range(p)]
+
+
+# Schedules whose stages go down the ranks and up again: stages r and 2p - 1 - r lie on rank r.
+
+
+def zb_v(p: int, m: int, v: int, r: int) -> list[Step]:
+    """ZB-V (Qi et al. 2023, arXiv 2401.10241, section 6). In flight: p on each rank.
+
+    The pattern needs 2p - 1 microbatches; with fewer it is written for as many, and those that are not there left out.
+    """
+    down, up = r, 2 * p - 1 - r
+    total = max(m, 2 * p - 1)
+    writer = Writer(m)
+    for _ in range(2 * (p - r) - 1):
+        writer.forward(down)
+    for _ in range(r):
+        writer.forward(up)
+        writer.forward(down)
+    for _ in range(p - r):
+        writer.forward(up)
+        _split_backward(writer, up)
+    while writer.num_forwards(up) < total:
+        if writer.num_forwards(down) < total:
+            writer.forward(down)
+        _split_backward(writer, down)
+        writer.forward(up)
+        _split_backward(writer, up)
+    # The rest of the backwards is a chain over the ranks: weight gradients wait until the chain has passed.
+    for _ in range(r):
+        writer.input_gradient(down)
+        writer.input_gradient(up)
+    for _ in range(p - r):
+        writer.input_gradient(down)
+        writer.weight_gradient(down)
+    writer.weight_gradients(up)
+    writer.weight_gradients()
+    return writer.steps
+
+
+def _split_backward(writer: Writer, stage: int) -> None:
+    writer.input_gradient(stage)
+    writer.weight_gradient(stage)
+
+
+def dualpipe_v(p: int, m: int, v: int, r: int) -> list[Step]:
+    """DualPipeV: forwards of one stage beside backwards of the other (DeepSeek-AI 2024, arXiv 2412.19437, folded in
+    half); m is at least 2p. In flight: p + 1/2.
+    """
+    down, up = r, 2 * p - 1 - r
+    writer = Writer(m)
+    for _ in range(2 * (p - r - 1)):
+        writer.forward(down)
+    for _ in range(r + 1):
+        writer.forward(down)
+        writer.forward(up)
+    for _ in range(p - r - 1):
+        _split_backward(writer, up)
+        writer.forward(up)
+    for index in range(m - 2 * p + r + 1):
+        if index == 0 and r == p - 1:
+            # Beside each other the two would begin later than the first of them can.
+            writer.forward(down)
+            writer.backward(up)
+        else:
+            writer.pair(down, up)
+        writer.pair(up, down)
+    for _ in range(p - r - 1):
+        writer.backward(up)
+        writer.pair(up, down)
+    _drain(writer, p, r, down, up)
+    return writer.steps
+
+
+def _drain(writer: Writer, p: int, r: int, down: int, up: int) -> None:
+    """The last backwards: whole ones first; from the middle on the weight gradients wait, to fill the end."""
+    for index in range(2 * (r + 1)):
+        stage = (up, down)[index % 2]
+        if index <= r:
+            writer.backward(stage)
+        else:
+            writer.input_gradient(stage)
+    for _ in range(p - r - 1):
+        writer.weight_gradient()
+        writer.input_gradient(down)
+    writer.weight_gradients()
+
+
+# The order of a pipeline: for each rank of `pp`, what it does in one optimizer step, as a list.
+
+Generator = Callable[[int, int, int, int], list[Step]]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a schedule asks for: its generator, stages on each rank, and which numbers of microbatches it can order."""
+
+    generator: Generator
+    #: Stages go down the ranks and up again; otherwise around.
+    is_v: bool = False
+    #: One stage on each rank, two, or (None) any number from two.
+    virtual_stages: int | None = 1
+    #: Microbatches come in groups of the number of ranks.
+    in_groups: bool = False
+    #: At least so many microbatches for each rank.
+    least_per_rank: int = 0
+
+
+FORMS: dict[str, Form] = {
+    "gpipe": Form(gpipe),
+    "1f1b": Form(one_f_one_b),
+    "interleaved": Form(interleaved, virtual_stages=None, in_groups=True),
+    "zb_h1": Form(zb_h1),
+    "zb_interleaved": Form(zb_interleaved, virtual_stages=None, in_groups=True),
+    "zb_v": Form(zb_v, is_v=True, virtual_stages=2),
+    "dualpipe_v": Form(dualpipe_v, is_v=True, virtual_stages=2, least_per_rank=2),
+}
+assert tuple(FORMS) == SCHEDULES
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The lists of all ranks. Stages are counted from the embedding: num_ranks * virtual_stages of them."""
+
+    name: str
+    num_ranks: int
+    virtual_stages: int
+    num_microbatches: int
+    ranks: tuple[tuple[Step, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return self.num_ranks * self.virtual_stages
+
+    def owner(self, stage: int) -> int:
+        """Return the rank (on the axis pp) that holds a stage."""
+        return stage_owner(self.name, self.num_ranks, stage)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, ascending."""
+        return stages_of(self.name, self.num_ranks, self.virtual_stages, rank)
+
+    def in_flight(self, rank: int) -> int:
+        """Return the most forwards of which the rank keeps activations at once, counted in stages of one microbatch.
+
+        Divided by `virtual_stages` it is in microbatches. They are let go by W, or by the whole backward.
+        """
+        held = most = 0
+        for step in self.ranks[rank]:
+            for action in parts(step):
+                held += (action.kind == "F") - (action.kind in ("W", "BW"))
+                most = max(most, held)
+        return most
+
+
+def stage_owner(name: str, num_ranks: int, stage: int) -> int:
+    """Return the rank (on the axis pp) that holds a stage.
+
+    Args:
+        name: of the schedule.
+        num_ranks: size of the axis pp.
+        stage: counted from the embedding, from 0.
+    """
+    if FORMS[name].is_v:
+        return stage if stage < num_ranks else 2 * num_ranks - 1 - stage
+    return stage % num_ranks
+
+
+def stages_of(name: str, num_ranks: int, virtual_stages: int, rank: int) -> tuple[int, ...]:
+    """Return the stages of a rank, ascending.
+
+    Args:
+        name: of the schedule.
+        num_ranks: size of the axis pp.
+        virtual_stages: stages that each rank holds; schedules in the form of a V have two.
+        rank: on the axis pp.
+    """
+    if FORMS[name].is_v:
+        return rank, 2 * num_ranks - 1 - rank
+    return tuple(range(rank, num_ranks * virtual_stages, num_ranks))
+
+
+def build_schedule(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
+    """Return the lists of all ranks.
+
+    Args:
+        name: one of SCHEDULES.
+        num_ranks: size of the axis pp.
+        num_microbatches: of one rank, in one step.
+        virtual_stages: stages that each rank holds.
+
+    Raises:
+        PlanError: where the schedule cannot order these numbers.
+    """
+    problems = schedule_problems(name, num_ranks, num_microbatches, virtual_stages)
+    if problems:
+        raise PlanError(problems)
+    lists = (FORMS[name].generator(num_ranks, num_microbatches, virtual_stages, rank) for rank in range(num_ranks))
+    return Schedule(name, num_ranks, virtual_stages, num_microbatches, tuple(map(tuple, lists)))
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """Return the schedule that a plan asks for.
+
+    Raises:
+        PlanError: where the schedule cannot order the plan's numbers.
+    """
+    return build_schedule(plan.schedule, plan.pp, plan.microbatches, plan.virtual_stages)
+
+
+def schedule_problems(name: str, num_ranks: int, num_microbatches: int, virtual_stages: int) -> list[Problem]:
+    """Why a schedule cannot be, in the words of plans; empty where it can."""
+    form, found = FORMS[name], list[Problem]()
+    legal = form.virtual_stages
+    if virtual_stages != legal if legal is not None else virtual_stages < 2:
+        wanted = "2 or more" if legal is None else str(legal)
+        rule = f"schedule={name} needs {wanted} stages on each rank. Use virtual_stages={wanted}."
+        found.append(Problem("virtual_stages", f"virtual_stages={virtual_stages}: {rule}"))
+    least, unit = form.least_per_rank * num_ranks, num_ranks if form.in_groups else 1
+    if num_microbatches % unit:
+        below = num_microbatches // unit * unit
+        use = f"{below} or {below + unit}" if below else f"{unit}"
+        rule = f"schedule={name} takes microbatches in groups of pp={num_ranks}. Use microbatches={use}."
+        found.append(Problem("microbatches", f"microbatches={num_microbatches}: {rule}"))
+    if num_microbatches < least:
+        rule = f"schedule={name} needs at least {least} with pp={num_ranks}. Use microbatches={least} or more."
+        found.append(Problem("microbatches", f"microbatches={num_microbatches}: {rule}"))
+    return found
+
+
+# What an action of a pipeline needs of others, and what it makes for them.
+
+
+def needs(schedule: Schedule, action: Action) -> list[Action]:
+    """Return what must be made before this action, as F and B: see `makes`."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        return [Action("F", stage - 1, microbatch)] if stage else []
+    own = Action("B" if kind == "W" else "F", stage, microbatch)
+    is_end = kind == "W" or stage == schedule.num_stages - 1
+    return [own] if is_end else [own, Action("B", stage + 1, microbatch)]
+
+
+def makes(action: Action) -> tuple[Action, ...]:
+    """Return what others may need of this action: a whole backward makes B and W."""
+    if action.kind != "BW":
+        return (action,)
+    return action._replace(kind="B"), action._replace(kind="W")
+
+
+# When activations and gradients travel: a rank's list with its sends and receives put in their places.
+
+
+class Transfer(NamedTuple):
+    """One end of a transfer. peer: the other rank (on the axis pp).
+
+    content: "activation", the input of `stage`, or "gradient", of the output of `stage`; of one microbatch.
+    """
+
+    way: Literal["send", "receive"]
+    content: Literal["activation", "gradient"]
+    stage: int
+    microbatch: int
+    peer: int
+
+    def __str__(self) -> str:
+        arrow = ">" if self.way == "send" else "<"
+        return f"{arrow}{'x' if self.content == 'activation' else 'g'}{self.stage}.{self.microbatch}@{self.peer}"
+
+
+#: A rank's list with its transfers; of a pair, the forward and then the backward.
+Program = list[Action | Transfer]
+
+
+def with_transfers(schedule: Schedule) -> list[Program]:
+    """Return the ranks' lists, action by action, with receives before and sends after what needs and makes them.
+
+    The receive is placed among the receiver's steps at the moment at which the sender sends, when all steps take
+    one unit of time.
+
+    Raises:
+        ValueError: where the lists wait for each other in a circle.
+    """
+    programs: list[Program] = [[] for _ in schedule.ranks]
+    place, done = [0] * schedule.num_ranks, set[Action]()
+    remaining = sum(map(len, schedule.ranks))
+    while remaining:
+        # All ranks that can, take one step; what they made is sent after all of them have.
+        ready = [
+            (rank, steps[place[rank]])
+            for rank, steps in enumerate(schedule.ranks)
+            if place[rank] < len(steps) and done.issuperset(_step_needs(schedule, steps[place[rank]]))
+        ]
+        if not ready:
+            waiting = ", ".join(
+                str(steps[at]) for steps, at in zip(schedule.ranks, place, strict=True) if at < len(steps)
+            )
+            raise ValueError(f"schedule {schedule.name}: deadlock, its ranks wait for each other at {waiting}")
+        for rank, _ in ready:
+            place[rank] += 1
+        # A pair's forward is sent before its backward begins.
+        for half in range(2):
+            acting = [(rank, parts(step)[half]) for rank, step in ready if half < len(parts(step))]
+            for rank, action in acting:
+                programs[rank].append(action)
+                done.update(makes(action))
+            for rank, action in acting:
+                _send(schedule, programs, rank, action)
+        remaining -= len(ready)
+    return programs
+
+
+def receiving_early(program: Program) -> Program:
+    """Post each receive before the action beside which its message travels, and not after it.
+
+    The message is then there when that action ends. Only where none of what travels is in the way of a computation,
+    nor of another message, by content, sender and receiver: two ranks may each post a receive before they send.
+    """
+    found: Program = []
+    place = 0  # where receives that come next are posted: before the last action
+    for step in program:
+        if isinstance(step, Transfer) and step.way == "receive":
+            found.insert(place, step)
+            place += 1
+            continue
+        if isinstance(step, Action):
+            place = len(found)
+        found.append(step)
+    return found
+
+
+def flows(schedule: Schedule, rank: int) -> list[tuple[str, int, int]]:
+    """List what this rank sends and receives in a step: content, sender and receiver, each once."""
+    found: dict[tuple[str, int, int], None] = {}
+    for stage in range(1, schedule.num_stages):
+        above, below = schedule.owner(stage - 1), schedule.owner(stage)
+        if above != below and rank in (above, below):
+            found |= {("activation", above, below): None, ("gradient", below, above): None}
+    return list(found)
+
+
+#: Names a message: content, stage and microbatch of its transfer.
+Key = tuple[str, int, int]
+
+
+def arrived_by(programs: list[Program], rank: int) -> dict[Key, list[Key]]:
+    """List what this rank has sent and need not keep: for each message that it receives, those that are surely there.
+
+    A message from another rank says that whatever that rank has worked with before is no longer on its way to it.
+    """
+    sent = {(step.peer, *step[1:4]) for step in programs[rank] if isinstance(step, Transfer) and step.way == "send"}
+    found: dict[Key, list[Key]] = {}
+    for peer in {step.peer for step in programs[rank] if isinstance(step, Transfer)}:
+        there: list[Key] = []
+        for step in programs[peer]:
+            if isinstance(step, Action):
+                key = ("activation" if step.kind == "F" else "gradient", step.stage, step.microbatch)
+                if step.kind != "W" and (peer, *key) in sent:
+                    there.append(key)
+            elif step.way == "send" and step.peer == rank:
+                found[step[1:4]] = there
+                there = []
+    return found
+
+
+def _step_needs(schedule: Schedule, step: Step) -> list[Action]:
+    return [need for action in parts(step) for need in needs(schedule, action)]
+
+
+def _send(schedule: Schedule, programs: list[Program], rank: int, action: Action) -> None:
+    """Put the transfer of what `action` made into both ranks' lists, where another rank needs it."""
+    kind, stage, microbatch = action
+    if kind == "W" or (kind == "F" and stage == schedule.num_stages - 1) or (kind != "F" and stage == 0):
+        return
+    target = stage + 1 if kind == "F" else stage - 1
+    peer = schedule.owner(target)
+    if peer != rank:
+        content = "activation" if kind == "F" else "gradient"
+        programs[rank].append(Transfer("send", content, target, microbatch, peer))
+        programs[peer].append(Transfer("receive", content, target, microbatch, rank))

@@ -1,0 +1,458 @@
+"""The Plan: how one model is laid over the machines. A frozen value without torch; everything else derives from it.
+
+Text form: only what differs from the defaults, in the order of the fields, such as "dp_shard=4 tp=2 zero=3".
+`Plan.parse(plan.format()) == plan` for every plan. What may be combined with what is in `spec/rules/`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from weft.config.partitioning import CP_MODES, CP_WAYS
+from weft.config.plan_field import described, descriptions
+from weft.config.plan_text import (
+    microbatches_tried,
+    offloads_near,
+    orders_near,
+    passes_tried,
+    precisions,
+    read_values,
+    recomputes,
+    recomputes_near,
+    schedules,
+    sizes_tried,
+    split_plan,
+    unknown_fields,
+)
+from weft.config.plan_values import (
+    AxisOrder,
+    Compression,
+    Counts,
+    LetsGo,
+    OneOf,
+    PassCount,
+    PolicyOrBudget,
+    Switch,
+    SyncEvery,
+    Whole,
+    WordShares,
+    refused,
+    share_of,
+)
+from weft.config.wire_formats import COMPRESSES, GATHERS, WIRES, sync_of
+from weft.errors import PlanError, Problem
+
+#: Mesh axes, outermost first by default. `ep` is a second view over dp_shard x cp x tp: no factor of the world size.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+#: What the planner estimates; its codes are positions here, so new ones come last. The runtime has no fp4.
+PLANNED_PRECISIONS = ("fp32", "bf16", "fp16", "fp64", "fp8", "fp4", "tf32")
+PRECISIONS = tuple(name for name in PLANNED_PRECISIONS if name != "fp4")
+#: Wires that gradients may travel as, also such as are registered later; "fp32" is the format of the master weights.
+REDUCES = WIRES
+RECOMPUTES = ("none", "full", "attention", "selective")
+OFFLOADS = ("optimizer", "params", "activations")
+#: When zero=3 lets gathered parameters go: from the least memory to the least communication.
+RESHARDS = ("after_forward", "after_backward", "after_step")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_interleaved", "zb_v", "dualpipe_v")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a model is laid over the machines: a field for each thing that may be chosen, described where it is declared.
+
+    `PLAN_FIELDS` has the descriptions by name, and docs/reference/settings.md prints them.
+
+    Raises:
+        PlanError: when it is made, with every field that cannot be used.
+    """
+
+    # One field after another, in the order in which they are printed.
+    # fmt: off
+    pp: int = described(
+        Whole(star=True), 1, "Pipeline parallel: ranks that share the model's blocks; a mesh axis.", tried=sizes_tried,
+        asks="use", probed=True,
+    )
+    dp_replicate: int = described(Whole(star=True), 1,
+        "Data parallel: replicas that hold the same states and read different samples; a mesh axis.",
+        tried=sizes_tried,
+    )
+    dp_shard: int = described(Whole(star=True), 1,
+        "Data parallel: ranks that shard states as `zero` says and read different samples; a mesh axis.",
+        tried=sizes_tried,
+    )
+    cp: int = described(
+        Whole(star=True), 1, "Context parallel: ranks that share each sequence; a mesh axis.", tried=sizes_tried,
+        asks="use", probed=True,
+    )
+    tp: int = described(
+        Whole(star=True), 1, "Tensor parallel: ranks that share each layer; a mesh axis.", tried=sizes_tried,
+        asks="use", probed=True,
+    )
+    ep: int = described(Whole(), 1,
+        "Expert parallel: ranks that share the experts of a layer; a second view over dp_shard x cp x tp.",
+        tried=sizes_tried, asks="use", probed=True,
+    )
+    order: tuple[str, ...] = described(
+        AxisOrder(AXES), (),
+        "Mesh axes in use, outermost first; by default in the order of this table. Neighbours on the innermost axis "
+        "are neighbours on the machine.", nearby=orders_near, divides_work=False,
+        tried=((), ("tp", "dp_shard"), ("tp", "pp"), ("cp", "dp_replicate"), ("dp_shard", "dp_replicate")),
+    )
+    zero: int = described(
+        Whole(0, 3, rule="ZeRO has stages 0 to 3. Use zero=0, 1, 2 or 3.", dtype="uint8"), 0,
+        "ZeRO stage: what is sharded over dp_shard and cp. 0: nothing; 1: optimizer states; 2: also gradients; 3: "
+        "also parameters.", needs=("dp_shard", "cp"), tried=(0, 1, 2, 3), asks="value", probed=True,
+        searched=((1, RESHARDS[0]), (2, RESHARDS[0]), *((3, name) for name in RESHARDS)),
+    )
+    reshard: str = described(
+        LetsGo(RESHARDS), RESHARDS[0],
+        "When zero=3 frees gathered parameters: after_forward (least memory), after_backward (one gather per pass), "
+        "after_step (one gather and one gradient reduction per step). Under a pipeline the last two are the same. "
+        "after_forward:8 keeps an eighth of them on each of 8 neighbouring ranks of dp_shard, from which backward "
+        "gathers: on one host, so that only forward's gathers cross hosts.",
+        needs=("dp_shard", "cp"), searched_with="zero", tried=RESHARDS, asks="value",
+    )
+    sp: bool = described(
+        Switch(), False, "Sequence parallelism between tensor-parallel regions.", needs=("tp",), searched=(False, True),
+        tried=(False, True), asks="use", probed=True,
+    )
+    tp_chunks: int = described(
+        Whole(dtype="int32"), 1,
+        "Pieces of each rank's tokens in which cut layers multiply under `sp=on`: one travels over tp while another "
+        "multiplies. `auto` never chooses more than 1.", needs=("tp",), tried=(1, 3), divides_work=False,
+    )
+    cp_mode: str = described(
+        OneOf(CP_MODES, open="auto", codes=CP_WAYS), "auto",
+        "How attention reaches the whole sequence under cp: gather (all-gathers keys and values), ring (passes them "
+        "around, overlapped with compute), ulysses (exchanges tokens for heads by all_to_all), auto (chosen by "
+        "heads, sequence length and memory).", needs=("cp",), searched=CP_WAYS, tried=CP_MODES, asks="value",
+        probed=True,
+    )
+    schedule: str = described(
+        OneOf(SCHEDULES), "1f1b", "Order of the pipeline's forward and backward passes.", needs=("pp",),
+        searched=schedules, tried=SCHEDULES, asks="value",
+    )
+    microbatches: int = described(
+        PassCount(), 1, "Microbatches of an optimizer step under a pipeline.", needs=("pp",), tried=microbatches_tried,
+        divides_work=False,
+    )
+    virtual_stages: int = described(
+        Whole(), 1, "Stages on each rank of the pipeline.", needs=("pp",), searched_with="schedule", tried=(1, 2),
+        asks="value",
+    )
+    split: tuple[int, ...] = described(Counts(), (),
+        "How many of the model's blocks each stage takes, in order (`3+4+4+3`); by default stages of equal work.",
+        needs=("pp",), tried=((),), asks="value",  # uneven ones depend on the model: tests/parity/test_pipeline.py
+    )
+    accumulation: int = described(
+        PassCount(), 1, "Gradient accumulation: microbatches of an optimizer step without a pipeline.",
+        tried=passes_tried, divides_work=False, asks="value", probed=True,
+    )
+    precision: str = described(
+        OneOf(PRECISIONS, codes=PLANNED_PRECISIONS, instead="bf16"), "fp32",
+        "Format of forward and backward; master weights and optimizer states stay fp32 (fp64 under fp64). fp8 is bf16 "
+        "with the products of linear layers in blocks in float8; tf32 is fp32 with what products and convolutions "
+        "read rounded to 10 bits of mantissa, on GPUs that have it.",
+        searched=precisions, tried=("fp64",), divides_work=False,
+    )
+    reduce: str = described(
+        OneOf(REDUCES), "fp32",
+        "Format of gradients in collectives: fp32 (fp64 under fp64) or bf16, which halves the bytes. Gradients are "
+        "rounded only for the collective; Weft accumulates and applies them in fp32.", tried=("fp32",),
+        divides_work=False,  # bf16 rounds: tests/parity/test_reduce.py
+    )
+    compress: str = described(
+        Compression(COMPRESSES), "none",
+        "What gradients travel as over the outermost data axis alone, for links that are slow: over dp_replicate, or "
+        "where that is 1 over dp_shard. int8: a byte for each value, rounded up or down by chance, a scale for each "
+        "256. int4: half a byte, a scale for each 64. powersgd:4: each matrix as two of rank 4, after the first steps "
+        "(`train.compress_after`). What these two leave out goes with the next step. top:0.02, where replicas meet "
+        "rarely: the largest 2 % of each 4096 values; the others are owed to the next meeting. It changes results; "
+        "`auto` never chooses it.", tried=("none",),
+        divides_work=False,  # it rounds: tests/parity/test_compress.py
+    )
+    gather: str = described(
+        OneOf(GATHERS), "none",
+        "What weights travel as, for links that are slow. int8, where zero=3 gathers them: a byte for each value, "
+        "rounded to the nearest, a scale for each 256 of a row; vectors travel as they are. diff4, under zero=1 and 2: "
+        "differences to the weights that all ranks have, half a byte each, a scale for each 64; what rounding loses "
+        "goes with the next. fp8, under zero=3 and precision=fp8: weights as these products round them, a byte for "
+        "each value, a scale for each row; others travel as they are. Masters are never rounded. It changes results; "
+        "`auto` never chooses it.",
+        needs=("dp_shard", "cp"), tried=("none",),
+        divides_work=False,  # it rounds: tests/parity/test_gather.py
+    )
+    sync: str = described(
+        SyncEvery(), "step",
+        "When the ranks of dp_replicate meet, for links that are slow. step: gradients add up in every step. "
+        "average:H: each replica trains by itself, and every H steps weights are averaged. diloco:H: their mean change "
+        "is the gradient of an outer step with momentum (`train.outer_lr`, `train.outer_momentum`); with "
+        "compress=int8 it travels in bytes. diloco:50/4: in four fragments, one after another, each on its way while "
+        "the next step computes. It is another algorithm; `auto` never chooses it.",
+        needs=("dp_replicate",), tried=("step",),
+        divides_work=False,  # it trains otherwise: tests/parity/test_sync.py
+    )
+    recompute: str = described(
+        PolicyOrBudget(RECOMPUTES), "none",
+        "What backward recomputes instead of keeping: a policy, a policy for the first blocks of each rank only, or "
+        "a memory budget for what is kept.",
+        searched=recomputes, nearby=recomputes_near, divides_work=False, asks="value", probed=True,
+        tried=("none", "full", "selective", "attention", "full:1"),
+    )
+    offload: tuple[str, ...] = described(
+        WordShares(OFFLOADS), (), "What is kept in host memory.",
+        searched=((), ("optimizer",), ("params",), ("activations",), ("optimizer", "activations"),
+                  ("params", "activations")),
+        tried=((), ("optimizer",), ("params",), ("activations",), ("optimizer:0.5", "activations")),
+        nearby=offloads_near, divides_work=False, asks="value",
+    )
+    compile: bool = described(
+        Switch(), False, "Compile blocks with torch.compile.", searched=(False, True), divides_work=False,
+        tried=(False,),  # few plans that compile, of deep models: tests/parity/test_compile.py
+    )
+    graphs: bool = described(
+        Switch(), False, "Record forward with backward, and the optimizer's step, as CUDA graphs: for models so small "
+        "that the host takes longer to launch kernels than the GPU to run them.", divides_work=False,
+        tried=(False,),  # it needs a GPU, or a recorder: tests/parity/test_graphs.py
+    )
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        _fill(self, dict(zip(PLAN_FIELDS, _all_values(self), strict=True)))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of the mesh axes."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def microbatches_per_step(self) -> int:
+        """Forward passes per optimizer step on one data-parallel rank."""
+        return self.microbatches if self.pp > 1 else self.accumulation
+
+    @property
+    def second_shards(self) -> int:
+        """On how many neighbouring ranks of dp_shard zero=3 keeps second shards for backward; 0: none."""
+        return int(self.reshard.partition(":")[2] or 0)
+
+    @property
+    def sync_way(self) -> str:
+        """How replicas exchange what they learnt: "step", "average" or "diloco"."""
+        return sync_of(self.sync)[0]
+
+    @property
+    def sync_every(self) -> int:
+        """After how many steps they do so."""
+        return sync_of(self.sync)[1]
+
+    @property
+    def sync_fragments(self) -> int:
+        """In how many fragments, each on its way during a step; 0: all at once, and nobody computes meanwhile."""
+        return sync_of(self.sync)[2]
+
+    @property
+    def recompute_policy(self) -> str:
+        """One of RECOMPUTES, or "budget"."""
+        name = self.recompute.partition(":")[0]
+        return name if name in RECOMPUTES else "budget"
+
+    @property
+    def recompute_blocks(self) -> int:
+        """How many of a rank's blocks, from the first, have the policy; 0: all."""
+        return int(self.recompute.partition(":")[2] or 0)
+
+    def offload_share(self, name: str) -> float:
+        """Return which share of "optimizer", "params" or "activations" lives on the host: 0.0 to 1.0."""
+        return share_of(self.offload, name)
+
+    @property
+    def axis_order(self) -> tuple[str, ...]:
+        """All mesh axes, outermost first; those that `order` leaves out have one rank and come first."""
+        return (*(axis for axis in AXES if axis not in self.order), *self.order)
+
+    def axis_sizes(self) -> dict[str, int]:
+        """Return the size of each mesh axis, outermost first."""
+        return {axis: getattr(self, axis) for axis in self.axis_order}
+
+    def replace(self, **changes: object) -> Plan:
+        """Return a new plan with some fields changed.
+
+        Raises:
+            PlanError: for a name that is no field, and a value that its field does not take.
+        """
+        problems = unknown_fields(changes, PLAN_FIELDS)
+        if problems:
+            raise PlanError(problems)
+        found = Plan.of_normal(_all_values(self))  # what stays was checked before
+        _fill(found, changes)
+        return found
+
+    @classmethod
+    def of_normal(cls, values: Iterable[object]) -> Plan:
+        """Return the plan of values that are in their normal form already, in the order of the fields."""
+        found = object.__new__(cls)
+        for name, value in zip(PLAN_FIELDS, values, strict=True):
+            object.__setattr__(found, name, value)
+        return found
+
+    @classmethod
+    def parse(cls, text: str, world_size: int | None = None) -> Plan:
+        """Read the text form. One mesh axis may be `*`: it takes the ranks that the others leave.
+
+        If they leave one rank for `dp_shard=*`, zero becomes 0, so "dp_shard=* zero=3" fits any number of ranks.
+        zero=3 with offload=params stays, since it loads parameters block by block on one rank too.
+
+        world_size: number of ranks; needed only where the text holds a `*`.
+
+        Raises:
+            PlanError: for an unknown field, a bad value, a repeated field, or a `*` that does not come out even.
+        """
+        return cls._close(text, world_size)
+
+    @classmethod
+    def from_mapping(cls, table: Mapping[str, object], world_size: int | None = None) -> Plan:
+        """Read a table such as `[plan]` in TOML: {"dp_shard": 4, "tp": 2}. Values may be text."""
+        return cls._close(table, world_size)
+
+    @classmethod
+    def _close(cls, source: str | Mapping[str, object], world_size: int | None) -> Plan:
+        plan, open_axis = cls.read_open(source)
+        if open_axis is None:
+            return plan
+        if world_size is None:
+            raise refused(open_axis, f"{open_axis}=*: the number of ranks is not known here. Write the number.")
+        rest = plan.world_size  # the open axis counts as 1 in it
+        if world_size < 1 or world_size % rest:
+            raise refused(
+                open_axis,
+                f"{open_axis}=*: the other axes need {rest} ranks, and {world_size} is not a multiple of {rest}. "
+                f"Change them, or start a multiple of {rest} ranks.",
+            )
+        found: dict[str, object] = {open_axis: world_size // rest}
+        streams = plan.zero == 3 and plan.offload_share("params") > 0
+        if open_axis == "dp_shard" and world_size == rest and plan.cp == 1 and plan.zero and not streams:
+            found |= {"zero": 0, "reshard": PLAN_FIELDS["reshard"].default}
+        return plan.replace(**found)
+
+    @classmethod
+    def read_open(cls, source: str | Mapping[str, object]) -> tuple[Plan, str | None]:
+        """Read text or a table while the number of ranks is unknown: the plan with its `*` as 1, and that axis's name.
+
+        Raises:
+            PlanError: with every mistake found.
+        """
+        values, open_axis = read_values(source, PLAN_FIELDS)
+        return cls(**values), open_axis
+
+    def format(self, open_axis: str | None = None) -> str:
+        """Return the one-line text form; the empty string is the default plan (one rank, fp32).
+
+        open_axis: a mesh axis to be written as `*`, so that `format(*read_open(text))` keeps the meaning.
+        """
+        words: list[str] = []
+        for name, field in PLAN_FIELDS.items():
+            value = getattr(self, name)
+            if name == open_axis:
+                words.append(f"{name}=*")
+            elif value != field.default:
+                words.append(f"{name}={field.kind.write(value)}")
+        return " ".join(words)
+
+    def __str__(self) -> str:
+        return self.format() or "dp_replicate=1"
+
+
+#: What each field of the plan is, by name, in the order in which they are printed.
+PLAN_FIELDS = descriptions(Plan)
+_all_values = operator.attrgetter(*PLAN_FIELDS)
+
+
+def plan_fields() -> tuple[str, ...]:
+    """Return the names of the plan's fields, in the order in which they are printed."""
+    return tuple(PLAN_FIELDS)
+
+
+def _fill(plan: Plan, values: Mapping[str, object]) -> None:
+    """Set fields of a plan to values in their normal form, or raise PlanError with every one that cannot be used."""
+    problems: list[Problem] = []
+    for name, value in values.items():
+        try:
+            object.__setattr__(plan, name, _remembered(name, value))
+        except PlanError as error:
+            problems += error.problems
+    if problems:
+        raise PlanError(problems)
+
+
+def _checked(name: str, value: object) -> Any:
+    """The value in its normal form, or PlanError."""
+    return PLAN_FIELDS[name].kind.check(name, value)
+
+
+_checked_once = functools.lru_cache(maxsize=4096, typed=True)(_checked)
+
+
+def _remembered(name: str, value: object) -> Any:
+    """`_checked`, once for each value of thousands of plans; of tuples each time, as (1, 2) and (True, 2) are equal."""
+    return _checked_once(name, value) if isinstance(value, (str, int)) else _checked(name, value)
+
+
+# A plan of which only some fields are decided, as rules look at it.
+
+#: What `OpenPlan.decided` gives for a field that is not decided yet.
+MISSING = object()
+
+
+class Undecided(Exception):
+    """A rule asked for a field that is not decided yet."""
+
+
+class OpenPlan:
+    """A plan whose fields are looked up as they are asked for; what Plan derives from its fields is derived from these.
+
+    reads: the decided fields that were asked for. A field that is not decided raises Undecided.
+    """
+
+    __slots__ = ("reads",)
+
+    def __init__(self) -> None:
+        self.reads = set[str]()
+
+    def decided(self, name: str) -> Any:
+        """Return the value of a field, or MISSING."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        value = self.decided(name)
+        if value is not MISSING:
+            self.reads.add(name)
+            return value
+        known = vars(Plan).get(name)
+        if isinstance(known, property) and known.fget is not None:
+            return known.fget(self)
+        if isinstance(known, FunctionType):
+            return functools.partial(known, self)
+        raise Undecided(name)
+
+
+def auto_fields(text: str) -> dict[str, object]:
+    """Return the fields that an auto plan decides, with their values.
+
+    Raises:
+        PlanError: where they cannot be read.
+    """
+    words, problems = split_plan(text.partition("auto")[2])
+    if problems:
+        raise PlanError(problems)
+    plan = Plan.from_mapping(words)
+    return {name: getattr(plan, name) for name in words}

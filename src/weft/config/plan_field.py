@@ -1,0 +1,116 @@
+"""What belongs to a field of the plan: its values, its meaning, and what the planner and the tests do with it.
+
+`plan.py` declares each field with its description, and that is the one place of a field: parsing, printing, checks and
+documentation, the planner's arrays, space and moves, and the plans that tests try all read it from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from weft.config.plan_values import Kind, OneOf, PlanColumn, Whole
+
+_KEY = "weft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchFacts:
+    """What the values that are worth a search depend on.
+
+    layers: of the model. half_formats: which of bf16 and fp16 the device computes in. flash: attention keeps no scores.
+    """
+
+    layers: int
+    half_formats: tuple[str, ...] = ()
+    flash: bool = True
+
+
+#: The values that a search tries.
+Searched = Callable[[SearchFacts], Sequence[Any]]
+#: Further values near a plan, in round steps or in fine ones.
+Nearby = Callable[[Any, SearchFacts, bool], Iterable[Any]]
+#: The values that tests try, of a number of ranks and of numbers of passes.
+Tried = Callable[[int, Sequence[int]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanField:
+    """One field of the plan.
+
+    kind: how its values are read, checked, printed and encoded. default: what a plan has that does not name it.
+    help: its meaning, for the documentation.
+    needs: axes; where none of them is in use the field has its default.
+    searched: the values that the planner enumerates; None: the default, or what the user decides. Where it decides
+    several fields at once it gives tuples, and these fields name it in `searched_with`.
+    nearby: values that refinement tries besides. tried: what tests try. divides_work: says how ranks divide the work,
+    and not how one rank does its part.
+    asks: what a model may refuse of it: "" nothing, "use" any value but the default, "value" single values.
+    probed: tests try it alone, before they combine it.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    needs: tuple[str, ...]
+    searched: Searched | None
+    searched_with: str
+    nearby: Nearby | None
+    tried: Tried
+    divides_work: bool
+    asks: str
+    probed: bool
+
+    @property
+    def columns(self) -> tuple[PlanColumn, ...]:
+        """The planner's arrays for it."""
+        return self.kind.columns(self.name)
+
+    @property
+    def is_axis(self) -> bool:
+        """Whether it is the size of a mesh axis, which may be `*`."""
+        return isinstance(self.kind, Whole) and self.kind.star
+
+    @property
+    def open_word(self) -> str:
+        """The word that leaves the choice to the planner, or the empty string."""
+        return self.kind.open if isinstance(self.kind, OneOf) else ""
+
+
+def described(
+    kind: Kind,
+    default: Any,
+    help: str,
+    *,
+    tried: Tried | Sequence[Any],
+    needs: tuple[str, ...] = (),
+    searched: Searched | Sequence[Any] | None = None,
+    searched_with: str = "",
+    nearby: Nearby | None = None,
+    divides_work: bool = True,
+    asks: str = "",
+    probed: bool = False,
+) -> Any:
+    """Declare a field of the plan: `tp: int = described(Whole(), 1, "...", tried=divisors)`; see `PlanField`."""
+    values = searched if searched is None or callable(searched) else _always(searched)
+    description = PlanField(
+        name="", kind=kind, default=default, help=help, needs=needs, searched=values, searched_with=searched_with,
+        nearby=nearby, tried=tried if callable(tried) else _always(tried), divides_work=divides_work, asks=asks,
+        probed=probed,
+    )  # fmt: skip
+    return dataclasses.field(default=default, metadata={_KEY: description})
+
+
+def _always(values: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+    return lambda *_: values
+
+
+def descriptions(plan: type[Any]) -> Mapping[str, PlanField]:
+    """The described fields of a dataclass by name, in their order."""
+    declared = dataclasses.fields(plan)
+    found = {each.name: dataclasses.replace(each.metadata[_KEY], name=each.name) for each in declared}
+    return MappingProxyType(found)

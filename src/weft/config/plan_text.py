@@ -1,0 +1,161 @@
+"""Reading a plan: its text as words, and words or a table as the values of its fields."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from weft.config.layout import common_divisors
+from weft.config.plan_field import PlanField, SearchFacts
+from weft.errors import PlanError, Problem, did_you_mean
+
+
+def is_auto(text: str) -> bool:
+    """Return whether the planner is to choose: "auto", or "auto" and fields that are decided ("auto zero=3")."""
+    return text.split()[:1] == ["auto"]
+
+
+def split_plan(text: str) -> tuple[dict[str, object], list[Problem]]:
+    """Return the words of a plan's text as a table whose values are not yet checked, and what is wrong with the words.
+
+    "tp=2 zero=3" -> {"tp": "2", "zero": "3"}. Wrong: a word without a value, a field given twice, and "auto".
+    """
+    table: dict[str, object] = {}
+    problems: list[Problem] = []
+    if is_auto(text):
+        rule = "auto works only for a whole run, and an explicit plan is needed here. Use e.g. 'dp_replicate=*'."
+        return table, [Problem("", f"plan=auto: {rule}")]
+    for word in text.split():
+        name, equals, value = word.partition("=")
+        if not name or not equals or not value:
+            rule = "a plan consists of name=value words. Write e.g. 'dp_replicate=4 precision=bf16'."
+            problems.append(Problem(name, f"plan word {word!r}: {rule}"))
+        elif name in table:
+            problems.append(Problem(name, f"plan field {name!r} is given twice in {text!r}. Keep one."))
+        else:
+            table[name] = value
+    return table, problems
+
+
+def read_values(
+    source: str | Mapping[str, object], known: Mapping[str, PlanField]
+) -> tuple[dict[str, Any], str | None]:
+    """The values of a plan's text or table in their normal form, and the axis that is `*`, where there is one.
+
+    Raises PlanError with every mistake found.
+    """
+    table, problems = split_plan(source) if isinstance(source, str) else (source, [])
+    problems += unknown_fields(table, known)
+    values: dict[str, Any] = {}
+    stars = [name for name, value in table.items() if value == "*"]
+    for name, value in table.items():
+        if name in known and name not in stars:
+            kind = known[name].kind
+            try:
+                values[name] = kind.check(name, kind.read(value))
+            except PlanError as error:
+                problems += error.problems
+    if len(stars) > 1 or not all(name in known and known[name].is_axis for name in stars):
+        where = f"{' and '.join(stars)} have '*'" if len(stars) > 1 else f"{stars[0]}=*"
+        rule = "only one mesh axis can take the remaining ranks. Use '*' once, on dp_replicate."
+        problems.append(Problem(stars[-1], f"{where}: {rule}"))
+    if problems:
+        raise PlanError(problems)
+    return values, stars[0] if stars else None
+
+
+#: Words of other tools, and how a plan says them.
+_ELSEWHERE = {
+    "dp": " Write dp_shard=N (states are shared out) or dp_replicate=N (copies).",
+    "fsdp": " Write dp_shard=N zero=3.",
+    "mbs": " Write accumulation=N or microbatches=N; a microbatch is what the global batch leaves.",
+    "micro_batch": " Write accumulation=N or microbatches=N; a microbatch is what the global batch leaves.",
+    "vpp": " Write schedule=interleaved virtual_stages=N.",
+    "dtype": " Write precision=bf16.",
+}
+
+
+def unknown_fields(names: Iterable[str], known: Collection[str]) -> list[Problem]:
+    """What is wrong with names that no field has."""
+    every = f" Known: {', '.join(known)}."
+    return [
+        Problem(name, f"unknown plan field {name!r}.{_ELSEWHERE.get(name) or did_you_mean(name, known) or every}")
+        for name in names
+        if name not in known
+    ]
+
+
+# Which values of a plan's fields the planner looks at, which lie near a plan, and which tests try.
+
+#: Shares of saved activations and of optimizer states that lie between all and nothing: round ones, and fine ones.
+_BUDGETS = ("75%", "50%", "25%")
+_FINE_BUDGETS = tuple(f"{percent}%" for percent in range(95, 5, -5))
+_SHARES = ("optimizer:0.5", "activations:0.5")
+_FINE_SHARES = tuple(f"{name}:{eighth / 8:g}" for name in ("optimizer", "activations") for eighth in range(1, 8))
+#: Stages on a rank that interleaved schedules try.
+_DEEP = (2, 3, 4, 5, 6, 8, 10, 12)
+
+
+def schedules(facts: SearchFacts) -> list[tuple[str, int]]:
+    """Schedules with their virtual stages."""
+    deep = [stages for stages in _DEEP if 2 * stages <= facts.layers]
+    straight = [(name, 1) for name in ("gpipe", "1f1b", "zb_h1")]
+    v_shaped = [(name, 2) for name in ("zb_v", "dualpipe_v")]
+    return [*straight, *v_shaped, *((name, stages) for name in ("interleaved", "zb_interleaved") for stages in deep)]
+
+
+def recomputes(facts: SearchFacts) -> tuple[str, ...]:
+    """Policies; flash attention keeps no scores that a policy of its own could drop."""
+    return ("none", "selective", "full", *(() if facts.flash else ("attention",)))
+
+
+def precisions(facts: SearchFacts) -> tuple[str, ...]:
+    """The device's best half format, and full precision."""
+    return (*facts.half_formats[:1], "fp32")
+
+
+def recomputes_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[str]:
+    """Recompute of some layers: by a budget, and of a pipeline's ranks by a number of blocks."""
+    if plan.pp == 1:
+        yield from _FINE_BUDGETS if fine else _BUDGETS
+        if fine and plan.recompute.endswith("%"):
+            percent = int(plan.recompute[:-1])
+            yield from (f"{each}%" for each in range(max(1, percent - 4), min(99, percent + 4) + 1))
+        return
+    most = -(-facts.layers // plan.pp)
+    counts = {round(most * eighth / 8) for eighth in (range(1, 8) if fine else (4,))}
+    if fine and plan.recompute_blocks:
+        counts |= {plan.recompute_blocks + step for step in (-2, -1, 1, 2)}
+    for count in sorted(counts & set(range(1, most))):
+        yield from (f"{policy}:{count}" for policy in ("full", "selective"))
+
+
+def offloads_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[tuple[str, ...]]:
+    """A share of one thing on the host."""
+    yield from ((share,) for share in (_FINE_SHARES if fine else _SHARES))
+
+
+def orders_near(plan: Any, facts: SearchFacts, fine: bool) -> Iterator[tuple[str, ...]]:
+    """Other orders of the axes in use: all of up to three, and of more those in which two neighbours change places."""
+    now = tuple(axis for axis in plan.axis_order if getattr(plan, axis) > 1)
+    if len(now) <= 3:
+        yield from itertools.permutations(now)
+        return
+    for place in range(len(now) - 1):
+        yield (*now[:place], now[place + 1], now[place], *now[place + 2 :])
+
+
+def sizes_tried(num_ranks: int, passes: Sequence[int]) -> Sequence[int]:
+    """Every size of an axis that the ranks allow."""
+    return common_divisors(num_ranks)
+
+
+def microbatches_tried(num_ranks: int, passes: Sequence[int]) -> Sequence[int]:
+    """The passes, and as many as schedules want: some want two for each stage."""
+    return sorted({*passes, num_ranks, 2 * num_ranks})
+
+
+def passes_tried(num_ranks: int, passes: Sequence[int]) -> Sequence[int]:
+    """The passes."""
+    return passes

@@ -1,0 +1,529 @@
+"""Kinds of values that a plan's fields hold: how each is read, checked, printed, and turned into the planner's numbers.
+
+A kind knows nothing of the plan. `plan_field.py` says what else belongs to a field; `plan.py` has the fields.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, cast
+
+from weft import units
+from weft.config.wire_formats import (
+    LARGEST_RANK,
+    LARGEST_VALUES,
+    LOW_RANK,
+    MOST_SHARE,
+    SYNCS,
+    has_number,
+    kept_of,
+    rank_of,
+    sync_of,
+)
+from weft.errors import PlanError, Problem, did_you_mean, shown
+
+LARGEST = 999_999_999
+_SWITCHES = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+_WHOLE = re.compile(r"[0-9]{1,18}")
+_BLOCKS = re.compile(r"[1-9][0-9]{0,5}", re.ASCII)
+_FRACTION = re.compile(r"0?\.0*[1-9][0-9]*|[1-9][0-9]?%")
+
+_SYNC_COLUMNS = (("", "uint8"), ("_every", "int64"), ("_fragments", "int64"))
+
+#: JSON Schema of a value.
+Schema = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanColumn:
+    """One array of the planner, with a number for each plan. dtype: as numpy names it."""
+
+    name: str
+    dtype: str
+
+
+class Kind(ABC):
+    """What the values of a field are. `check` gives the normal form, which all other methods then take."""
+
+    def read(self, value: object) -> object:
+        """A value of a text or table in the field's type, where it can be; `check` refuses the rest."""
+        return value
+
+    @abstractmethod
+    def check(self, name: str, value: object) -> Any:
+        """The value of the field `name` in its normal form. Raises PlanError."""
+
+    def write(self, value: Any) -> str:
+        """The value as it is typed."""
+        return str(value)
+
+    @abstractmethod
+    def words(self) -> str:
+        """The values that may be typed, for the documentation."""
+
+    @abstractmethod
+    def schema(self) -> Schema:
+        """JSON Schema of the value in a TOML table."""
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        """The planner's arrays for the field `name`; none: its estimates do not depend on the field."""
+        return ()
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        """One number for each of the columns."""
+        return ()
+
+    def decode(self, *numbers: Any) -> Any:
+        """The value of these numbers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Kind):
+    """A whole number. rule: what an error says of the limits. star: `*` may stand for the ranks that are left."""
+
+    low: int = 1
+    high: int = LARGEST
+    rule: str = ""
+    star: bool = False
+    dtype: str = "int64"
+
+    def read(self, value: object) -> object:
+        return int(value) if isinstance(value, str) and _WHOLE.fullmatch(value) else value
+
+    def check(self, name: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not self.low <= value <= self.high:
+            size = f"a whole number from {self.low} to {self.high} is needed. Use {name}={self.low} to leave it out."
+            raise refused(name, f"{name}={shown(value)}: {self.rule or size}")
+        return value
+
+    def words(self) -> str:
+        most = "" if self.high == LARGEST else f" to {self.high}"
+        return f"a whole number from {self.low}{most}{', or `*`' if self.star else ''}"
+
+    def schema(self) -> Schema:
+        whole: Schema = {"type": "integer", "minimum": self.low, "maximum": self.high}
+        return {"anyOf": [whole, {"const": "*"}]} if self.star else whole
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, self.dtype),)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (value,)
+
+    def decode(self, *numbers: Any) -> int:
+        return int(numbers[0])
+
+
+@dataclass(frozen=True, slots=True)
+class PassCount(Whole):
+    """Passes of a step. The planner counts them under every plan alike, in columns of its own."""
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return ()
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Switch(Kind):
+    """On or off."""
+
+    def read(self, value: object) -> object:
+        return _SWITCHES.get(value.lower(), value) if isinstance(value, str) else value
+
+    def check(self, name: str, value: object) -> bool:
+        if not isinstance(value, bool):
+            raise refused(name, f"{name}={shown(value)}: this is a switch. Use {name}=on or {name}=off.")
+        return value
+
+    def write(self, value: Any) -> str:
+        return "on" if value else "off"
+
+    def words(self) -> str:
+        return "`on`, `off`"
+
+    def schema(self) -> Schema:
+        return {"type": "boolean"}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "bool"),)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (value,)
+
+    def decode(self, *numbers: Any) -> bool:
+        return bool(numbers[0])
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf(Kind):
+    """One of a few words.
+
+    open: the word that leaves the choice of another one to the machine. codes: what the planner's numbers stand for,
+    where these are not the words; it names the way that an open word stands for before it encodes a plan. instead: the
+    word to use for one of `codes` that no plan has.
+    """
+
+    known: Sequence[str]
+    open: str = ""
+    codes: tuple[str, ...] = ()
+    instead: str = ""
+
+    def check(self, name: str, value: object) -> str:
+        if self.instead and value in self.codes and value not in self.known:
+            rule = f"the planner estimates published runs in it, and Weft does not run it yet: {', '.join(self.known)}"
+            raise refused(name, f"{name}={value}: {rule}. Use {name}={self.instead}.")
+        return choice(name, value, self.known)
+
+    def words(self) -> str:
+        return listed(self.known)
+
+    def schema(self) -> Schema:
+        return {"enum": list(self.known)}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "uint8"),)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (0 if value == self.open else (self.codes or self.known).index(value),)
+
+    def decode(self, *numbers: Any) -> str:
+        return (self.codes or self.known)[int(numbers[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class Compression(OneOf):
+    """A wire that rounds, by name; low rank with its rank, the largest values with their share."""
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str) and value.partition(":")[0] == LOW_RANK and rank_of(value) is None:
+            raise refused(
+                name,
+                f"{name}={shown(value)}: its rank is a whole number from 1 to {LARGEST_RANK}. Use {name}={LOW_RANK}:4.",
+            )
+        if isinstance(value, str) and value.partition(":")[0] == LARGEST_VALUES and kept_of(value) is None:
+            raise refused(
+                name,
+                f"{name}={shown(value)}: the share of values that travel is above 0 and at most {MOST_SHARE}. Use "
+                f"{name}={LARGEST_VALUES}:0.02.",
+            )
+        return choice(name, value, self.known)
+
+    def words(self) -> str:
+        ranks = f"`{LOW_RANK}:R` with a rank R from 1 to {LARGEST_RANK}"
+        return f"{listed(self._fixed())}, {ranks}, `{LARGEST_VALUES}:X` with a share X to {MOST_SHARE}"
+
+    def schema(self) -> Schema:
+        patterns = (f"^{LOW_RANK}:[1-9][0-9]?$", rf"^{LARGEST_VALUES}:0\.[0-9]{{1,6}}$")
+        return {"anyOf": [{"enum": self._fixed()}, *({"type": "string", "pattern": one} for one in patterns)]}
+
+    def _fixed(self) -> list[str]:
+        return [word for word in self.known if not has_number(word)]
+
+
+@dataclass(frozen=True, slots=True)
+class LetsGo(OneOf):
+    """When gathered parameters go; the first word also with among how many ranks their second shards lie."""
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str) and value.partition(":")[0] == self.known[0] and ":" in value:
+            number = value.partition(":")[2]
+            if not _BLOCKS.fullmatch(number) or number == "1":
+                raise refused(
+                    name,
+                    f"{name}={shown(value)}: second shards lie on a number of neighbouring ranks, from 2 to 999999. "
+                    f"Use {name}={self.known[0]}:8, for 8 ranks on a host.",
+                )
+            return value
+        return choice(name, value, self.known)
+
+    def words(self) -> str:
+        return f"{listed(self.known)}; `{self.known[0]}:N` with a number N of neighbouring ranks"
+
+    def schema(self) -> Schema:
+        pattern = f"^{self.known[0]}:[1-9][0-9]{{0,5}}$"
+        return {"anyOf": [{"enum": list(self.known)}, {"type": "string", "pattern": pattern}]}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "uint8"), PlanColumn(f"{name}_within", "int64"))
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        word, _, number = str(value).partition(":")
+        return self.known.index(word), int(number or 0)
+
+    def decode(self, *numbers: Any) -> str:
+        word = self.known[int(numbers[0])]
+        return f"{word}:{int(numbers[1])}" if numbers[1] else word
+
+
+@dataclass(frozen=True, slots=True)
+class SyncEvery(Kind):
+    """When replicas meet: "step", or a way and after how many steps ("diloco:50"), and in how many fragments ("/4")."""
+
+    def check(self, name: str, value: object) -> str:
+        try:
+            sync_of(value if isinstance(value, str) else "")
+            return str(value)
+        except ValueError:
+            raise refused(
+                name,
+                f"{name}={shown(value)}: not step, and not average or diloco with a number of steps from 1 to 999999, "
+                f"and where fragments are streamed no more of these. Use {name}=step, or e.g. {name}=diloco:50 or "
+                f"{name}=diloco:50/4.",
+            ) from None
+
+    def words(self) -> str:
+        return "`step`, `average:H` or `diloco:H` with a number H of steps, and `/N` for N fragments that are streamed"
+
+    def schema(self) -> Schema:
+        pattern = "^(average|diloco):[1-9][0-9]{0,5}(/[1-9][0-9]{0,5})?$"
+        return {"anyOf": [{"const": "step"}, {"type": "string", "pattern": pattern}]}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return tuple(PlanColumn(f"{name}{end}", kind) for end, kind in _SYNC_COLUMNS)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        way, every, fragments = sync_of(value)
+        return SYNCS.index(way), every, fragments
+
+    def decode(self, *numbers: Any) -> str:
+        way, every, fragments = SYNCS[int(numbers[0])], int(numbers[1]), int(numbers[2])
+        return f"{way}:{every}{f'/{fragments}' if fragments else ''}" if numbers[0] else way
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOrBudget(Kind):
+    """A policy, one of the first blocks of a rank alone ("full:8"), or a budget of bytes ("12GiB", "50%")."""
+
+    known: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> str:
+        if isinstance(value, str):
+            if value in self.known or self._of_some_blocks(value) or _FRACTION.fullmatch(value):
+                return value
+            try:
+                if not value.isdigit() and units.parse_bytes(value) > 0:
+                    return "".join(value.split())
+            except ValueError:
+                pass  # neither a name nor a size: refused below with what it may be
+        raise refused(
+            name,
+            f"{name}={shown(value)}: not one of {', '.join(self.known)}, nor a budget. "
+            f"Use one of them, or e.g. {name}=full:8, {name}=12GiB or {name}=50%.",
+        )
+
+    def _of_some_blocks(self, value: str) -> bool:
+        name, colon, count = value.partition(":")
+        return bool(colon) and name in self.known and name != "none" and _BLOCKS.fullmatch(count) is not None
+
+    def words(self) -> str:
+        return (
+            f"{listed(self.known)}; all but `none` also for some blocks only (`full:8`); or a memory budget (`12GiB`, "
+            "`50%`)"
+        )
+
+    def schema(self) -> Schema:
+        return {"type": "string"}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (
+            PlanColumn(name, "uint8"),
+            PlanColumn(f"{name}_blocks", "int64"),
+            PlanColumn("activation_budget", "float64"),
+        )
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        """The policy, so many blocks (0: all), and bytes (inf: no budget; below 1: a share)."""
+        policy, _, blocks = str(value).partition(":")
+        if policy in self.known:
+            return self.known.index(policy), int(blocks or 0), math.inf
+        return self.known.index("none"), 0, _budget(str(value))
+
+    def decode(self, *numbers: Any) -> str:
+        policy, blocks, budget = self.known[int(numbers[0])], int(numbers[1]), float(numbers[2])
+        if math.isinf(budget):
+            return f"{policy}:{blocks}" if blocks else policy
+        return f"{budget * 100:.0f}%" if budget < 1 else f"{budget / 2**30:.2f}GiB"
+
+
+def _budget(text: str) -> float:
+    """ "50%" -> 0.5, "12GiB" -> bytes."""
+    if text.endswith("%"):
+        return float(text[:-1]) / 100
+    return float(text) if text.startswith(("0.", ".")) else float(units.parse_bytes(text))
+
+
+def refused(field: str, message: str) -> PlanError:
+    """The error of one field."""
+    return PlanError([Problem(field, message)])
+
+
+def choice(name: str, value: object, known: Sequence[str]) -> str:
+    """The value, which must be one of the known words. Raises PlanError."""
+    if not isinstance(value, str) or value not in known:
+        hint = did_you_mean(str(value), known) if isinstance(value, str) else ""
+        rule = f"not one of {', '.join(known)}.{hint or f' Use {name}={known[0]}.'}"
+        raise refused(name, f"{name}={shown(value)}: {rule}")
+    return value
+
+
+def listed(words: Sequence[str]) -> str:
+    """The words for the documentation."""
+    return ", ".join(f"`{word}`" for word in words)
+
+
+# Kinds of values of which a plan's field holds several, joined by "+": counts, axes, shares.
+
+_COUNTS = re.compile(r"[1-9][0-9]{0,5}(\+[1-9][0-9]{0,5})*", re.ASCII)
+_SHARE = re.compile(r"[01]|[01]?\.[0-9]{1,6}|[0-9]{1,3}%", re.ASCII)
+
+
+class _Listed(Kind):
+    """Several values, joined by "+"; "none" for none of them."""
+
+    def read(self, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(self.part(part) for part in value.split("+")) if value != "none" else ()
+        return tuple(cast(list[object], value)) if isinstance(value, list) else value
+
+    def part(self, text: str) -> object:
+        """One of the values."""
+        return text
+
+    def write(self, value: Any) -> str:
+        return "+".join(map(str, cast(tuple[object, ...], value))) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Counts(_Listed):
+    """Whole numbers from 1, one for each stage of a pipeline."""
+
+    def read(self, value: object) -> object:
+        if isinstance(value, str) and value != "none" and not _COUNTS.fullmatch(value):
+            return value
+        return _Listed.read(self, value)
+
+    def part(self, text: str) -> object:
+        return int(text)
+
+    def check(self, name: str, value: object) -> tuple[int, ...]:
+        counts = cast(tuple[object, ...], value) if isinstance(value, tuple) else (None,)
+        if all(isinstance(count, int) and not isinstance(count, bool) and 0 < count <= LARGEST for count in counts):
+            return cast(tuple[int, ...], counts)
+        rule = f"each stage takes a whole number of blocks, at least 1. Use e.g. {name}=3+4+4+3, or leave it out."
+        raise refused(name, f"{name}={shown(cast(object, value))}: {rule}")
+
+    def words(self) -> str:
+        return "whole numbers joined by `+`"
+
+    def schema(self) -> Schema:
+        counts: Schema = {"type": "array", "items": {"type": "integer", "minimum": 1}}
+        return {"anyOf": [counts, {"type": "string", "pattern": f"^(none|{_COUNTS.pattern})$"}]}
+
+
+@dataclass(frozen=True, slots=True)
+class AxisOrder(_Listed):
+    """Some of the axes, each once, outermost first. Those that are left out have one rank and come first."""
+
+    axes: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> tuple[str, ...]:
+        names = cast(tuple[object, ...], value) if isinstance(value, tuple) else (value,)
+        for axis in names:
+            choice(name, axis, self.axes)
+        if len(set(names)) < len(names):
+            rule = f"each axis may appear once. Use e.g. {name}=tp+dp_shard, or leave it out."
+            raise refused(name, f"{name}={'+'.join(map(str, names))}: {rule}")
+        return cast(tuple[str, ...], names)
+
+    def words(self) -> str:
+        return f"{listed(self.axes)}, joined by `+`"
+
+    def schema(self) -> Schema:
+        names: Schema = {"type": "array", "items": {"enum": list(self.axes)}, "uniqueItems": True}
+        return {"anyOf": [names, {"type": "string"}]}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return (PlanColumn(name, "uint8"),)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return (orders(self.axes).index((*(axis for axis in self.axes if axis not in value), *value)),)
+
+    def decode(self, *numbers: Any) -> tuple[str, ...]:
+        return orders(self.axes)[int(numbers[0])]
+
+
+@functools.cache
+def orders(axes: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return every order of the axes, first the usual one."""
+    return tuple(itertools.permutations(axes))
+
+
+@dataclass(frozen=True, slots=True)
+class WordShares(_Listed):
+    """Any of a few words, each whole or with a share of it: "optimizer", "optimizer:0.5", "optimizer:50%"."""
+
+    known: tuple[str, ...]
+
+    def read(self, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part for part in value.split("+") if part != "none")
+        return _Listed.read(self, value)
+
+    def check(self, name: str, value: object) -> tuple[str, ...]:
+        if isinstance(value, str):
+            value = (value,)
+        if not isinstance(value, tuple):
+            rule = f"it lists what to keep in host memory. Use e.g. {name}=optimizer+activations."
+            raise refused(name, f"{name}={shown(value)}: {rule}")
+        chosen: dict[str, str] = {}
+        for part in cast(tuple[object, ...], value):
+            word, shared = self._shared(name, part)
+            if chosen.setdefault(word, shared) != shared:
+                raise refused(name, f"{name}={shown(part)}: {word} already has another share. Keep one.")
+        return tuple(chosen[word] for word in self.known if word in chosen)
+
+    def _shared(self, name: str, part: object) -> tuple[str, str]:
+        """ "optimizer", and "optimizer" or "optimizer:0.5": the word, and the word with its share."""
+        if not isinstance(part, str):
+            return choice(name, part, self.known), ""
+        word, colon, share = part.partition(":")
+        choice(name, word, self.known)
+        if not colon:
+            return word, word
+        fraction = Decimal(share.rstrip("%")) / (100 if "%" in share else 1) if _SHARE.fullmatch(share) else Decimal(0)
+        if not 0 < fraction <= 1:
+            rule = f"a share is a number above 0 and at most 1. Use e.g. {name}={word}:0.5."
+            raise refused(name, f"{name}={shown(part)}: {rule}")
+        return word, word if fraction == 1 else f"{word}:{fraction.normalize():f}"
+
+    def words(self) -> str:
+        return f"any of {listed(self.known)}, joined by `+`, each whole or with a share (`:0.5`)"
+
+    def schema(self) -> Schema:
+        return {"type": "array", "items": {"type": "string", "pattern": f"^({'|'.join(self.known)})(:.+)?$"}}
+
+    def columns(self, name: str) -> tuple[PlanColumn, ...]:
+        return tuple(PlanColumn(f"{name}_{word}", "float64") for word in self.known)
+
+    def encode(self, value: Any) -> tuple[float, ...]:
+        return tuple(share_of(value, word) for word in self.known)
+
+    def decode(self, *numbers: Any) -> tuple[str, ...]:
+        shares = [(word, float(share)) for word, share in zip(self.known, numbers, strict=True)]
+        return tuple(word if share >= 1 else f"{word}:{share:.2g}" for word, share in shares if share > 0)
+
+
+def share_of(value: Sequence[str], word: str) -> float:
+    """The share that a value of `WordShares` has of a word: 0.0 to 1.0."""
+    shares = [part.partition(":")[2] or "1" for part in value if part.partition(":")[0] == word]
+    return float(shares[0]) if shares else 0.0

@@ -1,0 +1,166 @@
+"""What must hold of a config whose replicas are worlds of their own (`launch.replicas_apart`)."""
+
+from __future__ import annotations
+
+from weft.config.config_rule import ConfigRule
+from weft.config.plan import Plan
+from weft.config.plan_text import is_auto
+from weft.config.run_config import RunConfig
+from weft.config.wire_formats import wire_spec
+from weft.errors import PlanError
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+def _plan(config: RunConfig) -> tuple[Plan, str | None] | None:
+    """The plan and its open axis; None where the planner is to choose it, or it cannot be read."""
+    try:
+        return None if is_auto(config.plan) else Plan.read_open(config.plan)
+    except PlanError:
+        return None
+
+
+def _meets_never_rarely(config: RunConfig) -> bool:
+    """Whether the plan is known to have no replicas that meet rarely."""
+    found = _plan(config)
+    if not config.launch.replicas_apart or found is None:
+        return False
+    plan, open_axis = found
+    return plan.sync == "step" or (plan.dp_replicate == 1 and open_axis != "dp_replicate")
+
+
+def _owes(plan: Plan) -> bool:
+    return plan.compress != "none" and wire_spec(plan.compress).state_bytes > 0
+
+
+def _is_no_replica(config: RunConfig) -> bool:
+    found, replica = _plan(config), config.launch.replica
+    return found is not None and replica is not None and found[1] is None and replica >= found[0].dp_replicate
+
+
+APART_RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(
+        name="apart-meets-rarely",
+        keys=("launch.replicas_apart", "plan"),
+        reason="Replicas are worlds of their own only between meetings, so the plan must have such replicas.",
+        predicate=_meets_never_rarely,
+        message=lambda config: (
+            f"true: the plan {config.plan!r} has no replicas that meet rarely. Use e.g. dp_replicate=2 "
+            "sync=diloco:50 in the plan, or leave launch.replicas_apart out."
+        ),
+    ),
+    ConfigRule(
+        name="apart-meets-whole",
+        keys=("launch.replicas_apart", "plan"),
+        reason="A meeting of replicas that are worlds of their own counts for all of the model or for none of it.",
+        predicate=lambda config: (
+            config.launch.replicas_apart and (found := _plan(config)) is not None and found[0].sync_fragments > 0
+        ),
+        message=lambda config: (
+            f"true: the plan {config.plan!r} streams fragments, and a meeting of replicas that are worlds of their own "
+            "counts for all of the model or for none. Leave the number of fragments out of sync, or "
+            "launch.replicas_apart."
+        ),
+    ),
+    ConfigRule(
+        name="apart-owes-nothing",
+        keys=("launch.replicas_apart", "plan"),
+        reason="A replica that missed meetings would owe changes to weights that the others no longer have.",
+        predicate=lambda config: (
+            config.launch.replicas_apart and (found := _plan(config)) is not None and _owes(found[0])
+        ),
+        message=lambda config: (
+            f"true: the plan {config.plan!r} owes what it leaves out to the next meeting, which a replica that is a "
+            "world of its own may miss. Use compress=int8, which owes nothing, or leave launch.replicas_apart out."
+        ),
+    ),
+    ConfigRule(
+        name="apart-plan-is-given",
+        keys=("launch.replicas_apart", "plan"),
+        reason="The planner never chooses sync, and gives a plan for ranks that train as one world.",
+        predicate=lambda config: config.launch.replicas_apart and is_auto(config.plan),
+        message=lambda _: (
+            "true: the planner makes no plans for replicas that are worlds of their own. Write the plan, such as "
+            'plan="dp_replicate=2 dp_shard=4 zero=1 sync=diloco:50".'
+        ),
+    ),
+    ConfigRule(
+        name="apart-keeps-its-ranks",
+        keys=("launch.min_ranks", "launch.replicas_apart"),
+        reason="A replica that is a world of its own has the ranks of the plan; the others go on without it.",
+        predicate=lambda config: config.launch.replicas_apart and config.launch.min_ranks is not None,
+        message=lambda config: (
+            f"{config.launch.min_ranks}: under launch.replicas_apart=true a replica has all ranks of its plan or is "
+            "lost, and the others go on without it. Leave launch.min_ranks out."
+        ),
+    ),
+    ConfigRule(
+        name="replica-is-apart",
+        keys=("launch.replica", "launch.meet_at", "launch.replicas_apart"),
+        reason="Only replicas that are worlds of their own are started one by one, and meet at an address.",
+        predicate=lambda config: (
+            not config.launch.replicas_apart
+            and (config.launch.replica is not None or config.launch.meet_at is not None)
+        ),
+        message=lambda config: (
+            f"{'none' if config.launch.replica is None else config.launch.replica}: launch.replica and launch.meet_at "
+            "are for replicas that are worlds of their own. Add launch.replicas_apart=true, or leave them out."
+        ),
+    ),
+    ConfigRule(
+        name="replica-has-a-place",
+        keys=("launch.replica", "launch.meet_at", "launch.replicas_apart"),
+        reason="A replica that is started by itself must know where the others are met, and which of them it is.",
+        predicate=lambda config: (
+            config.launch.replicas_apart and (config.launch.replica is None) != (config.launch.meet_at is None)
+        ),
+        message=lambda config: (
+            f"none: launch.meet_at={config.launch.meet_at} is given, and not which replica this machine starts. Add "
+            "launch.replica=0 on the machine of that address, launch.replica=1 on the next."
+            if config.launch.replica is None
+            else f"{config.launch.replica}: it must know where replicas meet. Add launch.meet_at=HOST:PORT, with the "
+            "address of the machine that starts replica 0."
+        ),
+    ),
+    ConfigRule(
+        name="meeting-has-a-key",
+        keys=("launch.meet_at", "launch.meeting_key"),
+        reason="Whoever reaches the place could take part in a meeting, and change the model.",
+        predicate=lambda config: (
+            config.launch.meet_at is not None
+            and config.launch.meeting_key is None
+            and config.launch.meet_at.rpartition(":")[0] not in _LOOPBACK
+        ),
+        message=lambda config: (
+            f"{config.launch.meet_at}: other machines reach this address, so replicas must prove who they are. Put the "
+            "same secret into WEFT_MEETING_KEY on all machines, and add launch.meeting_key=env:WEFT_MEETING_KEY."
+        ),
+    ),
+    ConfigRule(
+        name="replica-is-in-the-plan",
+        keys=("launch.replica", "plan"),
+        reason="Replicas are counted from 0 to dp_replicate - 1.",
+        predicate=_is_no_replica,
+        message=lambda config: (
+            f"{config.launch.replica}: the plan {config.plan!r} has replicas 0 to {_num_replicas(config) - 1}. Use one "
+            "of these."
+        ),
+    ),
+    ConfigRule(
+        name="replica-plan-is-whole",
+        keys=("launch.replica", "plan"),
+        reason="Machines that each start one replica must all read the same plan, whatever devices they have.",
+        predicate=lambda config: (
+            config.launch.replica is not None and (found := _plan(config)) is not None and found[1] is not None
+        ),
+        message=lambda config: (
+            f"{config.launch.replica}: the plan {config.plan!r} leaves an axis open, and this machine sees one replica "
+            "alone. Write the number of ranks in the place of '*'."
+        ),
+    ),
+)
+
+
+def _num_replicas(config: RunConfig) -> int:
+    found = _plan(config)
+    return 1 if found is None else found[0].dp_replicate

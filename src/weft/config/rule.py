@@ -1,0 +1,174 @@
+"""What a rule of plans is: the rule, the facts that it may look at, and the violation that it finds.
+
+The rules themselves are in `plan_rules.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from weft.config.cluster import DeviceSpec
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import PLAN_FIELDS, Plan
+from weft.config.traced_model import Limit
+from weft.errors import PlanError
+
+_T = TypeVar("_T")
+
+
+class UnknownFact(Exception):
+    """A rule asked for a fact that nobody knows yet."""
+
+
+class Facts:
+    """What is known besides the plan; None is unknown. Reading an unknown fact ends the rule that reads it.
+
+    Args:
+        model: the model's shape.
+        world_size: ranks that were started.
+        global_batch: sequences in one optimizer step.
+        seq_len: tokens in one sequence.
+        device: what each rank runs on.
+        limits: values that a traced model allows of a plan's fields.
+        open_axis: the mesh axis that is still `*`, and 1 in the plan; None where all are numbers.
+    """
+
+    __slots__ = ("_device", "_global_batch", "_limits", "_model", "_seq_len", "_world_size", "open_axis")
+
+    def __init__(
+        self,
+        *,
+        model: DecoderSpec | None = None,
+        world_size: int | None = None,
+        global_batch: int | None = None,
+        seq_len: int | None = None,
+        device: DeviceSpec | None = None,
+        limits: Mapping[str, Limit] | None = None,
+        open_axis: str | None = None,
+    ):
+        self._model = model
+        self._world_size = world_size
+        self._global_batch = global_batch
+        self._seq_len = seq_len
+        self._device = device
+        self._limits = limits
+        self.open_axis = open_axis
+
+    @property
+    def model(self) -> DecoderSpec:
+        """The model's shape."""
+        return _known(self._model)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that were started."""
+        return _known(self._world_size)
+
+    def divides_ranks(self, count: int) -> bool:
+        """Return whether the ranks can be shared out in groups of so many; True where their number is not known."""
+        return self._world_size is None or self._world_size % count == 0
+
+    @property
+    def global_batch(self) -> int:
+        """The number of sequences in one optimizer step."""
+        return _known(self._global_batch)
+
+    @property
+    def seq_len(self) -> int:
+        """The number of tokens in one sequence."""
+        return _known(self._seq_len)
+
+    @property
+    def device(self) -> DeviceSpec:
+        """What each rank runs on."""
+        return _known(self._device)
+
+    @property
+    def limits(self) -> Mapping[str, Limit]:
+        """The values that a traced model allows, by the plan's fields."""
+        return _known(self._limits)
+
+
+def _known(fact: _T | None) -> _T:
+    if fact is None:
+        raise UnknownFact
+    return fact
+
+
+def _no_fix(plan: Plan, facts: Facts) -> Plan | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One thing that a plan must not ask for.
+
+    name: for tests and docs. field: the plan's field, or the dotted config key, that is to blame.
+    predicate: True where the plan breaks the rule. reason: why, in one sentence that holds for every plan.
+    finding: this plan's case in numbers, without a full stop. remedy: what to type instead, likewise.
+    fix: the nearest legal plan, or None where the plan alone cannot be mended.
+    """
+
+    name: str
+    field: str
+    reason: str
+    predicate: Callable[[Plan, Facts], bool]
+    finding: Callable[[Plan, Facts], str]
+    remedy: Callable[[Plan, Facts], str]
+    fix: Callable[[Plan, Facts], Plan | None] = _no_fix
+
+    def is_broken(self, plan: Plan, facts: Facts) -> bool:
+        """Return whether the plan breaks the rule; False where a fact is unknown."""
+        try:
+            return self.predicate(plan, facts)
+        except UnknownFact:
+            return False
+
+    def check(self, plan: Plan, facts: Facts) -> Violation | None:
+        """Return the violation, or None where the plan keeps the rule or a fact is unknown."""
+        try:
+            if not self.predicate(plan, facts):
+                return None
+            case = f"{self.field}={self._value(plan, facts)}"
+            message = f"{case}: {self.finding(plan, facts)}. {self.remedy(plan, facts)}."
+            return Violation(self.name, self.field, message, self._mended(plan, facts))
+        except UnknownFact:
+            return None
+
+    def _mended(self, plan: Plan, facts: Facts) -> Plan | None:
+        try:
+            return self.fix(plan, facts)
+        except PlanError:
+            return None  # the numbers are so large that no plan holds the mended one
+
+    def _value(self, plan: Plan, facts: Facts) -> str:
+        if self.field == facts.open_axis:
+            return "*"
+        described = PLAN_FIELDS.get(self.field)
+        if described is None:
+            return str(getattr(facts, self.field.rpartition(".")[2]))
+        return described.kind.write(getattr(plan, self.field))
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that a plan breaks: the message in the error grammar, and the nearest legal plan where there is one."""
+
+    rule: str
+    field: str
+    message: str
+    fix: Plan | None = None
+
+
+def alternatives(values: Sequence[object], field: str) -> str:
+    """Return 'Use tp=1, 2, 4 or 8': the legal values of a field, at most eight of them."""
+    shown = [str(value) for value in values[:8]]
+    listed = f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else shown[0]
+    return f"Use {field}={listed}"
+
+
+def asks(plan: Plan, facts: Facts, axis: str) -> bool:
+    """Whether the plan uses this axis: more than one rank on it, or `*`."""
+    return facts.open_axis == axis or getattr(plan, axis) > 1

@@ -1,0 +1,364 @@
+"""RunConfig: one training run as typed data. Unknown keys are errors; every field says its unit and meaning.
+
+The defaults are a complete run: `weft train` with no arguments trains the `tiny` decoder on the sources of
+Python's standard library. Reading files and overrides lives in `config_file.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from weft.config.sections import (
+    AdapterSection,
+    AlertSection,
+    ChannelSection,
+    KernelSection,
+    LaunchSection,
+    MemorySection,
+    MonitorSection,
+    OptimizerSection,
+    ScheduleSection,
+    Section,
+    SinkSection,
+)
+from weft.config.setting_types import (
+    ColumnPart,
+    Count,
+    Duration,
+    Extent,
+    Fraction,
+    Name,
+    NonNegative,
+    OptionValue,
+    PositiveFloat,
+    PositiveInt,
+    StoreOrFolder,
+    TaskName,
+    Width,
+)
+
+#: The source that every machine already has: Python's standard library.
+STDLIB_SOURCE = "builtin:python-stdlib"
+
+
+class RunSection(Section):
+    name: Name = "quickstart"
+    """Name of the run; its folder is `<dir>/<name>`. A command with the same name resumes the run. By default the name
+    of the config file: my.toml runs in runs/my."""
+    dir: str = "runs"
+    """Folder that holds the run folders."""
+    mode: Literal["private", "group", "umask"] = "private"
+    """Who may read a new run folder and checkpoints of `checkpoint.dir`. private: only you (0700, files 0600); group:
+    your group too (0750, 0640); umask: as your umask allows. An existing run folder keeps its rights, and new files in
+    it get the same ones: use chmod to change them. Exported models and prepared data follow your umask."""
+
+
+class TaskSection(Section):
+    """What is trained; by default a decoder on text, of the sections model, tokenizer, data and sample."""
+
+    name: TaskName | None = None
+    """masked_lm, classify_text, classify_tokens, seq2seq, embed or transcribe, with the Hugging Face folder of
+    model.path; prefer, which learns from preferred answers; distill, which follows a teacher; classify_images and
+    classify_audio, with pictures and recordings; or your own task as package.module:Class, importable from this
+    folder, or path/to/file.py:Class. Short form: `task = "classify_text"`. By default a decoder trained on text."""
+    options: dict[str, OptionValue] = Field(default={})
+    """Arguments of the task's constructor, such as {size = 32}."""
+
+
+class ModelSection(Section):
+    """A named size, of which single fields may be changed."""
+
+    path: str = ""
+    """Folder of a Hugging Face model to fine-tune: config.json, safetensors weights and tokenizer. Its config decides
+    all of the shape, so the other settings of [model] and [tokenizer] stay out."""
+    name: str = "tiny"
+    """A size that Weft knows, such as tiny, gpt2, llama3-8b (`weft models` lists them)."""
+    family: Literal["llama", "gpt2"] | None = None
+    """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention; gpt2: LayerNorm, learned positions, GELU,
+    biases. This setting and those below override single fields of the named size."""
+    vocab_size: Extent | None = None
+    """Vocabulary size, the rows of the embedding; by default that of the named size, or the tokenizer's if the size
+    sets none."""
+    dim: Width | None = None
+    """Width of the hidden state; a multiple of num_heads."""
+    num_layers: Width | None = None
+    """Number of transformer blocks."""
+    num_heads: Width | None = None
+    """Query heads of each attention layer."""
+    num_kv_heads: Width | None = None
+    """Key-value heads; must divide num_heads. Equal to num_heads: no grouping."""
+    ffn_dim: Width | None = None
+    """Hidden width of the feed-forward layers."""
+    max_seq_len: Extent | None = None
+    """Longest sequence that the model can read, in tokens; train.seq_len may not exceed it."""
+    tied: bool | None = None
+    """Whether the output head shares the embedding's weight."""
+    rope_theta: PositiveFloat | None = None
+    """Base of the rotary position frequencies (llama)."""
+    norm_eps: PositiveFloat | None = None
+    """Epsilon inside the norms."""
+    num_experts: Annotated[int, Field(ge=0, le=10**5)] | None = None
+    """Experts in each mixture-of-experts layer; 0: a dense model."""
+    top_k: Width | None = None
+    """Routed experts per token."""
+    expert_ffn_dim: Width | None = None
+    """Hidden width of one expert; by default ffn_dim."""
+    num_shared_experts: Annotated[int, Field(ge=0, le=10**4)] | None = None
+    """Experts that every token visits in addition to its top_k."""
+    first_moe_layer: Annotated[int, Field(ge=0, le=10**6)] | None = None
+    """Index of the first layer with experts; the layers before it are dense."""
+    moe_every: Width | None = None
+    """One layer in this many has experts, from first_moe_layer on."""
+    router: Literal["softmax", "sigmoid"] | None = None
+    """Function that turns router logits into scores."""
+    normalise_top_k: bool | None = None
+    """Whether the scores of the chosen experts are normalised to sum to 1."""
+    route_scale: PositiveFloat | None = None
+    """Factor on the scores of the chosen experts."""
+    balance: Literal["aux_loss", "bias", "none"] | None = None
+    """How the load of experts is balanced. aux_loss: an auxiliary loss per sequence; bias: a routing bias that is
+    adjusted after each step; none: no balancing. Of model.path: aux_loss or none, by default aux_loss if its config
+    sets output_router_logits."""
+    balance_rate: PositiveFloat | None = None
+    """Weight of the auxiliary loss, or how much a routing bias changes in one step. Of model.path: by default its
+    config's router_aux_loss_coef."""
+    capacity_factor: NonNegative | None = None
+    """An expert accepts at most this many times its even share of each sequence's tokens and drops the rest; 0 drops no
+    token."""
+
+
+class TokenizerSection(Section):
+    """The tokenizer: trained on the run's own text, read from a file, or bytes."""
+
+    kind: Literal["bpe", "file", "bytes"] = "bpe"
+    """bpe: a byte-level BPE trained on the run's own text; file: a saved tokenizer; bytes: one token per byte."""
+    vocab_size: Annotated[int, Field(ge=300, le=1_000_000)] = 4096
+    """Vocabulary size of a trained tokenizer, including special tokens."""
+    path: str = ""
+    """For kind="file": a tokenizer.json, or a folder that holds one."""
+    template: bool = False
+    """For kind="file": render chats with the chat template that lies beside the tokenizer.json, as transformers does.
+    False: as ChatML."""
+    train_bytes: PositiveInt = 20_000_000
+    """Maximum number of bytes of text read to train a tokenizer."""
+
+
+class SourceSection(Section):
+    """One source of training data: files, folders or globs of one schema."""
+
+    path: str = Field(examples=["data/*.txt"])
+    """A file, a folder, a glob, or "builtin:python-stdlib"."""
+    weight: PositiveFloat | None = None
+    """Share of the training tokens; by default proportional to the source's size."""
+    schema_: Annotated[
+        Literal["auto", "text", "messages", "instruction", "completion", "ids", "preference", "feedback"],
+        Field(alias="schema"),
+    ] = "auto"
+    """Kind of record. auto detects it from the first records and prints the result. preference and feedback are for
+    task.name=prefer."""
+    columns: dict[ColumnPart, str] = Field(default={})
+    """Column names that differ from the schema's: {text = "body"}, {messages = "chat", role = "from",
+    content = "value"}, {instruction = "question", output = "answer"}, {prompt = "start", completion = "rest"},
+    {ids = "input_ids", mask = "loss_mask"}, {chosen = "better", rejected = "worse"}, {label = "liked"}."""
+
+
+class DataSection(Section):
+    """Where samples come from, and how documents become sequences."""
+
+    train: tuple[SourceSection, ...] = Field(default=(SourceSection(path=STDLIB_SOURCE),), min_length=1, strict=False)
+    """Sources of training data, mixed by token weight."""
+    eval: tuple[SourceSection, ...] = Field(default=(), strict=False)
+    """Sources for evaluation. If empty, Weft holds out the share `holdout` of the training documents."""
+    holdout: Fraction = 0.02
+    """Share of training documents kept for evaluation when `eval` is empty, chosen by document content."""
+    packing: Literal["concat", "fit", "pad"] | None = None
+    """concat: documents end to end, cut every seq_len; fit: whole documents, several to a sequence; pad: one document
+    per sequence. By default fit for chats, instructions and completions, concat for text and ids."""
+    borders: bool = True
+    """Positions restart at each document, and attention does not cross document borders."""
+    bos: Literal["auto"] | bool = "auto"
+    """Whether each document begins with the tokenizer's beginning-of-sequence token. auto: as the tokenizer does it, by
+    its post-processor or add_bos_token in tokenizer_config.json. A chat template writes its own beginning."""
+    max_record_bytes: PositiveInt = 64 * 2**20
+    """Longest record in bytes; longer ones are quarantined. Plain text files are read in pieces and have no limit."""
+    max_bad_fraction: Fraction = 0.01
+    """Maximum share of broken records; a larger share stops the run."""
+    check: Literal["refuse", "warn", "off"] = "refuse"
+    """What happens before the first step where answers could not be learned: see the shares below."""
+    max_untrained: Fraction = 0.1
+    """Maximum share of documents with a mask that have no trained token."""
+    max_cut: Fraction = 0.25
+    """Maximum share of documents with a mask whose answers train.seq_len cuts."""
+    cache_dir: str = ""
+    """Folder for tokenised data; by default the user's cache folder (`weft doctor` prints it, WEFT_HOME changes it)."""
+    batching: Literal["fixed", "cost"] = "fixed"
+    """fixed: ranks and microbatches have equally many samples; cost: equal work, so that short samples are not filled
+    up to long ones. Both give the same numbers."""
+    microbatch_cost: PositiveFloat | Literal["auto"] = "auto"
+    """Of batching=cost: what a microbatch may cost, in tokens: its FLOPs, filled up to its longest sample, divided by
+    those of one token alone. auto: as much as the plan's microbatches of train.seq_len tokens."""
+    workers: Count | None = None
+    """Processes of each rank that decode pictures or sound; 0 decodes in the rank. They change no number. By default
+    one for each core that the machine's ranks leave, at most 8."""
+    cache_features: bool = False
+    """Compute what frozen encoders of pictures and sound give before the first step, and keep it in `cache_dir`: later
+    runs and epochs read it. It changes no number, and needs `lr = 0` for the encoder (optimizer.groups) and no random
+    change of what the encoder sees."""
+
+
+class EarlyStopSection(Section):
+    patience: PositiveInt | None = None
+    """Stop after this many evaluations in a row without a better loss; by default never."""
+    min_delta: NonNegative = 0.0
+    """Smallest improvement that counts, in nats per token."""
+
+
+class TrainSection(Section):
+    steps: PositiveInt = 300
+    """Optimizer steps of the whole run, including those before a resume."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training data, in place of `steps`."""
+    seq_len: Extent = 256
+    """Tokens in one sequence."""
+    global_batch: Extent = 8
+    """Sequences in one optimizer step, over all ranks and microbatches."""
+    global_cost: PositiveFloat | None = Field(default=None, examples=[8192.0])
+    """Of data.batching=cost, in place of global_batch in training: a step takes samples in their order while they cost
+    no more than this together, in tokens as data.microbatch_cost, each by its own length. Evaluation, the planner and
+    rules keep counting global_batch samples."""
+    max_bad_steps: Count = 5
+    """Consecutive steps that may be skipped for a non-finite loss or gradient before the run stops."""
+    on_bad: Literal["stop", "restart", "leave_out"] = "stop"
+    """After more bad steps than that, or when data raises an error. restart: go back to the newest good checkpoint and
+    repeat the same steps; leave_out: go back and skip the data of those steps. Both need launch.restarts."""
+    max_time: Duration | None = None
+    """Time limit such as 3h30m or 90s, counted from the start of the command. Before it expires, the run saves and
+    stops with exit code 0; the same command resumes it. By default no limit."""
+    collect_every: Count = 50
+    """Steps between runs of Python's garbage collector, which all ranks make at the same step; 0 lets Python choose
+    when, on each rank by itself."""
+    compress_after: Count = 100
+    """First steps of a run that plan.compress=powersgd:R leaves exact, as gradients change fast there. Set more where
+    the learning rate warms up for longer."""
+    outer_lr: PositiveFloat = 0.7
+    """Of plan.sync=diloco:H: the outer step's learning rate (arXiv 2311.08105)."""
+    outer_momentum: Fraction = 0.9
+    """Of plan.sync=diloco:H: the outer step's Nesterov momentum (arXiv 2311.08105)."""
+    norm_group: Count = 0
+    """Batch norms take the statistics of groups of this many samples of the global batch, the same under every plan;
+    0: of the samples of one microbatch on one rank, which depend on the plan."""
+    check_batch: bool = True
+    """Whether the first step runs a few samples some more times and warns of what depends on how the plan divides a
+    batch: samples that meet, noise in forward, buffers that forward changes. Not checked under a pipeline."""
+    bf16_layers: tuple[str, ...] = Field(default=(), strict=False, examples=[["first:1", "last:1", "*.down_proj"]])
+    """Of plan.precision=fp8: linear layers that stay in bf16. Patterns of their paths, and first:N or last:N for the
+    layers of N blocks at an end of the model."""
+    fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
+    """Of plan.precision=fp8: what shares a scale. rowwise: each token, and each output feature of a weight; tensorwise:
+    each weight, and all tokens of a microbatch on a rank, so that results depend on how the plan cuts the batch."""
+    early_stop: EarlyStopSection = EarlyStopSection()
+
+
+class EvalSection(Section):
+    every: Count = 50
+    """Steps between evaluations; 0 evaluates only at the end."""
+    batches: PositiveInt = 8
+    """Global batches in one evaluation; fewer if the evaluation data is smaller."""
+
+
+class CheckpointSection(Section):
+    dir: StoreOrFolder | None = Field(default=None, examples=["s3://bucket/prefix"])
+    """Where checkpoints go, each run's below its name: a folder that all machines share, or a URL of an object store,
+    such as s3://bucket/prefix or gs://bucket/prefix. Absent: `checkpoints` in the run's folder."""
+    every: Count = 50
+    """Steps between checkpoints; 0 saves only at the end."""
+    keep: PositiveInt = 2
+    """Number of newest checkpoints to keep."""
+    keep_best: bool = True
+    """Whether to keep the checkpoint with the best evaluation too."""
+    best_by: str = "loss"
+    """What says which evaluation is the best: loss, or one of the task's metrics by name."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """Which value of `best_by` is the best."""
+    keep_every: Count = 0
+    """Never delete checkpoints whose step is a multiple of this; 0: off."""
+    verify: Literal["auto", "start", "background"] = "auto"
+    """When digests of the checkpoint that a run goes on from are checked (sizes always are, at once): before the first
+    step, or behind training and before the first save. auto: at the start up to 256 MiB for each rank."""
+    background: bool = True
+    """Write checkpoints in the background: training waits only for a copy in host memory."""
+    busy: Literal["wait", "skip"] = "wait"
+    """If a save is due while the previous one is still being written: wait for the previous one, or skip this save."""
+    retries: Count = 2
+    """How many times Weft retries a failed save, with increasing pauses; training continues meanwhile."""
+    peer_every: Count = 0
+    """Steps between copies of the state in memory, on each machine for itself and for the next one; 0: none. Where
+    ranks or a machine are lost, a restart goes on from the newest copy: at most so many steps are done again, and those
+    that were done while a copy or a checkpoint was being written. They end with the command."""
+    on_failure: Literal["stop", "hold"] = "stop"
+    """After the last retry: stop the run, or hold training and keep retrying until the save succeeds."""
+
+
+class ResumeSection(Section):
+    step: PositiveInt | None = None
+    """Resume from the checkpoint of this step and set newer ones aside. Leave it out of the next command, or that goes
+    back again. By default the newest valid checkpoint."""
+
+
+class SampleSection(Section):
+    """The text that the trained model writes at the end of a run."""
+
+    prompt: str | None = None
+    """Prompt of the sample at the end of the run; by default the first one of the held-out data. Empty: no sample."""
+    max_tokens: PositiveInt = 120
+    """Maximum length of the sample, in tokens."""
+    temperature: NonNegative = 0.7
+    """Sampling temperature; 0 always takes the most likely token."""
+    top_k: PositiveInt = 50
+    """Sample from this many most likely tokens."""
+
+
+class LogSection(Section):
+    every: PositiveInt = 10
+    """Steps between lines when the output is not a terminal; events.jsonl has every step."""
+
+
+class RunConfig(Section):
+    """One training run."""
+
+    plan: str = "dp_replicate=*"
+    """How training is spread over the ranks, as text or as a table; an axis set to '*' takes the remaining ranks. With
+    "auto" the planner chooses; "auto zero=3" fixes zero and leaves the rest to the planner."""
+    layout: str = ""
+    """How tensor parallelism cuts the model: pattern=style words, or a file of them. `weft layout MODEL --save FILE`
+    writes a file to edit. By default Weft derives the layout from the model."""
+    seed: Count = 0
+    """Seed of initial weights, data order and sampling."""
+    run: RunSection = RunSection()
+    task: TaskSection = TaskSection()
+    model: ModelSection = ModelSection()
+    adapter: AdapterSection = AdapterSection()
+    tokenizer: TokenizerSection = TokenizerSection()
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    resume: ResumeSection = ResumeSection()
+    memory: MemorySection = MemorySection()
+    kernels: KernelSection = KernelSection()
+    sample: SampleSection = SampleSection()
+    log: LogSection = LogSection()
+    launch: LaunchSection = LaunchSection()
+    monitor: MonitorSection = MonitorSection()
+    alerts: Literal["none", "standard"] = "none"
+    """standard: a ready set of alerts (`weft alerts list` shows it), which all channels hear of."""
+    alert: tuple[AlertSection, ...] = Field(default=(), strict=False)
+    """Alerts of your own, each as a table [[alert]]."""
+    channel: tuple[ChannelSection, ...] = Field(default=(), strict=False)
+    """Who hears of alerts, each as a table [[channel]]."""
+    sink: tuple[SinkSection, ...] = Field(default=(), strict=False)
+    """Where figures go beside events.jsonl, each as a table [[sink]]."""

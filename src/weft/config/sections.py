@@ -1,0 +1,309 @@
+"""What all sections of a config have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from weft.config.setting_types import (
+    Address,
+    CodeName,
+    Count,
+    Duration,
+    Fraction,
+    HostPort,
+    Name,
+    NonNegative,
+    OptionValue,
+    PositiveFloat,
+    PositiveInt,
+    SecretRef,
+    ShareOrSize,
+    Width,
+)
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict about names, documented by attribute docstrings."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,  # "300" is no number, and true is not 1
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=True,
+    )
+
+
+# [adapter]: what is trained in place of all weights.
+
+
+class AdapterSection(Section):
+    """An adapter beside frozen weights: low-rank matrices A and B for each of the chosen linear layers."""
+
+    rank: Annotated[int, Field(ge=0, le=10**4)] = 0
+    """Rank of A and B. 0: no adapter, all weights are trained."""
+    alpha: PositiveFloat | None = None
+    """The product of B and A is multiplied by alpha / rank, or by alpha / sqrt(rank) for rslora. By default twice the
+    rank."""
+    targets: tuple[str, ...] = Field(default=(), strict=False, examples=[["attn.q", "attn.v"]])
+    """Layers with an adapter: patterns of paths or of their ends, such as "attn.q" or "blocks.0.*"; `*` matches any
+    text. By default all linear layers but the head and the routers of experts."""
+    dropout: Fraction = 0.0
+    """Share of the adapter's inputs that training drops, chosen by position, so every plan drops the same."""
+    kind: Literal["lora", "rslora", "dora"] = "lora"
+    """lora; rslora: scaled by the root of the rank; dora: with a trained magnitude for each output."""
+    base: Literal["stored", "int8", "nf4"] = "stored"
+    """How frozen linear layers keep their weights. stored: as precision says; int8, nf4: rounded in blocks of 64, in
+    1.06 and 0.56 byte a weight, and unpacked in each product (QLoRA)."""
+
+
+# What a run uses of its machine: ranks and devices, pinned memory, kernels of the GPU.
+
+
+class LaunchSection(Section):
+    ranks: Literal["all"] | Width = "all"
+    """Number of ranks to start on this machine; a '*' in the plan is set to fit it. all: one per GPU, or up to two on a
+    CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: the GPUs if there are any, else the CPU."""
+    numa: bool = True
+    """On GPUs: keep each rank on its share of the cores of the NUMA node that its GPU hangs on, with its threads and
+    the processes it starts. Cores that taskset, SLURM or others have chosen for it stay. `weft doctor` tells."""
+    timeout: Duration = "30m"
+    """How long a rank waits for another before the run ends with an error, such as 90s, 30m or 2h."""
+    warn_after: Literal["auto"] | Duration = "auto"
+    """Report a wait that has lasted this long: which rank is missing, in which collective, since when. auto: 20 steps
+    as they usually take or were planned, at least 10 s; 1 minute before that is known, and for saves and other long
+    work. `timeout` or more: no reports."""
+    route: Literal["auto", "flat", "two_level"] = "auto"
+    """How bytes go between hosts of CPU ranks. auto: first within each host, then between them, where hosts hold equal
+    blocks of 2, 4, 8 ... neighbouring ranks of an axis, else flat; flat: each rank to all others; two_level: as auto,
+    with an error where that is not possible. No result depends on it. GPUs use what NCCL chooses."""
+    links: str | None = Field(default=None, examples=["links.json"])
+    """Profile of the links between ranks, from `weft calibrate --hosts`: with it, route=auto sends each call of CPU
+    ranks the way that was measured to be faster, by operation and size. Absent: links.json in the cache folder
+    (WEFT_HOME), where there is one. The first rank of each axis reads it and tells the others."""
+    restarts: Count = 0
+    """How many times in a row `weft train` restarts the ranks after a rank died, hung or failed: from the newest good
+    checkpoint, or from the newest copy in memory (checkpoint.peer_every) where that is later. A newer one than at the
+    restart before resets the count. Not for ranks that torchrun or srun started."""
+    restart_pause: Duration = "5s"
+    """Pause before the first restart in a row; each further pause is twice as long, up to 5 minutes."""
+    min_ranks: Width | None = None
+    """When the same rank fails twice in a row, go on without it, with at least this many ranks: the planner makes a
+    plan for them, and the global batch stays. Absent: always all ranks."""
+    on_failure: Literal["stop", "hold"] = "stop"
+    """After the last restart: stop, or wait with the folder held and the devices free until `weft resume RUN`."""
+    replicas_apart: bool = False
+    """Under sync=diloco:H or average:H: start each replica as a world of its own, with its own processes, restarts and
+    checkpoints. One that is late or lost does not stop the others, and joins again at a meeting."""
+    meeting_timeout: Duration = "1m"
+    """How long replicas that are worlds of their own wait at a meeting for one that is late, and for a word or bytes of
+    another one."""
+    replica: Count | None = Field(default=None, examples=[1])
+    """Start only this replica here, counted from 0, with the others on other machines. Absent: all of them here."""
+    meet_at: HostPort | None = Field(default=None, examples=["10.0.0.1:29600"])
+    """HOST:PORT where replicas on several machines leave word: on the machine of replica 0, which listens there."""
+    meeting_key: SecretRef | None = Field(default=None, examples=["env:WEFT_MEETING_KEY"])
+    """Where the secret is that replicas on several machines prove to each other, of 16 characters or more, the same for
+    all: env:NAME or file:PATH. Needed where meet_at is not an address of this machine alone (127.0.0.1)."""
+
+
+class MemorySection(Section):
+    pinned_limit: ShareOrSize = "60%"
+    """Maximum host memory that the ranks of one machine pin in total for offload: a size, or a share of the machine's
+    or container's memory."""
+
+
+class KernelSection(Section):
+    """On GPUs: which kernels torch takes where it knows several. Results differ by rounding."""
+
+    attention: Literal["auto", "flash", "efficient", "cudnn", "fa3", "fa4"] = "auto"
+    """What computes attention in bf16 and fp16 where it can; calls that it cannot take (masks, wide heads) go to the
+    others. auto: torch's own order; flash, efficient, cudnn: these first; fa3, fa4: FlashAttention 3 (Hopper, package
+    flash_attn_interface) or 4 (Hopper, Blackwell, package flash_attn.cute) in place of flash."""
+    convolutions: Literal["auto", "measured", "guessed"] = "auto"
+    """How cuDNN chooses among its algorithms for convolutions. measured: it tries them for each of the first 8 shapes
+    of batches and keeps the fastest: faster steps for a slower first one, and another choice in another run; guessed:
+    it knows at once. auto: measured where the model has convolutions, tp is 1 and torch was not told to be
+    deterministic; what torch was told to measure before stays."""
+
+
+# Sections of a config that say how a run is watched: figures, sinks, alerts and who hears of them.
+
+
+class MonitorSection(Section):
+    """Figures of ranks and machines."""
+
+    figures: bool = True
+    """Whether each rank reports figures of itself and its machine (CPU, memory, GPU, disk, network, where a step's time
+    went); events.jsonl gets them folded over the ranks."""
+    every: Duration = "10s"
+    """Time between two reports."""
+    update_ratio_every: Count = 10
+    """Every so many steps, how far the step moved the weights is measured (`update_ratio`). 0: never."""
+
+    def measures_update(self, step: int) -> bool:
+        """Return whether a step, counted from 1, measures its update."""
+        return self.update_ratio_every > 0 and step % self.update_ratio_every == 0
+
+
+class SinkSection(Section):
+    """Where figures go beside events.jsonl.
+
+    A process beside the ranks sends them, so that none can hold up training; what cannot be sent now is sent later.
+    """
+
+    kind: Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus", "pushgateway", "otlp", "http"] = Field(
+        examples=["prometheus"]
+    )
+    """tensorboard: event files in the run folder; wandb, trackio: through their packages; mlflow, pushgateway, otlp (an
+    OpenTelemetry collector) and http (JSON): posted to `url`; prometheus: /metrics on `port`, to be scraped."""
+    name: Name | None = None
+    """Its name in messages, and of the file that keeps how far it is; by default its kind."""
+    url: Address | None = None
+    """Server, such as http://localhost:5000. A secret one is given as env:NAME or file:PATH."""
+    host: str = "127.0.0.1"
+    """prometheus: the address that /metrics listens on."""
+    port: PositiveInt = 9464
+    """prometheus: the port that /metrics listens on."""
+    project: str = "weft"
+    """Project of wandb and trackio, experiment of mlflow, job of a push gateway."""
+    token: SecretRef | None = None
+    """Bearer token of the server, or API key of wandb: env:NAME or file:PATH."""
+    user: str = ""
+    """User name for a server that wants a password."""
+    password: SecretRef | None = None
+    """Password of `user`: env:NAME or file:PATH."""
+    timeout: Duration = "10s"
+    """How long one request may take before it is tried again."""
+
+
+class ChannelSection(Section):
+    """Who hears of alerts."""
+
+    name: Name = Field(examples=["ops"])
+    """What `actions` of an alert call it."""
+    kind: Literal["mail", "webhook", "apprise", "command"] = Field(examples=["mail"])
+    """mail: by SMTP; webhook: JSON posted to `url`; apprise: Slack, Teams, Feishu, DingTalk, Telegram and 130 more
+    (extra `apprise`); command: a program that gets the message as JSON on its standard input."""
+    to: tuple[str, ...] = Field(default=(), strict=False)
+    """mail: addresses."""
+    sender: str = "weft@localhost"
+    """mail: the address that it comes from."""
+    server: str = "localhost:25"
+    """mail: host:port of the SMTP server."""
+    security: Literal["none", "starttls", "tls"] = "none"
+    """mail: how the connection is encrypted. With a password it must be."""
+    user: str = ""
+    """mail: user name of the server."""
+    password: SecretRef | None = None
+    """mail: password of `user`: env:NAME or file:PATH."""
+    url: Address | None = None
+    """webhook: where to post; apprise: its address. Where it holds a secret, as most do: env:NAME or file:PATH."""
+    command: tuple[str, ...] = Field(default=(), strict=False)
+    """command: the program and its arguments, as a list."""
+    timeout: Duration = "20s"
+    """How long one try may take."""
+    standard: bool = True
+    """Whether it hears of the alerts of the standard set, from severity warning on."""
+
+
+class AlertSection(Section):
+    """A condition over figures, and what follows once it is true."""
+
+    name: Name = Field(examples=["plateau"])
+    """Its name in messages and events."""
+    when: str = Field(examples=["eval.loss no better for 3 evaluations"])
+    """The condition, such as "eval.loss no better for 3 evaluations", "loss > 6 sigma over 200 steps" or "disk.free <
+    20GiB"."""
+    until: str | None = None
+    """Condition that ends the alert; by default `when` no longer holds. A bound apart from that of `when` keeps a
+    figure that wavers around it from alerting again and again."""
+    severity: Literal["info", "warning", "critical"] = "warning"
+    """How much it matters."""
+    actions: tuple[str, ...] = Field(default=(), strict=False)
+    """Names of channels, and what the run does: checkpoint, hold (save, release the devices, wait for `weft resume`),
+    stop, lower_lr, skip_data, roll_back."""
+    quiet: Duration = "30m"
+    """Time after an alert in which the same one is recorded and sends nothing."""
+    after_step: Count = 0
+    """Steps of the run that are let pass before it is judged."""
+    factor: PositiveFloat = Field(default=0.5, le=1)
+    """lower_lr: what the learning rate is multiplied by."""
+    says: str = ""
+    """What the message adds for its reader."""
+
+
+# The optimizer and its schedule, as a config says them.
+
+
+class OptimizerGroup(Section):
+    """Parameters with a learning rate or weight decay of their own, chosen by name."""
+
+    match: str = Field(min_length=1, examples=["embed.*"])
+    """Pattern of parameter names, such as "embed.*"; `*` matches any text. The first matching group applies."""
+    lr: NonNegative | None = None
+    """Peak learning rate of these parameters; 0 freezes them. By default optimizer.lr."""
+    weight_decay: NonNegative | None = None
+    """Weight decay of these parameters, including vectors. By default optimizer.weight_decay for matrices and 0 for
+    vectors."""
+
+
+class OptimizerSection(Section):
+    """The optimizer, its learning rate over the steps, and its groups of parameters."""
+
+    name: Literal["adamw", "sgd", "muon"] | CodeName = "adamw"
+    """Muon updates the matrices between embedding and head, AdamW all other parameters. Give any other optimizer class
+    as package.module:Class."""
+    lr: PositiveFloat = 1e-3
+    """Peak learning rate."""
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), strict=False)
+    """AdamW: decay rates of the running means of the gradient and of its square."""
+    eps: PositiveFloat = 1e-8
+    """AdamW: added to the denominator of the update."""
+    states: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """AdamW: number format of its two running means. bf16 takes half the memory, fp8 (one-byte floats without scales) a
+    quarter; both take more time. Rounding is stochastic, by seed, step and position in the parameter, so every plan
+    rounds the same way."""
+    weight_decay: NonNegative = 0.1
+    """Weight decay of matrices. Norms and biases are not decayed."""
+    momentum: Fraction | None = None
+    """SGD (default 0.9) and Muon (default 0.95): momentum."""
+    nesterov: bool = False
+    """SGD: Nesterov momentum."""
+    options: dict[str, OptionValue] = Field(default={})
+    """Further arguments of a package.module:Class, such as {rho = 0.9}."""
+    groups: tuple[OptimizerGroup, ...] = Field(default=(), strict=False)
+    """Parameter groups with their own settings; a parameter belongs to the first group whose `match` fits."""
+    max_grad_norm: NonNegative = 1.0
+    """Clip gradients to this global norm; 0: no clipping."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the optimizer is a class that Weft does not know."""
+        return ":" in self.name
+
+
+class ScheduleSection(Section):
+    """Learning rate as a factor of optimizer.lr, by step."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """linear and cosine fall to `final` at the last step; wsd: warm-up, stable, decay."""
+    warmup_steps: Count | None = None
+    """Steps over which the learning rate rises to its peak; by default 5 % of all steps, at most 1000."""
+    decay_steps: PositiveInt | None = None
+    """wsd: steps of the decay at the end; by default 20 % of all steps."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the last step, as a factor of optimizer.lr."""
+
+    def warmup(self, num_steps: int) -> int:
+        """Return the number of steps of the warm-up in a run of `num_steps`."""
+        return min(1000, num_steps // 20) if self.warmup_steps is None else self.warmup_steps
+
+    def decay(self, num_steps: int) -> int:
+        """Return the number of steps of the wsd schedule's decay in a run of `num_steps`."""
+        return self.decay_steps or max(1, num_steps // 5)

@@ -1,0 +1,357 @@
+"""Rules of pipelines: what a schedule can order, and what does not go with stages. `plan_rules.py` lists them."""
+
+from __future__ import annotations
+
+from weft.config.pipeline_schedule import FORMS
+from weft.config.plan import Plan
+from weft.config.rule import Facts, Rule, asks
+from weft.config.wire_formats import wire_spec
+
+
+def _form_stages(plan: Plan) -> int | None:
+    return FORMS[plan.schedule].virtual_stages
+
+
+def _wrong_stages(plan: Plan, facts: Facts) -> bool:
+    legal = _form_stages(plan)
+    return asks(plan, facts, "pp") and (
+        plan.virtual_stages < 2 if legal is None else legal > 1 and plan.virtual_stages != legal
+    )
+
+
+def _unit(plan: Plan) -> int:
+    return plan.pp if FORMS[plan.schedule].in_groups else 1
+
+
+def _least(plan: Plan) -> int:
+    return max(1, FORMS[plan.schedule].least_per_rank * plan.pp)
+
+
+def _nearest_microbatches(plan: Plan, facts: Facts) -> Plan:
+    unit = _unit(plan)
+    return plan.replace(microbatches=max(_least(plan), unit, round(plan.microbatches / unit) * unit))
+
+
+def _group_choices(plan: Plan, facts: Facts) -> str:
+    below = plan.microbatches // plan.pp * plan.pp
+    return f"Use microbatches={f'{below} or ' if below else ''}{below + plan.pp}"
+
+
+def _split_misfits(plan: Plan, facts: Facts) -> bool:
+    if not plan.split:
+        return False
+    return len(plan.split) != plan.pp * plan.virtual_stages or sum(plan.split) != facts.model.num_layers
+
+
+#: What the runtime cannot do yet under a pipeline.
+PIPELINE_NOT_BUILT: tuple[Rule, ...] = (
+    Rule(
+        name="pp-recompute-budget-not-built",
+        field="recompute",
+        reason="A recompute budget does not yet account for the microbatches in flight of a pipeline.",
+        predicate=lambda plan, facts: plan.recompute_policy == "budget" and asks(plan, facts, "pp"),
+        finding=lambda plan, facts: "a memory budget is not supported under a pipeline yet",
+        remedy=lambda plan, facts: (
+            "Use recompute=full, selective, attention or none, or e.g. full:4 for four blocks of each rank"
+        ),
+        fix=lambda plan, facts: plan.replace(recompute="selective"),
+    ),
+    Rule(
+        name="pp-offload-activations-not-built",
+        field="offload",
+        reason="Activation offload follows the order of one backward pass, not yet of the several of a pipeline.",
+        predicate=lambda plan, facts: plan.offload_share("activations") > 0 and asks(plan, facts, "pp"),
+        finding=lambda plan, facts: "activation offload is not supported under a pipeline yet",
+        remedy=lambda plan, facts: "Leave activations out, or use recompute=full",
+        fix=lambda plan, facts: plan.replace(
+            offload=tuple(part for part in plan.offload if part.partition(":")[0] != "activations")
+        ),
+    ),
+)
+
+#: What cannot work, whatever is built.
+PIPELINE_LASTING: tuple[Rule, ...] = (
+    Rule(
+        name="pp-keeps-gathered",
+        field="reshard",
+        reason="zero=3 with reshard=after_forward would gather parameters twice for each microbatch of a pipeline.",
+        predicate=lambda plan, facts: (
+            plan.zero == 3 and plan.reshard.startswith("after_forward") and asks(plan, facts, "pp")
+        ),
+        finding=lambda plan, facts: "zero=3 would gather parameters twice for each microbatch of the pipeline",
+        remedy=lambda plan, facts: "Use reshard=after_step, which gathers them once in a step, or zero=2",
+        fix=lambda plan, facts: plan.replace(reshard="after_step"),
+    ),
+    Rule(
+        name="schedule-virtual-stages",
+        field="schedule",
+        reason="Interleaved schedules need two or more stages on each rank; V-shaped schedules need exactly two.",
+        predicate=_wrong_stages,
+        finding=lambda plan, facts: (
+            f"it needs {_form_stages(plan) or '2 or more'} stages on each rank, and virtual_stages is "
+            f"{plan.virtual_stages}"
+        ),
+        remedy=lambda plan, facts: "Use virtual_stages=2, or schedule=1f1b with virtual_stages=1",
+        fix=lambda plan, facts: plan.replace(virtual_stages=2),
+    ),
+    Rule(
+        name="microbatches-in-groups",
+        field="microbatches",
+        reason="An interleaved schedule sends microbatches through its stages in groups of pp.",
+        predicate=lambda plan, facts: plan.pp > 1 and plan.microbatches % _unit(plan) != 0,
+        finding=lambda plan, facts: f"schedule={plan.schedule} takes microbatches in groups of pp={plan.pp}",
+        remedy=_group_choices,
+        fix=_nearest_microbatches,
+    ),
+    Rule(
+        name="microbatches-fill-dualpipe",
+        field="microbatches",
+        reason="DualPipeV pairs forwards with backwards of other microbatches, so it needs two for each rank of pp.",
+        predicate=lambda plan, facts: plan.pp > 1 and plan.microbatches < _least(plan),
+        finding=lambda plan, facts: f"schedule={plan.schedule} needs at least {_least(plan)} with pp={plan.pp}",
+        remedy=lambda plan, facts: f"Use microbatches={_least(plan)} or more, or schedule=zb_v",
+        fix=_nearest_microbatches,
+    ),
+    Rule(
+        name="split-needs-pp",
+        field="split",
+        reason="A split gives the number of blocks of each stage, so it needs a pipeline.",
+        predicate=lambda plan, facts: bool(plan.split) and not asks(plan, facts, "pp"),
+        finding=lambda plan, facts: "it divides the blocks of a pipeline, and pp is 1",
+        remedy=lambda plan, facts: "Leave split out, or use pp=2 or more",
+        fix=lambda plan, facts: plan.replace(split=()),
+    ),
+    Rule(
+        name="split-fits-model",
+        field="split",
+        reason="A split has one number for each stage, and the numbers add up to the model's layers.",
+        predicate=lambda plan, facts: facts.open_axis != "pp" and _split_misfits(plan, facts),
+        finding=lambda plan, facts: (
+            f"there are {plan.pp * plan.virtual_stages} stages and {facts.model.num_layers} layers"
+        ),
+        remedy=lambda plan, facts: (
+            f"Use {plan.pp * plan.virtual_stages} numbers that add up to {facts.model.num_layers}, or leave split out"
+        ),
+        fix=lambda plan, facts: plan.replace(split=()),
+    ),
+)
+
+
+# Rules of what gradients and weights travel as, and of when replicas meet.
+
+
+def _keeps(plan: Plan) -> bool:
+    return plan.compress != "none" and wire_spec(plan.compress).state_bytes > 0
+
+
+def _keeps_few(plan: Plan) -> bool:
+    return plan.compress != "none" and wire_spec(plan.compress).kept > 0
+
+
+def _beside(plan: Plan) -> str:
+    """What lets ranks owe parts that others owe too, or that no parameter is: an axis, or many replicas of int4."""
+    sizes = {"tp": plan.tp, "pp": plan.pp, "ep": plan.ep}
+    many = "" if plan.dp_replicate <= 2 or wire_spec(plan.compress).rank else "more than 2 replicas"
+    return next((name for name, size in sizes.items() if size > 1), many)
+
+
+def _has_data(plan: Plan, facts: Facts) -> bool:
+    return asks(plan, facts, "dp_replicate") or asks(plan, facts, "dp_shard")
+
+
+WIRE_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="gather-needs-zero3",
+        field="gather",
+        reason="gather=int8 and fp8 are for weights that zero=3 gathers; other stages keep whole weights.",
+        predicate=lambda plan, facts: plan.gather not in ("none", "diff4") and plan.zero != 3,
+        finding=lambda plan, facts: f"zero={plan.zero} gathers no weights before it uses them",
+        remedy=lambda plan, facts: "Leave gather out, or use zero=3",
+        fix=lambda plan, facts: plan.replace(gather="none"),
+    ),
+    Rule(
+        name="gather-float8-products",
+        field="gather",
+        reason="gather=fp8 sends weights as products in float8 round them; products in other formats do not.",
+        predicate=lambda plan, facts: plan.gather == "fp8" and plan.precision != "fp8",
+        finding=lambda plan, facts: f"precision={plan.precision} rounds no weights to float8",
+        remedy=lambda plan, facts: "Use gather=int8, or precision=fp8",
+        fix=lambda plan, facts: plan.replace(gather="int8"),
+    ),
+    Rule(
+        name="gather-differences-zero",
+        field="gather",
+        reason="gather=diff4 sends differences to weights that ranks keep, as zero=1 and 2 do that send new ones.",
+        predicate=lambda plan, facts: plan.gather == "diff4" and plan.zero not in (1, 2),
+        finding=lambda plan, facts: (
+            "zero=3 keeps no weights to which a difference could be sent"
+            if plan.zero == 3
+            else "zero=0 sends gradients and no weights"
+        ),
+        remedy=lambda plan, facts: f"{'Use gather=int8' if plan.zero == 3 else 'Leave gather out'}, or use zero=1",
+        fix=lambda plan, facts: plan.replace(gather="int8" if plan.zero == 3 else "none"),
+    ),
+    Rule(
+        name="gather-differences-alone",
+        field="gather",
+        reason="Differences of weights to masters on the host, or of replicas that meet rarely, are not built.",
+        predicate=lambda plan, facts: (
+            plan.gather == "diff4" and (plan.offload_share("optimizer") > 0 or plan.sync != "step")
+        ),
+        finding=lambda plan, facts: (
+            f"differences under sync={plan.sync} are not built"
+            if plan.sync != "step"
+            else "differences to masters on the host are not built"
+        ),
+        remedy=lambda plan, facts: (
+            "Leave gather out, or use sync=step" if plan.sync != "step" else "Leave gather or offload=optimizer out"
+        ),
+        fix=lambda plan, facts: plan.replace(gather="none"),
+    ),
+    Rule(
+        name="compress-needs-data",
+        field="compress",
+        reason="compress acts on gradients over dp_replicate, or over dp_shard where dp_replicate is 1.",
+        predicate=lambda plan, facts: plan.compress != "none" and not _has_data(plan, facts),
+        finding=lambda plan, facts: "dp_replicate and dp_shard are 1, so no gradient travels between data ranks",
+        remedy=lambda plan, facts: "Leave compress out, or use dp_replicate=2 or more",
+        fix=lambda plan, facts: plan.replace(compress="none"),
+    ),
+    Rule(
+        name="compress-debts-zero",
+        field="compress",
+        reason="Under zero=3 a wire that owes what it rounds off is not built with tp, pp and ep; int4 for 2 replicas.",
+        predicate=lambda plan, facts: (
+            plan.compress != "none"
+            and wire_spec(plan.compress).outer_only
+            and plan.zero == 3
+            and plan.sync == "step"
+            and bool(_beside(plan))
+            and asks(plan, facts, "dp_replicate")
+        ),
+        finding=lambda plan, facts: (
+            f"what it rounds off is owed to the next step, which zero=3 with {_beside(plan)} does not keep"
+        ),
+        remedy=lambda plan, facts: "Use zero=2, or compress=int8, which owes nothing",
+        fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+    Rule(
+        name="compress-state-over-shard",
+        field="compress",
+        reason=(
+            "A wire that keeps what it rounds off keeps a whole gradient on every rank of dp_shard, which is what ZeRO "
+            "2 and 3 give up."
+        ),
+        predicate=lambda plan, facts: _keeps(plan) and plan.zero >= 2 and not asks(plan, facts, "dp_replicate"),
+        finding=lambda plan, facts: (
+            f"it keeps what it rounds off, a whole gradient on every rank, which zero={plan.zero} has no room for"
+        ),
+        remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, or dp_replicate=2 or more",
+        fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+    Rule(
+        name="sync-needs-replicas",
+        field="sync",
+        reason="sync says when the replicas of dp_replicate meet, so it needs more than one of them.",
+        predicate=lambda plan, facts: plan.sync != "step" and not asks(plan, facts, "dp_replicate"),
+        finding=lambda plan, facts: "dp_replicate is 1, so there are no replicas to meet",
+        remedy=lambda plan, facts: "Leave sync out, or use dp_replicate=2 or more",
+        fix=lambda plan, facts: plan.replace(sync="step"),
+    ),
+    Rule(
+        name="sync-compress",
+        field="compress",
+        reason="From meeting to meeting replicas owe what top leaves out; int4 and powersgd are not built there.",
+        predicate=lambda plan, facts: plan.sync != "step" and _keeps(plan) and not _keeps_few(plan),
+        finding=lambda plan, facts: f"it keeps what it rounds off for the next step, which sync={plan.sync} does not",
+        remedy=lambda plan, facts: "Use compress=int8, which keeps nothing, top:0.02, or sync=step",
+        fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+    Rule(
+        name="top-needs-sync",
+        field="compress",
+        reason="The largest values alone lose too much of a gradient in each step; changes over many steps bear it.",
+        predicate=lambda plan, facts: plan.sync == "step" and _keeps_few(plan),
+        finding=lambda plan, facts: "it sends few values, which is for the changes of weights between meetings",
+        remedy=lambda plan, facts: "Use e.g. sync=diloco:50 with dp_replicate=2 or more, or compress=int8",
+        fix=lambda plan, facts: plan.replace(compress="int8"),
+    ),
+    Rule(
+        name="sync-loss-scale",
+        field="precision",
+        reason="Under fp16 each replica that trains by itself would have a loss scale of its own, which is not built.",
+        predicate=lambda plan, facts: plan.sync != "step" and plan.precision == "fp16",
+        finding=lambda plan, facts: f"its loss scale would differ between replicas under sync={plan.sync}",
+        remedy=lambda plan, facts: "Use precision=bf16, or sync=step",
+        fix=lambda plan, facts: plan.replace(precision="bf16"),
+    ),
+)
+
+
+# The rules of plans whose steps are launched as CUDA graphs.
+
+#: Axes whose collectives lie within forward and backward.
+_INSIDE = ("cp", "tp", "ep")
+
+
+def _between(plan: Plan, facts: Facts) -> str:
+    """What the host or other ranks do between the kernels of one forward and backward; empty where nothing is."""
+    if asks(plan, facts, "pp"):
+        return "the host orders the passes of a pipeline"
+    if plan.zero == 3:
+        return "zero=3 gathers weights within forward and backward"
+    inside = next((axis for axis in _INSIDE if asks(plan, facts, axis)), None)
+    if inside is not None:
+        return f"{inside} communicates within forward and backward"
+    if plan.offload:
+        return f"offload={'+'.join(plan.offload)} lets the device and the host wait for each other"
+    if plan.sync != "step":
+        return f"sync={plan.sync} changes weights while a step computes"
+    return ""
+
+
+def _off(plan: Plan, facts: Facts) -> Plan:
+    return plan.replace(graphs=False)
+
+
+GRAPH_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="graphs-on-device",
+        field="graphs",
+        reason="Only GPUs record graphs.",
+        predicate=lambda plan, facts: plan.graphs and facts.device.is_cpu,
+        finding=lambda plan, facts: f"{facts.device.title} is a CPU, which records no graphs",
+        remedy=lambda plan, facts: "Use graphs=off, or a GPU",
+        fix=_off,
+    ),
+    Rule(
+        name="graphs-hold-one-rank",
+        field="graphs",
+        reason="A graph holds kernels of one rank alone, in a row that neither the host nor other ranks interrupt.",
+        predicate=lambda plan, facts: plan.graphs and bool(_between(plan, facts)),
+        finding=lambda plan, facts: f"a graph holds kernels of one rank alone, and {_between(plan, facts)}",
+        remedy=lambda plan, facts: "Use graphs=off, or data parallelism with zero=0, 1 or 2 alone",
+        fix=_off,
+    ),
+    Rule(
+        name="graphs-hold-no-experts",
+        field="graphs",
+        reason="What routers count of a microbatch is added up by the host's code, which a graph leaves out.",
+        predicate=lambda plan, facts: plan.graphs and facts.model.num_experts > 0,
+        finding=lambda plan, facts: "the model has experts, and the host's code adds up what their routers count",
+        remedy=lambda plan, facts: "Use graphs=off",
+        fix=_off,
+    ),
+    Rule(
+        name="graphs-compiled-recompute",
+        field="graphs",
+        reason="Code that torch generates for recomputed blocks asks for the generator's state, which a graph forbids.",
+        predicate=lambda plan, facts: plan.graphs and plan.compile and plan.recompute_policy != "none",
+        finding=lambda plan, facts: (
+            f"with compile=on and recompute={plan.recompute}, generated code asks for the state of torch's generator, "
+            "which nothing may do while a graph is recorded"
+        ),
+        remedy=lambda plan, facts: "Use recompute=none, compile=off, or graphs=off",
+        fix=_off,
+    ),
+)

@@ -1,0 +1,346 @@
+"""How work and bytes of a layer grow with the batch, the sequence and the layout.
+
+Letters: B samples in a pass on a rank, S tokens of a sequence on it, t tensor-parallel ranks, c context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, cast
+
+from weft.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A number that grows with B and S: one + batch B + seq S + tokens B S + seq_square S^2 + square B S^2."""
+
+    one: float = 0.0
+    batch: float = 0.0
+    seq: float = 0.0
+    tokens: float = 0.0
+    seq_square: float = 0.0
+    square: float = 0.0
+
+    def at(self, batch: Any, seq: Any) -> Any:
+        """Return its value; numbers or numpy arrays."""
+        linear, square = self.seq + self.tokens * batch, self.seq_square + self.square * batch
+        return self.one + self.batch * batch + (linear + square * seq) * seq
+
+    def __add__(self, other: Growth) -> Growth:
+        return Growth(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Growth)))
+
+    def __mul__(self, factor: float) -> Growth:
+        return Growth(*(getattr(self, each.name) * factor for each in fields(Growth)))
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """`batch` products of an m x k with a k x n matrix; a convolution is one too.
+
+    cut: what tensor parallelism divides: "columns" n, "rows" k, "inside" the batch, "none" nothing.
+    input_grad, weight_grad: whether backward makes the product for the left side, for the right side.
+    """
+
+    m: Growth
+    n: Growth
+    k: Growth
+    batch: Growth
+    cut: str = "none"
+    input_grad: bool = True
+    weight_grad: bool = True
+
+    def sizes(self, batch: Any, seq: Any, t: Any) -> tuple[Any, Any, Any, Any]:
+        """Return m, n, k and the number of products on one rank.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each on this rank.
+            t: ranks that divide the layer, where it is cut.
+        """
+        found = [each.at(batch, seq) for each in (self.m, self.n, self.k, self.batch)]
+        place = {"columns": 1, "rows": 2, "inside": 3}.get(self.cut)
+        if place is not None:
+            found[place] = found[place] / t
+        return found[0], found[1], found[2], found[3]
+
+    def flops(self, batch: Any, seq: Any, t: Any) -> Any:
+        """Return the FLOPs of forward, on one rank.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each on this rank.
+            t: ranks that divide the layer, where it is cut.
+        """
+        m, n, k, count = self.sizes(batch, seq, t)
+        return 2.0 * m * n * k * count
+
+    @property
+    def num_backward(self) -> int:
+        """Products of the same size that backward makes."""
+        return self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True, slots=True)
+class TracedAttention:
+    """One fused attention. queries: in all, B S of them; keys: that each may see. cut: heads are divided by t."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    queries: Growth
+    keys: Growth
+    causal: bool = True
+    cut: bool = False
+
+    def flops(self, batch: Any, seq: Any, t: Any, c: Any) -> Any:
+        """Return the FLOPs of forward, on one rank: a causal mask leaves half of the square.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each on this rank.
+            t: ranks that divide the heads, where they are cut.
+            c: ranks that share a sequence: keys are those of all of it.
+        """
+        heads = self.heads / t if self.cut else self.heads
+        rows = self.queries.at(batch, seq)
+        return 4.0 * rows * self.keys.at(batch, seq * c) * heads * self.head_dim * (0.5 if self.causal else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DividedBytes:
+    """Bytes by what divides them. cut: t does. gathered: t never does, also not under sp. whole: t does under sp."""
+
+    cut: Growth = Growth()
+    gathered: Growth = Growth()
+    whole: Growth = Growth()
+
+    def at(self, batch: Any, seq: Any, t: Any, between: Any) -> Any:
+        """Return the bytes on one rank.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each.
+            t: ranks that divide what is cut.
+            between: what divides activations outside of cut regions: t under sp, else 1.
+        """
+        return self.cut.at(batch, seq) / t + self.gathered.at(batch, seq) + self.whole.at(batch, seq) / between
+
+    def __add__(self, other: DividedBytes) -> DividedBytes:
+        return DividedBytes(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(DividedBytes)))
+
+    def __mul__(self, factor: float) -> DividedBytes:
+        return DividedBytes(*(getattr(self, each.name) * factor for each in fields(DividedBytes)))
+
+
+# What tracing found of a model: work, memory and parameters of each unique layer, by batch, sequence and layout.
+
+#: What a saved description begins with, and its version.
+FORMAT, VERSION = "weft-traced-model", 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLayer:
+    """One unique layer, or what runs before or after the layers. Bytes are those of a half precision.
+
+    path: of its first instance; count: how often there is one like it. params_cut: parameters that t divides;
+    params_whole: those that every rank of tp has. moved_*: bytes that kernels other than products and attention read
+    and write, kernel by kernel, or with chains of them fused as torch.compile does (fused_*). saved: kept for
+    backward by policy: "none", "attention", "selective", "full", and "compiled" for "none" under torch.compile.
+    reduced: values that tensor parallelism sums over its ranks in forward.
+    kernels_forward: launches of forward; fused_kernels: the same, compiled.
+    """
+
+    path: str
+    count: int
+    params_cut: int = 0
+    params_whole: int = 0
+    matmuls: tuple[Matmul, ...] = ()
+    attentions: tuple[TracedAttention, ...] = ()
+    moved_forward: DividedBytes = field(default_factory=DividedBytes)
+    moved_backward: DividedBytes = field(default_factory=DividedBytes)
+    fused_forward: DividedBytes = field(default_factory=DividedBytes)
+    fused_backward: DividedBytes = field(default_factory=DividedBytes)
+    saved: tuple[tuple[str, DividedBytes], ...] = ()
+    reduced: Growth = field(default_factory=Growth)
+    kernels_forward: int = 0
+    fused_kernels: int = 0
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of one instance."""
+        return self.params_cut + self.params_whole
+
+    def flops(self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, backward: bool = False) -> Any:
+        """Count FLOPs of matrix products and attention on one rank, which has 1/cp of each sequence.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each, whole.
+            tp: ranks that divide what is cut.
+            cp: ranks that share a sequence.
+            backward: those of backward in place of forward's.
+        """
+        part = seq / cp
+        products = sum(each.flops(batch, part, tp) * (each.num_backward if backward else 1) for each in self.matmuls)
+        scores = sum(each.flops(batch, part, tp, cp) * (2.5 if backward else 1.0) for each in self.attentions)
+        return products + scores
+
+    def saved_bytes(
+        self, batch: Any, seq: Any, policy: str = "none", *, tp: Any = 1, cp: Any = 1, sp: bool = False
+    ) -> Any:
+        """Return the bytes that one pass keeps for backward on one rank.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each, whole.
+            policy: of recompute.
+            tp: ranks that divide what is cut.
+            cp: ranks that share a sequence.
+            sp: whether tp divides the rest of the activations too.
+        """
+        return dict(self.saved)[policy].at(batch, seq / cp, tp, tp if sp else 1)
+
+    def moved_bytes(
+        self, batch: Any, seq: Any, *, tp: Any = 1, cp: Any = 1, sp: bool = False, backward: bool = False
+    ) -> Any:
+        """Return the bytes that memory-bound kernels read and write on one rank.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each, whole.
+            tp: ranks that divide what is cut.
+            cp: ranks that share a sequence.
+            sp: whether tp divides the rest of the activations too.
+            backward: those of backward in place of forward's.
+        """
+        return (self.moved_backward if backward else self.moved_forward).at(batch, seq / cp, tp, tp if sp else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Which values a field of a plan may take with a model, and why no other ones."""
+
+    values: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedModel:
+    """A model as tracing found it.
+
+    layers: the unique repeated layers. before, after: what runs before the first and after the last of them, without
+    the table of the vocabulary and the head, which `vocab` and `tied` say. vocab: entries of the head; 0 without one.
+    hidden: values that go from one layer to the next, for each token, or for each sample where nothing is a sequence.
+    reads_sequence: whether S means anything. max_seq_len: what it reads at most. default_seq_len: of the example.
+    limits: fields of a plan that cannot take every value with it. linears: inputs and outputs of the linear layers that
+    may have an adapter, and how many there are of each. crossings: tensors of `hidden` values a token that go from a
+    stage of a pipeline to the next, in the mean over all borders: an encoder's output travels on beside its decoder's.
+    """
+
+    name: str
+    layers: tuple[TracedLayer, ...]
+    before: TracedLayer
+    after: TracedLayer
+    vocab: int
+    tied: bool
+    hidden: int
+    reads_sequence: bool
+    max_seq_len: int
+    default_seq_len: int
+    num_params: int
+    limits: tuple[tuple[str, Limit], ...] = ()
+    linears: tuple[tuple[int, int, int], ...] = ()
+    crossings: float = 1.0
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, alike ones counted each."""
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def attention(self) -> TracedAttention | None:
+        """The first attention of its layers; None where there is none."""
+        return next((each for layer in self.layers for each in layer.attentions), None)
+
+    def flops(self, batch: Any, seq: Any, *, causal: bool = True) -> Any:
+        """Return the model's own FLOPs of forward and backward, head included; what kernels do again is not counted.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each.
+            causal: False counts attention's whole square.
+        """
+        total = 6.0 * batch * seq * self.vocab * self.hidden
+        for layer in (self.before, *self.layers, self.after):
+            products = sum(each.flops(batch, seq, 1) * (1 + each.num_backward) for each in layer.matmuls)
+            scores = sum(
+                3.0 * each.flops(batch, seq, 1, 1) * (2.0 if each.causal and not causal else 1.0)
+                for each in layer.attentions
+            )
+            total = total + layer.count * (products + scores)
+        return total
+
+    def weight_flops(self, batch: Any, seq: Any) -> Any:
+        """Return the FLOPs of backward that make gradients of weights, the head's included.
+
+        Args:
+            batch: sequences.
+            seq: tokens of each.
+        """
+        total = 2.0 * batch * seq * self.vocab * self.hidden
+        for layer in (self.before, *self.layers, self.after):
+            total = total + layer.count * sum(
+                each.flops(batch, seq, 1) * each.weight_grad for each in layer.matmuls if each.batch.one == 1
+            )
+        return total
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, from which `weft plan` reads it without torch."""
+        table = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_table(cls, source: str, table: Mapping[str, Any]) -> TracedModel:
+        """Return what `save` wrote.
+
+        Raises:
+            ModelError: for a table of another version, or of no saved model; it names `source`.
+        """
+        if table.get("version") != VERSION:
+            rule = f"version={table.get('version')} of a saved model; this Weft reads version {VERSION}"
+            raise ModelError(f"model={source}: {rule}. Trace it again: weft plan package.module:function --save-model.")
+        try:
+            values = {name: table[name] for name in (each.name for each in fields(cls))}
+            values["layers"] = tuple(_layer(each) for each in values["layers"])
+            values |= {name: _layer(values[name]) for name in ("before", "after")}
+            values["limits"] = tuple(
+                (name, Limit(tuple(each["values"]), each["reason"])) for name, each in values["limits"]
+            )
+            values["linears"] = tuple((int(i), int(o), int(count)) for i, o, count in values["linears"])
+            return cls(**values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            rule = f"it is not a saved model ({type(error).__name__}: {error})"
+            raise ModelError(f"model={source}: {rule}. Trace it again, or give a config.json.") from None
+
+
+def _layer(table: Mapping[str, Any]) -> TracedLayer:
+    values = dict(table)
+    values["matmuls"] = tuple(_with_growths(Matmul, each) for each in values["matmuls"])
+    values["attentions"] = tuple(_with_growths(TracedAttention, each) for each in values["attentions"])
+    values["saved"] = tuple((name, _with_growths(DividedBytes, each)) for name, each in values["saved"])
+    for name in ("moved_forward", "moved_backward", "fused_forward", "fused_backward"):
+        values[name] = _with_growths(DividedBytes, values[name])
+    values["reduced"] = Growth(**values["reduced"])
+    return TracedLayer(**values)
+
+
+def _with_growths(kind: Any, table: Mapping[str, Any]) -> Any:
+    values = {
+        name: Growth(**cast(dict[str, float], value)) if isinstance(value, dict) else value
+        for name, value in table.items()
+    }
+    return kind(**values)

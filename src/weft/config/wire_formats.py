@@ -1,0 +1,215 @@
+"""Wires: in what form gradients travel between ranks. What each costs is here, without torch; `weft.comm.wire` encodes.
+
+A new wire is one file with its codec and one `register` line; its name is then a legal value of the plan's `reduce`,
+and where it rounds, of `compress`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from weft.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class WireSpec:
+    """What planner and plan know of a wire.
+
+    name: in the plan. codec: its class as "module:Class", loaded when ranks use it. exact: nothing is rounded.
+    element_bytes: of one value on the wire; 0: as many as it has in memory. block, block_bytes: so many values share
+    so many bytes more (a scale). state_bytes: what each rank keeps from step to step, for each value it sends.
+    outer_only: a value of `compress` alone. rank: of the matrices that travel in place of larger ones; 0: it encodes
+    value by value. kept: so many values of each block travel, the others are owed; 0: all do. exact_steps: so many
+    first steps of a run are summed without it.
+    """
+
+    name: str
+    codec: str
+    exact: bool = False
+    element_bytes: float = 0.0
+    block: int = 1
+    block_bytes: float = 0.0
+    state_bytes: float = 0.0
+    outer_only: bool = False
+    rank: int = 0
+    kept: int = 0
+    exact_steps: int = 0
+
+    def num_bytes(self, numel: Any, own_bytes: Any = 4.0) -> Any:
+        """Return the bytes of `numel` values that have `own_bytes` each in memory. Numbers, or arrays of numpy."""
+        values = numel * (self.element_bytes or own_bytes)
+        if self.element_bytes % 1:
+            values = -(-values // 1)  # a row ends with a whole byte
+        return values + -(-numel // self.block) * self.block_bytes if self.block_bytes else values
+
+    def copy_bytes(self, own_bytes: float = 4.0) -> float:
+        """Return bytes per value of the encoded copy that lies beside a travelling gradient; 0 where there is none."""
+        many = 1 << 20
+        return self.num_bytes(many, own_bytes) / many if self.element_bytes else 0.0
+
+
+#: By name, in the order of registration: planner columns hold positions in it. It only grows.
+_KNOWN: dict[str, WireSpec] = {}
+
+
+def register(wire: WireSpec) -> WireSpec:
+    """Make a wire a legal value of `reduce`. The same one again changes nothing; PlanError where its name is taken."""
+    if _KNOWN.setdefault(wire.name, wire) != wire:
+        raise PlanError(f"reduce={wire.name}: another wire has this name. Register it under a name of its own.")
+    return wire
+
+
+def wire_spec(name: str) -> WireSpec:
+    """Return the wire of that name, or of one of GATHERS; of `powersgd:4` the one of that rank, of `top:0.02` of it."""
+    if name not in _KNOWN and (rank := rank_of(name)) is not None:
+        register(_low_rank(rank))
+    if name not in _KNOWN and kept_of(name) is not None:
+        register(_largest(name))
+    if name in _OF_WEIGHTS:
+        return _OF_WEIGHTS[name]
+    return _KNOWN["int4" if name == "diff4" else name]  # differences have the bytes of int4
+
+
+#: Low rank, whose name ends with the rank: more than so much would send more than int8 of usual matrices.
+LOW_RANK, LARGEST_RANK = "powersgd", 64
+
+
+def rank_of(name: str) -> int | None:
+    """Return the rank that `powersgd:4` names, 4; None where it is none."""
+    found = re.fullmatch(rf"{LOW_RANK}:([1-9][0-9]?)", name, re.ASCII)
+    return int(found[1]) if found and int(found[1]) <= LARGEST_RANK else None
+
+
+def _low_rank(rank: int) -> WireSpec:
+    # Of an n x n matrix 2 r n values travel; the planner takes n = 1024, and the sums that follow as large again.
+    return WireSpec(
+        f"{LOW_RANK}:{rank}",
+        "weft.comm.wire.low_rank:LowRank",
+        element_bytes=4.0 * 2 * rank / 1024,
+        state_bytes=4.0,
+        outer_only=True,
+        rank=rank,
+        exact_steps=100,
+    )
+
+
+#: The largest values, whose name ends with their share, at most so large; one of so many neighbours.
+LARGEST_VALUES, MOST_SHARE, _NEIGHBOURS = "top", 0.25, 4096
+
+
+def kept_of(name: str) -> int | None:
+    """Return how many of 4096 neighbours travel under `top:0.02`: 82; None where it names no such share."""
+    found = re.fullmatch(rf"{LARGEST_VALUES}:(0\.[0-9]{{1,6}})", name, re.ASCII)
+    share = float(found[1]) if found else 0.0
+    return math.ceil(share * _NEIGHBOURS) if 0 < share <= MOST_SHARE else None
+
+
+def _largest(name: str) -> WireSpec:
+    kept = kept_of(name) or 1
+    return WireSpec(
+        name,
+        "weft.comm.wire.codes:Largest",
+        element_bytes=2.0 * kept / _NEIGHBOURS,
+        block=_NEIGHBOURS,
+        block_bytes=2.0,
+        state_bytes=4.0,
+        outer_only=True,
+        kept=kept,
+    )
+
+
+#: What weights may travel as: under zero=3 as `comm/wire/row_codes.py` encodes them, and under zero=1 and 2 as
+#: differences, in the bytes of int4.
+GATHERS = ("none", "int8", "diff4", "fp8")
+#: Those that no gradient travels as. A row has one scale in fp8; the planner takes rows of so many values.
+_OF_WEIGHTS = {"fp8": WireSpec("fp8", "weft.comm.wire.codes:RowCodes", element_bytes=1.0, block=4096, block_bytes=2.0)}
+
+#: When replicas exchange what they learnt: gradients in every step, or weights after so many: their average, or by
+#: DiLoCo's outer step.
+SYNCS = ("step", "average", "diloco")
+_SYNC = re.compile(r"(average|diloco):([1-9][0-9]{0,5})(?:/([1-9][0-9]{0,5}))?", re.ASCII)
+
+
+def sync_of(text: str) -> tuple[str, int, int]:
+    """Return how `diloco:50/4` synchronises, after how many steps, and in how many fragments, ("diloco", 50, 4).
+
+    Of "step" that is ("step", 1, 0); 0 fragments: all at once, and nobody computes meanwhile.
+
+    Raises:
+        ValueError: where it is none of SYNCS with a number of steps, and of no more fragments.
+    """
+    if text == SYNCS[0]:
+        return text, 1, 0
+    found = _SYNC.fullmatch(text)
+    if found is None or int(found[3] or 0) > int(found[2]):
+        raise ValueError(text)
+    return found[1], int(found[2]), int(found[3] or 0)
+
+
+def has_number(name: str) -> bool:
+    """Return whether it is the name of a wire with a number, such as `powersgd:4` or `top:0.02`."""
+    return rank_of(name) is not None or kept_of(name) is not None
+
+
+class _Names(Sequence[str]):
+    """Names of all wires, those that are registered later too."""
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        return self._all()[index]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._all()
+
+    def _all(self) -> tuple[str, ...]:
+        return tuple(name for name, wire in _KNOWN.items() if not wire.outer_only)
+
+
+class _RoundingNames(_Names):
+    """ "none", and names of the wires that round; low rank at any rank, and any share of largest values."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._all() or (isinstance(name, str) and has_number(name))
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """Return the place of a name, which it has from then on."""
+        if isinstance(value, str) and has_number(value):
+            wire_spec(value)
+        return self._all().index(value, start, len(self._all()) if stop is None else stop)
+
+    def _all(self) -> tuple[str, ...]:
+        return ("none", *(name for name, wire in _KNOWN.items() if not wire.exact))
+
+
+WIRES = _Names()
+#: What gradients may travel as over the outermost data axis alone.
+COMPRESSES = _RoundingNames()
+
+register(WireSpec("fp32", "weft.comm.wire.codes:AsIs", exact=True))
+register(WireSpec("bf16", "weft.comm.wire.codes:Bf16", element_bytes=2.0))
+register(WireSpec("int8", "weft.comm.wire.codes:Int8", element_bytes=1.0, block=256, block_bytes=2.0))
+register(
+    WireSpec(
+        "int4",
+        "weft.comm.wire.codes:Int4",
+        element_bytes=0.5,
+        block=64,
+        block_bytes=2.0,
+        state_bytes=4.0,
+        outer_only=True,
+    )
+)
+register(_low_rank(4))

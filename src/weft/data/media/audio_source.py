@@ -1,0 +1,81 @@
+"""Recordings of a source as features, by index. What is drawn at random follows from (seed, epoch, index)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.media.audio import Hearing, hear, masked
+from weft.data.media.audio_features import Features, parse_features
+from weft.data.media.media_records import MediaRecords
+
+
+class Sounds:
+    """Recordings, heard in one way.
+
+    Args:
+        source: where they lie.
+        hearing: how they are heard.
+        features: what is made of their samples.
+        seed: of the run.
+    """
+
+    dtype = np.dtype(np.float32)
+    #: The option that makes what is decoded smaller.
+    smaller = "seconds"
+
+    def __init__(self, source: MediaRecords, hearing: Hearing, features: Features, seed: int):
+        self.source, self.hearing, self.features, self.seed = source, hearing, features, seed
+        #: The largest shape of a sample.
+        self.shape = features.shape(hearing.most_samples)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.float32], Any]:
+        return self.in_epoch(0, index)
+
+    def __iter__(self) -> Iterator[tuple[NDArray[np.float32], Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def in_epoch(self, epoch: int, index: int) -> tuple[NDArray[np.float32], Any]:
+        """Return a sample as it sounds in an epoch: features and what is learnt."""
+        return self.decoded(epoch, index), self.learnt(index)
+
+    def learnt(self, index: int) -> Any:
+        """Return the number of a sample's class, or the tokens of its text."""
+        return self.source.tokens(index) if self.source.columns.is_text else self.source.label(index)
+
+    def wave(self, epoch: int, index: int) -> NDArray[np.float32]:
+        """Return a sample's wave as it sounds in an epoch."""
+        key = (self.seed, epoch, index)
+        return hear(self.source.encoded(index), self.source.size(index), self.hearing, key)
+
+    def decoded(self, epoch: int, index: int) -> NDArray[np.float32]:
+        """Return a sample's features as it sounds in an epoch, (bands, frames)."""
+        wave = self.wave(epoch, index)
+        made = self.features(wave)
+        if not self.hearing.masks:
+            return made
+        frames = max(1, min(made.shape[1], self.features.frames(len(wave))))
+        return masked(made, self.hearing.masks, frames, (self.seed, epoch, index))
+
+    def told(self) -> dict[str, Any]:
+        """Return it as JSON values, for processes that decode."""
+        return {
+            "kind": "sounds",
+            "source": self.source.format(),
+            "hearing": asdict(self.hearing),
+            "features": self.features.told(),
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Sounds:
+        """Return what `told` described."""
+        source, features = MediaRecords.parse(told["source"]), parse_features(told["features"])
+        return cls(source, Hearing(**told["hearing"]), features, told["seed"])

@@ -1,0 +1,124 @@
+"""A process that decodes pictures or sound into a ring of memory that it shares with a rank.
+
+It reads a description of the samples from its standard input, then one job after another: (slot, epoch, index). For
+each it answers (slot, status, length of a text) and a text: the shape of what it decoded, or an error. It ends where
+its input does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import signal
+import struct
+import sys
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import DataError
+from weft.lazy import named_object
+
+#: slot, epoch, index; slot, status, length of the text that follows.
+JOB, ANSWER = struct.Struct("<qqq"), struct.Struct("<qqq")
+DONE, FAULTY, BROKEN = range(3)
+#: Samples by what their description says they are. By name: they know of these processes themselves.
+_KINDS = {
+    "pictures": "weft.data.media.image_source:Pictures",
+    "sounds": "weft.data.media.audio_source:Sounds",
+    "mixed": "weft.data.media:MixedItems",
+}
+
+
+class Decodable(Protocol):
+    """Samples that processes decode."""
+
+    source: Any
+    smaller: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The format of what is decoded."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def learnt(self, index: int) -> Any:
+        """Return what is learnt of a sample."""
+        ...
+
+    def decoded(self, epoch: int, index: int) -> NDArray[Any]:
+        """Return a sample as it is in an epoch, of at most `shape` in each dimension."""
+        ...
+
+    def told(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        ...
+
+
+def slot_bytes(samples: Decodable) -> int:
+    """Return the bytes that a sample takes at most."""
+    return math.prod(samples.shape) * samples.dtype.itemsize
+
+
+def in_slot(ring: NDArray[np.uint8], slot: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return a sample's place in the ring.
+
+    Args:
+        ring: bytes of each slot, (slots, bytes).
+        slot: its number.
+        shape: of the sample.
+        dtype: of the sample.
+    """
+    return ring[slot, : math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+
+def described(samples: Decodable) -> bytes:
+    """Return the first message to a worker: what it decodes."""
+    text = json.dumps(samples.told()).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def main(ring_fd: int, num_slots: int) -> None:
+    """Serve jobs until the input ends.
+
+    Args:
+        ring_fd: file of the shared memory.
+        num_slots: of the ring.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank hears of it, and ends this process
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a library prints is no answer
+    jobs = sys.stdin.buffer
+    told = json.loads(jobs.read(int.from_bytes(jobs.read(8), "little")))
+    samples: Decodable = named_object(_KINDS[told["kind"]]).of(told)
+    size = slot_bytes(samples)
+    with mmap.mmap(ring_fd, num_slots * size) as memory:
+        ring = np.frombuffer(memory, np.uint8).reshape(num_slots, size)
+        _serve(samples, ring, jobs, answers)
+        del ring
+
+
+def _serve(samples: Decodable, ring: Any, jobs: BinaryIO, answers: Any) -> None:
+    while len(job := jobs.read(JOB.size)) == JOB.size:
+        slot, epoch, index = JOB.unpack(job)
+        try:
+            made = samples.decoded(epoch, index)
+            in_slot(ring, slot, made.shape, samples.dtype)[...] = made
+            status, text = DONE, json.dumps(made.shape).encode()
+        except DataError as error:
+            status, text = FAULTY, str(error).encode("utf-8", "backslashreplace")
+        except Exception as error:  # a decoder may raise anything, and the rank says of which sample
+            status, text = BROKEN, f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
+        try:
+            answers.write(ANSWER.pack(slot, status, len(text)) + text)
+        except BrokenPipeError:
+            return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,348 @@
+"""Processes that decode a rank's pictures or sound ahead of use, into memory that all of them share.
+
+Samples follow from (seed, epoch, index) alone, so they are the same whichever process decodes them, and however often.
+A process that dies is replaced and its jobs are done again; a sample that ends three of them is named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft import env
+from weft.comm.gpu_settings import cores_of_rank
+from weft.data.media.decode_worker import ANSWER, DONE, FAULTY, JOB, Decodable, described, in_slot, slot_bytes
+from weft.errors import DataError
+from weft.units import format_bytes
+
+#: (epoch, index) of a sample.
+Key = tuple[int, int]
+#: Slots for each process beside those of the samples that are asked for.
+_SPARE = 4
+#: A sample that ends so many processes is at fault.
+_MOST_DEATHS = 3
+#: A process without an answer for so long is ended: a disk that is gone, a decoder that loops.
+_LONGEST_JOB_S = 300.0
+_MOST_RING_BYTES = 512 * 2**20
+
+
+class DecodePool:
+    """Decodes samples in processes of its own.
+
+    Args:
+        samples: what is decoded.
+        workers: processes.
+        ahead: samples that are decoded before they are asked for.
+
+    Raises:
+        DataError: where the shared memory cannot be had.
+    """
+
+    def __init__(self, samples: Decodable, workers: int, ahead: int):
+        self._samples, size = samples, slot_bytes(samples)
+        num_slots = max(workers * _SPARE, min(ahead + workers * _SPARE, _MOST_RING_BYTES // size))
+        self._fd = _shared_memory(num_slots * size, workers, samples.smaller)
+        self._memory = mmap.mmap(self._fd, num_slots * size)
+        self._ring = np.frombuffer(self._memory, np.uint8).reshape(num_slots, size)
+        self._free = list(range(num_slots))
+        self._queue: deque[Key] = deque()
+        self._done: dict[Key, int] = {}
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._faults: dict[Key, str] = {}
+        self._deaths: Counter[Key] = Counter()
+        self._selector = selectors.DefaultSelector()
+        self._told = described(samples)
+        self._workers: list[_Worker] = []
+        for _ in range(workers):
+            self._start()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that decode."""
+        return [worker.process.pid for worker in self._workers]
+
+    def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:
+        """Return decoded samples, and have others decoded while they are used.
+
+        Args:
+            wanted: (epoch, index) of each.
+            soon: what is asked for next.
+
+        Raises:
+            DataError: for a sample that cannot be decoded, or that ends the processes that try.
+        """
+        needed = dict.fromkeys(wanted)
+        for key in [key for key in self._done if key not in needed and key not in set(soon)]:
+            self._free.append(self._done.pop(key))
+        under_way = {key for worker in self._workers for key, _ in worker.jobs}
+        under_way |= self._done.keys() | self._faults.keys()
+        self._queue = deque(key for key in dict.fromkeys([*wanted, *soon]) if key not in under_way)
+        found: dict[Key, NDArray[Any]] = {}
+        while True:
+            for key in self._faults.keys() & needed.keys():
+                raise DataError(self._faults[key])
+            for key in [key for key in self._done if key in needed and key not in found]:
+                slot = self._done.pop(key)
+                found[key] = in_slot(self._ring, slot, self._shapes[slot], self._samples.dtype).copy()
+                self._free.append(slot)
+            self._hand_out(needed)
+            if len(found) == len(needed):
+                return [found[key] for key in wanted]
+            self._wait()
+
+    def close(self) -> None:
+        """End the processes, and give the memory back. Calling it again does nothing."""
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+        self._selector.close()
+        if self._fd >= 0:
+            del self._ring
+            self._memory.close()
+            os.close(self._fd)
+            self._fd = -1
+
+    def _start(self) -> None:
+        worker = _Worker(self._fd, len(self._ring), self._told)
+        self._workers.append(worker)
+        self._selector.register(worker.output, selectors.EVENT_READ, worker)
+
+    def _hand_out(self, needed: dict[Key, None]) -> None:
+        """Give out jobs as long as there are slots, so that no process waits while the rank does something else."""
+        if self._queue and not self._free and not any(worker.jobs for worker in self._workers):
+            spare = next(key for key in self._done if key not in needed)
+            self._free.append(self._done.pop(spare))
+        while self._queue and self._free:
+            worker = min(self._workers, key=lambda one: len(one.jobs))
+            worker.send(self._queue.popleft(), self._free.pop())
+
+    def _wait(self) -> None:
+        """Take the answers that are there, or wait for one."""
+        ready = self._selector.select(timeout=1.0)
+        for chosen, _ in ready:
+            worker: _Worker = chosen.data
+            alive = worker.receive()
+            for slot, status, text in worker.answers():
+                self._take(worker.done(slot), slot, status, text)
+            if not alive:
+                self._replace(worker)
+        for worker in list(self._workers) if not ready else ():
+            if worker.is_stuck():
+                worker.process.kill()  # its end is seen as an answer
+
+    def _take(self, key: Key, slot: int, status: int, text: str) -> None:
+        if status == DONE:
+            self._done[key], self._shapes[slot] = slot, tuple(json.loads(text))
+            return
+        self._free.append(slot)
+        why = f"{self._named(key)}: it cannot be decoded ({text}). Repair it, or delete it."
+        self._faults[key] = text if status == FAULTY else why
+
+    def _replace(self, worker: _Worker) -> None:
+        """Have another process do what was left to one that died."""
+        self._selector.unregister(worker.output)
+        self._workers.remove(worker)
+        code = worker.end()
+        jobs = list(worker.jobs)
+        self._free += [slot for _, slot in jobs]
+        self._queue.extendleft(key for key, _ in reversed(jobs))
+        if jobs:
+            key = jobs[0][0]
+            self._deaths[key] += 1
+            if self._deaths[key] >= _MOST_DEATHS:
+                self._queue.remove(key)
+                self._faults[key] = (
+                    f"{self._named(key)}: {_MOST_DEATHS} processes ended while they decoded it, the last with "
+                    f"{_how(code)}. Repair or delete it; if memory ran out, use fewer data.workers."
+                )
+        self._start()
+
+    def _named(self, key: Key) -> str:
+        return str(self._samples.source.file(key[1]))
+
+
+class _Worker:
+    """One process and the jobs that it holds, the oldest first: it does them in order."""
+
+    def __init__(self, ring_fd: int, num_slots: int, told: bytes):
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        command = [sys.executable, "-m", "weft.data.media.decode_worker", str(ring_fd), str(num_slots)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(ring_fd,), bufsize=0,
+            env={**env.bare_env(), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.output: Any = self.process.stdout
+        self.jobs: deque[tuple[Key, int]] = deque()
+        self._since = time.monotonic()
+        self._read = bytearray()
+        self._write(told)
+
+    def send(self, key: Key, slot: int) -> None:
+        """Add a job; one that the process does not get is done again, as it has died."""
+        if not self.jobs:
+            self._since = time.monotonic()
+        self.jobs.append((key, slot))
+        self._write(JOB.pack(slot, *key))
+
+    def _write(self, data: bytes) -> None:
+        stdin: Any = self.process.stdin
+        view = memoryview(data)
+        with contextlib.suppress(BrokenPipeError):
+            while view:
+                view = view[stdin.write(view) :]
+
+    def receive(self) -> bool:
+        """Read what was answered; False: the process has ended."""
+        read = os.read(self.output.fileno(), 2**16)
+        self._read += read
+        return bool(read)
+
+    def answers(self) -> list[tuple[int, int, str]]:
+        """Return the whole answers that were read: slot, status, text."""
+        found: list[tuple[int, int, str]] = []
+        while len(self._read) >= ANSWER.size:
+            slot, status, length = ANSWER.unpack_from(self._read)
+            end = ANSWER.size + length
+            if len(self._read) < end:
+                break
+            found.append((slot, status, self._read[ANSWER.size : end].decode("utf-8", "replace")))
+            del self._read[:end]
+        return found
+
+    def done(self, slot: int) -> Key:
+        """Take the oldest job off the list, which is the one of the slot."""
+        key, held = self.jobs.popleft()
+        assert held == slot
+        self._since = time.monotonic()
+        return key
+
+    def is_stuck(self) -> bool:
+        """Whether it has had a job for longer than any sample takes."""
+        return bool(self.jobs) and time.monotonic() - self._since > _LONGEST_JOB_S
+
+    def end(self) -> int:
+        """End the process, and return its exit code."""
+        stdin: Any = self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            stdin.close()
+        self.output.close()
+        try:
+            return self.process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+
+def _shared_memory(size: int, workers: int, smaller: str) -> int:
+    """A file in memory that has no name, and is gone with the last process that holds it."""
+    fd = -1
+    try:
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("weft-samples")
+        else:
+            with tempfile.TemporaryFile() as file:
+                fd = os.dup(file.fileno())
+        os.ftruncate(fd, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)  # now, or a write into it would end the process later
+        return fd
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        raise DataError(
+            f"data.workers={workers}: the {format_bytes(size)} of memory that they share cannot be had "
+            f"({error.strerror or error}). Use fewer data.workers, a smaller task.options.{smaller}, or data.workers=0."
+        ) from error
+
+
+def _how(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
+
+
+# Pictures and sound that are asked for many at a time, and decoded by processes beside the rank.
+
+_MOST_WORKERS = 8
+
+
+class DecodedAhead:
+    """Samples of a source, decoded by processes that start when many are first asked for.
+
+    Args:
+        samples: which, and what is made of them.
+        workers: processes; 0: the rank decodes.
+    """
+
+    def __init__(self, samples: Decodable, workers: int):
+        self.samples, self.workers = samples, workers
+        self._pool: DecodePool | None = None
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.in_epoch(0, index)
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return (self[index] for index in range(len(self)))
+
+    def in_epoch(self, epoch: int, index: int) -> tuple[Any, Any]:
+        """Return a sample as it is in an epoch: what is decoded, and what is learnt."""
+        return self.samples.decoded(epoch, index), self.samples.learnt(index)
+
+    def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[tuple[Any, Any]]:
+        """Return samples, and have others decoded while they are used.
+
+        Args:
+            wanted: (epoch, index) of each.
+            soon: what is asked for next.
+
+        Raises:
+            DataError: for a sample that cannot be decoded.
+        """
+        if not self.workers:
+            return [self.in_epoch(*key) for key in wanted]
+        with self._lock:
+            if self._pool is None:
+                self._pool = DecodePool(self.samples, self.workers, len(wanted) + len(soon))
+            made = self._pool.many(wanted, soon)
+        return [(one, self.samples.learnt(index)) for one, (_, index) in zip(made, wanted, strict=True)]
+
+    def pids(self) -> list[int]:
+        """Return the processes that decode now."""
+        return [] if self._pool is None else self._pool.pids
+
+    def close(self) -> None:
+        """End the processes; the next call starts others."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.close()
+
+
+def usual_workers(num_ranks: int) -> int:
+    """Return how many processes decode for each rank of a machine: one for each core that is left, at most 8.
+
+    num_ranks: on this machine.
+    """
+    return max(0, min(_MOST_WORKERS, cores_of_rank(num_ranks) - 1))

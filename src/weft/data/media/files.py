@@ -1,0 +1,513 @@
+"""Records with a picture or sound, and what it shows or says, in `.tar` shards, jsonl, parquet and folders of classes.
+
+They say where each lies, unread.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import struct
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.data.media.images import Encoded
+from weft.data.media.records import PICTURE, MediaKind, class_files
+from weft.errors import DataError, WeftError
+from weft.files import open_regular
+
+#: Suffixes of files of records.
+RECORD_SUFFIXES = (".tar", ".jsonl", ".ndjson", ".parquet")
+#: How media is reached: a stretch of the file, a file beside it, base64 in a line, a row, a file below a folder.
+STRETCH, FILE, LINE, ROW, BELOW = range(5)
+
+_LABELS = ("label", "cls", "class", "category", "label_name", "class_name")
+_TEXTS = ("text", "transcription", "transcript", "sentence", "txt", "normalized_text", "caption")
+_MOST_LABEL_BYTES = 2**16
+#: Lines of JSON longer than this are left out: a picture in base64 is far smaller.
+_MOST_LINE_BYTES = 256 * 2**20
+_READ_BYTES = 2**20
+#: Row groups of media that a process holds.
+_GROUPS = 4
+#: What a damaged row of a parquet file raises when it is converted to Python values.
+_BAD_ROW = (ValueError, OverflowError, TypeError, KeyError, ImportError)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordColumns:
+    """Names of the columns, or of the suffixes in a tar, that hold media and what is learnt of it; "": the usual names.
+
+    kind: of the media. is_text: whether a text is learnt, in place of a class.
+    """
+
+    media: str = ""
+    label: str = ""
+    kind: MediaKind = PICTURE
+    is_text: bool = False
+
+    @property
+    def learnt(self) -> str:
+        """What is learnt, in a word, which is also the option that names its column."""
+        return "text" if self.is_text else "label"
+
+    def media_column(self, record: Mapping[str, Any], path: Path) -> str:
+        """Return the column of the media. DataError where there is none."""
+        return _column(record, self.media, self.kind.columns, (self.kind.one, self.kind.option), path)
+
+    def label_column(self, record: Mapping[str, Any], path: Path) -> str:
+        """Return the column of what is learnt. DataError where there is none."""
+        return _column(record, self.label, _TEXTS if self.is_text else _LABELS, (self.learnt, self.learnt), path)
+
+    def label_of(self, value: Any) -> int | str | None:
+        """Return a class by number or name, or a text; None for anything else."""
+        if isinstance(value, str) and not is_valid_text(value):
+            return None
+        if self.is_text:
+            return value.strip() or None if isinstance(value, str) else None
+        return class_label(value)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecord:
+    """One record. name: as people find it. kind, offset, length: how its media is reached, and where.
+
+    encoded: the media. label: a number or a text. reason: why it cannot be used; "": it can.
+    """
+
+    name: str
+    kind: int = STRETCH
+    offset: int = 0
+    length: int = -1
+    path: str = ""
+    encoded: Encoded | None = None
+    label: int | str = ""
+    reason: str = ""
+
+
+def records_in(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
+    """Yield the records of a file, in its order.
+
+    Args:
+        path: of the file, whose suffix says how it is read, or of a folder of classes.
+        columns: where media and labels are.
+
+    Raises:
+        DataError: if the file is damaged or cut off, or its first record has no such columns.
+    """
+    try:
+        if path.is_dir():
+            yield from _folder_records(path, columns)
+        elif path.suffix == ".tar":
+            yield from _tar_records(path, columns)
+        elif path.suffix == ".parquet":
+            yield from _parquet_records(path, columns)
+        else:
+            yield from _line_records(path, columns)
+    except OSError as error:
+        raise DataError(
+            f"{path}: it cannot be read ({error.strerror or error}). Repair it, or leave it out."
+        ) from error
+
+
+def media_at(path: Path, name: str, kind: int, offset: int, length: int, columns: RecordColumns) -> Encoded:
+    """Return the media of a record whose place is known.
+
+    Args:
+        path: of the file of records.
+        name: of the record.
+        kind: how it is reached.
+        offset: in the file, or the number of the row.
+        length: of the stretch.
+        columns: where media and labels are.
+
+    Raises:
+        DataError: where it is not there any more.
+    """
+    if kind in (FILE, BELOW):
+        return Encoded(name, str(inside(path if kind == BELOW else path.parent, name)))
+    if kind == STRETCH:
+        return Encoded(f"{path}, {name}", str(path), offset, length)
+    if kind == LINE:
+        record = line_object(Encoded(name, str(path), offset, length).whole())
+        held = None if record is None else held_bytes(record[columns.media_column(record, path)])
+    else:
+        held = _row(path, offset, columns)
+    if held is None:
+        raise DataError(f"{path}, {name}: it holds no {columns.kind.one} any more. Start a new run for changed data.")
+    return Encoded(f"{path}, {name}", held=held)
+
+
+# --- folders of classes ---
+
+
+def _folder_records(root: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
+    inside = root.resolve()
+    for number, (name, label) in enumerate(class_files(root, columns.kind)):
+        file = root / name
+        if file.is_symlink() and not Path(os.path.realpath(file)).is_relative_to(inside):
+            yield FoundRecord(str(file), path=str(file), reason="it links out of the folder")
+        else:
+            yield FoundRecord(name, BELOW, number, -1, str(file), Encoded.of_file(file), label)
+
+
+# --- tar ---
+
+
+def _tar_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
+    for tar, stem, sample in tar_samples(path):
+        yield _tar_record(path, tar, stem, sample, columns)
+
+
+def tar_samples(path: Path) -> Iterator[tuple[tarfile.TarFile, str, dict[str, tarfile.TarInfo]]]:
+    """Yield (archive, name, files by suffix) of files that share all before the first dot, one after another.
+
+    path: of the archive.
+
+    Raises:
+        DataError: where it is damaged or cut off.
+    """
+    sample: dict[str, tarfile.TarInfo] = {}
+    stem = ""
+    try:
+        size, before = path.stat().st_size, -1
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                vars(tar)["members"].clear()  # it would remember every member
+                if tar.offset <= before or member.size < 0:  # it would be read again and again
+                    raise _cut_off(path, f"the size of {member.name[:200]!r} is {member.size}")
+                before = tar.offset
+                if not member.isreg():
+                    continue
+                if member.issparse():
+                    raise DataError(
+                        f"{path}: {member.name[:200]!r} is stored with holes. Pack the archive again, without --sparse."
+                    )
+                if member.offset_data + member.size > size:
+                    raise _cut_off(path, "unexpected end of data")
+                folder, slash, file = member.name.rpartition("/")
+                first, _, suffix = file.partition(".")
+                if folder + slash + first != stem and sample:
+                    yield tar, stem, sample
+                    sample = {}
+                stem = folder + slash + first
+                sample[suffix.lower()] = member
+            if sample:
+                yield tar, stem, sample
+            _check_end(path, tar.offset)
+    except (tarfile.TarError, struct.error, RecursionError, MemoryError) as error:
+        raise _cut_off(path, str(error) or type(error).__name__) from error
+    except (ValueError, OverflowError, TypeError, IndexError) as error:  # of tarfile, for numbers in headers
+        if isinstance(error, WeftError):
+            raise
+        raise _cut_off(path, str(error)) from error
+
+
+def _check_end(path: Path, end: int) -> None:
+    """An archive ends with blocks of zeros, and nothing stands after them."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(end)
+        ends = file.read(tarfile.BLOCKSIZE)
+        if size < end or len(ends) < tarfile.BLOCKSIZE or ends.count(0) < tarfile.BLOCKSIZE:
+            raise _cut_off(path, "its end is missing")
+        while block := file.read(2**20):
+            if block.count(0) < len(block):
+                raise DataError(f"{path}: another archive follows its end. Give the archives as files of their own.")
+
+
+def _cut_off(path: Path, why: str) -> DataError:
+    return DataError(f"{path}: the archive is damaged or cut off ({why}). Copy it again, or leave it out.")
+
+
+def _tar_record(
+    path: Path, tar: tarfile.TarFile, stem: str, sample: Mapping[str, tarfile.TarInfo], columns: RecordColumns
+) -> FoundRecord:
+    wanted = [columns.media] if columns.media else [suffix[1:] for suffix in columns.kind.suffixes]
+    media = next((sample[name] for name in sample if name in wanted or name.rpartition(".")[2] in wanted), None)
+    if media is None:
+        return FoundRecord(f"{path}, {stem}", reason=f"it has no {columns.kind.one}")
+    encoded = Encoded(f"{path}, {media.name}", str(path), media.offset_data, media.size)
+    label = _tar_label(tar, sample, columns)
+    if label is None:
+        suffix = columns.label or ("txt" if columns.is_text else "cls")
+        return FoundRecord(encoded.name, reason=f"it has no {columns.learnt}; a file {stem}.{suffix} holds it")
+    return FoundRecord(media.name, STRETCH, media.offset_data, media.size, "", encoded, label)
+
+
+def _tar_label(tar: tarfile.TarFile, sample: Mapping[str, tarfile.TarInfo], columns: RecordColumns) -> int | str | None:
+    def text(name: str) -> str:
+        member = sample[name]
+        if member.size > _MOST_LABEL_BYTES:
+            return ""
+        return Encoded(member.name, str(tar.name), member.offset_data, member.size).whole().decode("utf-8", "replace")
+
+    plain = columns.label or ("txt" if columns.is_text else "cls")
+    if plain in sample and plain != "json":
+        return columns.label_of(text(plain))
+    if "json" in sample:
+        try:
+            record = json.loads(text("json"))
+        except (ValueError, RecursionError):
+            return None
+        names = [columns.label] if columns.label else _TEXTS if columns.is_text else _LABELS
+        return next((columns.label_of(record[name]) for name in names if name in record), None) \
+            if isinstance(record, dict) else None  # fmt: skip
+    return None
+
+
+# --- jsonl ---
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, int, bytes | None]]:
+    """Yield (number from 1, offset, line) of the lines that are not blank; None for a line that is too long.
+
+    path: of the file.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    number = offset = 0
+    with os.fdopen(open_regular(path), "rb") as file:
+        while line := file.readline(_MOST_LINE_BYTES):
+            number, start = number + 1, offset
+            offset += len(line)
+            if len(line) == _MOST_LINE_BYTES and not line.endswith(b"\n"):
+                while rest := file.readline(_READ_BYTES):
+                    offset += len(rest)
+                    if rest.endswith(b"\n"):
+                        break
+                yield number, start, None
+            elif not line.isspace():
+                yield number, start, line
+
+
+def line_object(line: bytes | None) -> dict[str, Any] | None:
+    """Return the object of a line of JSON, or None if the line is anything else."""
+    try:
+        found = None if line is None else json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _line_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
+    is_first = True
+    for number, offset, line in lines_of(path):
+        record = line_object(line)
+        if line is None or record is None:
+            reason = "it is not an object of JSON" if line is not None else "the line is too long"
+            yield FoundRecord(f"{path}, line {number}", reason=reason)
+            continue
+        try:
+            yield _line_record(path, number, line, offset, record, columns)
+        except DataError as error:
+            if is_first:  # a wrong name for all of them
+                raise
+            yield FoundRecord(f"{path}, line {number}", reason=str(error).removeprefix(f"{path}: "))
+        is_first = False
+
+
+def _line_record(
+    path: Path, number: int, line: bytes, offset: int, record: dict[str, Any], columns: RecordColumns
+) -> FoundRecord:
+    media = record[columns.media_column(record, path)]
+    label = columns.label_of(record[columns.label_column(record, path)])
+    return _record(path, f"line {number}", media, label, (LINE, offset, len(line)), columns)
+
+
+def _record(
+    path: Path, name: str, media: Any, label: int | str | None, place: tuple[int, int, int], columns: RecordColumns
+) -> FoundRecord:
+    where = f"{path}, {name}"
+    if label is None:
+        return FoundRecord(where, reason=f"it has no {columns.learnt}")
+    held = held_bytes(media)
+    if held is not None:
+        return FoundRecord(name, *place, "", Encoded(where, held=held), label)
+    if isinstance(media, Mapping):
+        media = media.get("path")
+    if not isinstance(media, str) or not media:
+        return FoundRecord(where, reason=f"it has neither a path nor bytes of a {columns.kind.one}")
+    try:
+        file = inside(path.parent, media)
+        if not file.is_file():
+            return FoundRecord(where, path=str(file), reason=f"there is no file {media[:200]!r} beside it")
+    except DataError as error:
+        return FoundRecord(where, reason=str(error))
+    return FoundRecord(media, FILE, 0, -1, str(file), Encoded.of_file(file), label)
+
+
+def inside(root: Path, path: str) -> Path:
+    """Return the file that a record names.
+
+    Args:
+        root: folder of the records.
+        path: as the record has it.
+
+    Raises:
+        DataError: if it lies outside of the folder, or the text cannot be the name of a file.
+    """
+    try:
+        file = root / path
+        is_inside = file.resolve().is_relative_to(root.resolve())
+        file.is_file()  # fails for names that are too long
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{path[:200]!r} cannot be the name of a file ({why})") from error
+    if not is_inside:
+        raise DataError(f"{path[:200]!r} lies outside of {root}, the folder of the records")
+    return file
+
+
+def held_bytes(value: Any) -> bytes | None:
+    """Return the bytes of media that stand in the record itself; None: there are none."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes")
+        if isinstance(value, str):
+            value = f"data:,;base64,{value}"
+    if isinstance(value, str) and value.startswith("data:") and ";base64," in value[:64]:
+        try:
+            return base64.b64decode(value.partition(";base64,")[2], validate=True)
+        except (binascii.Error, ValueError):
+            return b""
+    return value if isinstance(value, bytes) else None
+
+
+# --- parquet ---
+
+
+def _parquet_records(path: Path, columns: RecordColumns) -> Iterator[FoundRecord]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as parquet:
+            schema = parquet.schema_arrow
+            names = dict.fromkeys(schema.names)
+            media, label = columns.media_column(names, path), columns.label_column(names, path)
+            classes, number = _class_names(schema.metadata or {}, label), 0
+            for batch in parquet.iter_batches(batch_size=64, columns=[media, label], use_threads=False):
+                for record in rows_of(batch):
+                    if record is None:
+                        yield FoundRecord(f"{path}, row {number}", reason="its values cannot be read")
+                    else:
+                        value = columns.label_of(record[label])
+                        if isinstance(value, int) and 0 <= value < len(classes):
+                            value = classes[value]
+                        yield _record(path, f"row {number}", record[media], value, (ROW, number, -1), columns)
+                    number += 1
+    except (pa.ArrowException, MemoryError, UnicodeDecodeError) as error:
+        first = str(error).partition("\n")[0]
+        raise DataError(f"{path}: it is damaged or cut off ({first}). Copy it again, or leave it out.") from error
+
+
+def rows_of(batch: Any) -> list[dict[str, Any] | None]:
+    """Return the rows of an arrow batch as Python values; None for a damaged one, such as text that is not UTF-8."""
+    try:
+        return batch.to_pylist()
+    except _BAD_ROW:
+        return [_row_of(batch, index) for index in range(batch.num_rows)]
+
+
+def _row_of(batch: Any, index: int) -> dict[str, Any] | None:
+    try:
+        return batch.slice(index, 1).to_pylist()[0]
+    except _BAD_ROW:
+        return None
+
+
+def _class_names(metadata: Mapping[bytes, bytes], label: str) -> Sequence[str]:
+    """What the datasets library wrote beside a column of numbers."""
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        return [str(name) for name in features[label]["names"]]
+    except (KeyError, ValueError, TypeError, RecursionError):
+        return ()
+
+
+def _row(path: Path, number: int, columns: RecordColumns) -> bytes | None:
+    import pyarrow as pa
+
+    try:
+        starts, media = _groups(str(path), columns)
+        group = max(index for index, start in enumerate(starts) if start <= number)
+        return held_bytes(_group(str(path), group, media)[number - starts[group]].as_py())
+    except (pa.ArrowException, OSError, *_BAD_ROW, IndexError, MemoryError) as error:
+        first = str(error).partition("\n")[0]
+        raise DataError(f"{path}: row {number} cannot be read ({first}). Start a new run for changed data.") from error
+
+
+@lru_cache(maxsize=256)
+def _groups(path: str, columns: RecordColumns) -> tuple[list[int], str]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as parquet:
+        sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
+        names = dict.fromkeys(parquet.schema_arrow.names)
+    return [sum(sizes[:index]) for index in range(len(sizes))], columns.media_column(names, Path(path))
+
+
+@lru_cache(maxsize=_GROUPS)
+def _group(path: str, group: int, media: str) -> Any:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as parquet:
+        return parquet.read_row_group(group, columns=[media], use_threads=False).column(0)
+
+
+# --- columns ---
+
+
+def _column(record: Mapping[str, Any], asked: str, usual: Sequence[str], what: tuple[str, str], path: Path) -> str:
+    found = asked if asked in record else next((name for name in usual if name in record), "") if not asked else ""
+    if not found:
+        names = ", ".join(map(str, record)) or "none"
+        raise DataError(
+            f"{path}: {f'column {asked!r}' if asked else f'a column with the {what[0]}'} was not found; its columns "
+            f"are {names}. Name it with task.options.{what[1]}=NAME."
+        )
+    return found
+
+
+def class_label(value: Any) -> int | str | None:
+    """Return a class by number or name; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value if abs(value) < 2**63 else None
+    if not isinstance(value, str):
+        return None
+    text = value.strip()
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text or None
+
+
+def is_valid_text(text: str) -> bool:
+    """Return False for text with half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def name_bytes(name: str) -> np.ndarray:
+    """Return the name of a file or a record as bytes, uint8 (B,); also of one that is not UTF-8 on the disk."""
+    return np.frombuffer(name.encode("utf-8", "surrogateescape"), np.uint8)
+
+
+def name_text(data: np.ndarray) -> str:
+    """Return the name that `name_bytes` encoded."""
+    return data.tobytes().decode("utf-8", "surrogateescape")
+
+
+def printable(text: str) -> str:
+    """Return a message with what cannot be printed escaped, such as a name that is not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,119 @@
+"""Pictures and their classes by index, wherever they lie, decoded when they are asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.media.class_folder import ClassFolder
+from weft.data.media.images import Encoded, Look, read_picture
+from weft.data.media.media_records import MediaRecords
+from weft.data.media.mixed_records import MixedRecords
+from weft.data.media.records import SAMPLE
+
+
+class PictureSource(Protocol):
+    """Where pictures of classes lie."""
+
+    @property
+    def root(self) -> str:
+        """What the user named."""
+        ...
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, by number."""
+        ...
+
+    @property
+    def unreadable(self) -> tuple[str, ...]:
+        """What was left out, with the reason."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def label(self, index: int) -> int:
+        """Return the number of a picture's class."""
+        ...
+
+    def encoded(self, index: int) -> Encoded:
+        """Return what is decoded."""
+        ...
+
+    def file(self, index: int) -> object:
+        """Say where a picture is found."""
+        ...
+
+    def format(self) -> str:
+        """Return it as text."""
+        ...
+
+
+def parse_source(text: str) -> ClassFolder | MediaRecords:
+    """Read what a source's `format` wrote.
+
+    Raises:
+        DataError: for another text.
+    """
+    try:
+        found = json.loads(text)
+        kind = found["columns"]["kind"] if "records" in found else ""
+    except (ValueError, TypeError, KeyError):
+        kind = ""
+    if kind == SAMPLE.one:
+        return MixedRecords.parse(text)
+    return MediaRecords.parse(text) if kind else ClassFolder.parse(text)
+
+
+class Pictures:
+    """Pictures of a source, seen in one way. What is drawn at random follows from (seed, epoch, index).
+
+    Args:
+        source: where they lie.
+        look: how they are seen.
+        seed: of the run.
+    """
+
+    dtype = np.dtype(np.uint8)
+    #: The option that makes what is decoded smaller.
+    smaller = "side"
+
+    def __init__(self, source: PictureSource, look: Look, seed: int):
+        self.source, self.look, self.seed = source, look, seed
+        #: The shape of a sample.
+        self.shape = (3, look.side, look.side)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[NDArray[np.uint8], int]:
+        return self.in_epoch(0, index)
+
+    def __iter__(self) -> Iterator[tuple[NDArray[np.uint8], int]]:
+        return (self[index] for index in range(len(self)))
+
+    def in_epoch(self, epoch: int, index: int) -> tuple[NDArray[np.uint8], int]:
+        """Return a sample as it looks in an epoch."""
+        return self.decoded(epoch, index), self.learnt(index)
+
+    def learnt(self, index: int) -> int:
+        """Return the number of a sample's class."""
+        return self.source.label(index)
+
+    def decoded(self, epoch: int, index: int) -> NDArray[np.uint8]:
+        """Return a sample's pixels as they look in an epoch, (3, side, side)."""
+        return read_picture(self.source.encoded(index), self.look, (self.seed, epoch, index))
+
+    def told(self) -> dict[str, Any]:
+        """Return it as JSON values, for processes that decode."""
+        return {"kind": "pictures", "source": self.source.format(), "look": asdict(self.look), "seed": self.seed}
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> Pictures:
+        """Return what `told` described."""
+        return cls(parse_source(told["source"]), Look(**told["look"]), told["seed"])

@@ -1,0 +1,358 @@
+"""A picture or a recording as it lies on disk: a whole file, a stretch of an archive, or bytes that a record holds."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.media.records import drawn_from
+from weft.errors import DataError, MissingExtra, WeftError
+from weft.files import open_regular
+from weft.units import format_bytes
+
+#: Open archives of a process; more are closed, the longest unused first.
+_MOST_OPEN = 256
+#: Encoded pictures and recordings larger than this are refused where all bytes are needed.
+_MAX_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Bytes that a decoder takes. name: as people find it again. held: the bytes themselves, where no file has them.
+
+    path, offset, length: of the stretch of a file; with length -1 it is the whole file.
+    """
+
+    name: str
+    path: str = ""
+    offset: int = 0
+    length: int = -1
+    held: bytes | None = None
+
+    @classmethod
+    def of_file(cls, path: Path) -> Encoded:
+        """Return what a file holds."""
+        return cls(str(path), str(path))
+
+    def ends(self, size: int) -> tuple[bytes, bytes]:
+        """Return the first and the last bytes, `size` of each where there are so many.
+
+        Raises:
+            DataError: where the file cannot be read.
+        """
+        if self.held is not None:
+            return self.held[:size], self.held[-size:]
+        try:
+            if self.length >= 0:
+                return self._read(0, size), self._read(max(0, self.length - size), size)
+            with os.fdopen(open_regular(self.path), "rb", buffering=0) as file:
+                head, length = file.read(size), os.fstat(file.fileno()).st_size
+                return head, head if length <= size else os.pread(file.fileno(), size, length - size)
+        except (OSError, ValueError, OverflowError) as error:
+            raise self._unread(error) from error
+
+    def size(self) -> int:
+        """Return the number of bytes.
+
+        Raises:
+            DataError: where the file cannot be read.
+        """
+        if self.held is not None:
+            return len(self.held)
+        try:
+            return self.length if self.length >= 0 else os.stat(self.path).st_size
+        except (OSError, ValueError) as error:
+            raise self._unread(error) from error
+
+    def part(self, start: int, size: int) -> bytes:
+        """Return some of the bytes, fewer where it ends before.
+
+        Args:
+            start: of the first.
+            size: how many.
+
+        Raises:
+            DataError: where the file cannot be read.
+        """
+        if self.held is not None:
+            return self.held[start : start + size]
+        try:
+            most = size if self.length < 0 else max(0, min(size, self.length - start))
+            return os.pread(_opened(self.path).fd, most, self.offset + start)
+        except (OSError, ValueError, OverflowError) as error:
+            raise self._unread(error) from error
+
+    def whole(self) -> bytes:
+        """Return all bytes.
+
+        Raises:
+            DataError: if the file cannot be read, is larger than 1 GiB, or ends before the stretch does.
+        """
+        if self.held is not None:
+            return self.held
+        size = self.size()
+        if size > _MAX_BYTES:
+            raise DataError(
+                f"{self.name}: it has {format_bytes(size)}, and {format_bytes(_MAX_BYTES)} can be read. Delete it."
+            )
+        try:
+            if self.length < 0:
+                with os.fdopen(open_regular(self.path), "rb") as file:
+                    return file.read(_MAX_BYTES)
+            found = self._read(0, self.length)
+        except (OSError, ValueError, OverflowError) as error:
+            raise self._unread(error) from error
+        if len(found) < self.length:
+            raise DataError(f"{self.name}: {self.path} ends before it does. Copy that file again.")
+        return found
+
+    def _read(self, start: int, size: int) -> bytes:
+        return os.pread(_opened(self.path).fd, min(size, self.length - start), self.offset + start)
+
+    def _unread(self, error: Exception) -> DataError:
+        reason = getattr(error, "strerror", None) or error
+        return DataError(f"{self.name}: it cannot be read ({reason}). Bring it back, or leave it out.")
+
+
+class _Open:
+    """A file that is read at any place by any thread, closed with the last reference."""
+
+    def __init__(self, path: str):
+        self.fd = -1
+        self.fd = open_regular(path)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+@lru_cache(maxsize=_MOST_OPEN)
+def _opened(path: str) -> _Open:
+    return _Open(path)
+
+
+# One picture: its size from its header, and its pixels at a wanted size.
+
+#: Pixels of a picture above which it is taken for a mistake, or for a bomb: a few bytes that decode to gigabytes.
+MOST_PIXELS = 100_000_000
+#: A random crop covers at least this share of a picture, and is at most so much wider than high, or higher than wide.
+_LEAST_SHARE, _MOST_RATIO = 0.35, 4 / 3
+#: Formats that Pillow may open, all decoded within the process. Others may start programs: EPS starts Ghostscript.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF", "QOI")
+#: Scans of a progressive JPEG times its pixels: each scan goes over all pixels, and a few bytes make one.
+_MAX_SCANNED_PIXELS = 2_000_000_000
+#: Bytes that are read for a header, and looked at for the mark that ends a file of a format.
+_HEAD_BYTES, _TAIL_BYTES = 16384, 64
+_ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}
+#: Share of red, green and blue in how bright a colour seems.
+_LUMA = np.array((0.299, 0.587, 0.114), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a picture is seen.
+
+    side: of the square that is made of it, in pixels. crops: a random part is taken, in place of the middle. mirrors:
+    half of the pictures are mirrored. colour: brightness, contrast and saturation each change by a factor between
+    1 - colour and 1 + colour. noise: deviation of what is added to each value, in values of 0 to 255.
+    """
+
+    side: int
+    crops: bool = False
+    mirrors: bool = False
+    colour: float = 0.0
+    noise: float = 0.0
+
+
+def pillow() -> Any:
+    """Return Pillow's Image module.
+
+    Raises:
+        MissingExtra: where Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtra("Pillow", "media", "a folder of pictures") from error
+    return Image
+
+
+def picture_size(source: Path | Encoded) -> tuple[int, int]:
+    """Return width and height from the header. A file whose end seems to be missing is decoded once.
+
+    Raises:
+        DataError: if the file is not a picture of one of the `FORMATS`, has no pixels or too many, or is cut off.
+    """
+    encoded = _encoded(source)
+    head, tail = encoded.ends(_HEAD_BYTES)
+    try:
+        picture = _open_image(head, encoded.name)
+    except DataError:
+        # What stands before the size, such as a preview, may be long.
+        picture = _open_image(encoded.whole(), encoded.name)
+    with picture:
+        if picture.info.get("progressive") and len(head) < encoded.size():
+            _refuse_many_scans(picture, encoded.whole(), encoded.name)
+        end = _ENDS.get(picture.format or "")
+        if end is not None and end not in tail[-_TAIL_BYTES:]:
+            with _open_image(encoded.whole(), encoded.name) as whole:
+                _decoded(whole, encoded.name, lambda: whole.load())
+        return picture.size
+
+
+def read_picture(source: Path | Encoded, look: Look, key: tuple[int | str, ...] = ()) -> NDArray[np.uint8]:
+    """Return a picture's pixels, (3, side, side). Of an animated one the first frame; transparent parts are white.
+
+    Args:
+        source: a file, whose suffix does not matter, or where else the picture lies.
+        look: size, and what is drawn at random.
+        key: what is drawn follows from it.
+
+    Raises:
+        DataError: if the pixels cannot be decoded.
+    """
+    image, encoded = pillow(), _encoded(source)
+    rng = drawn_from(key)
+    with _open_image(encoded.whole(), encoded.name) as picture:
+        width, height = picture.size
+        left, top, right, bottom = _random_box(width, height, rng) if look.crops else _middle(width, height)
+
+        def decode() -> Any:
+            # A JPEG is decoded at a half, a quarter or an eighth where that is still large enough.
+            scale = look.side / min(right - left, bottom - top)
+            picture.draft("RGB", (int(width * scale) or 1, int(height * scale) or 1))
+            seen = _rgb(picture, image)
+            across, down = seen.width / width, seen.height / height
+            box = (left * across, top * down, right * across, bottom * down)
+            return seen.resize((look.side, look.side), image.Resampling.BILINEAR, box=box, reducing_gap=2.0)
+
+        square = _decoded(picture, encoded.name, decode)
+    pixels = np.asarray(square, dtype=np.uint8).transpose(2, 0, 1)
+    if look.mirrors and rng.random() < 0.5:
+        pixels = pixels[:, :, ::-1]
+    if look.colour or look.noise:
+        pixels = _recoloured(pixels, look, rng)
+    return np.ascontiguousarray(pixels)
+
+
+def _encoded(source: Path | Encoded) -> Encoded:
+    return source if isinstance(source, Encoded) else Encoded.of_file(source)
+
+
+def _open_image(data: bytes, name: str) -> Any:
+    """Open encoded bytes with Pillow, which reads the header. DataError for other formats and wrong sizes."""
+    image = pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            picture = image.open(io.BytesIO(data), formats=_formats())
+    except image.DecompressionBombError as error:
+        raise DataError(f"{name}: it has more than {MOST_PIXELS:,} pixels. Make it smaller, or delete it.") from error
+    except WeftError:
+        raise
+    except Exception as error:  # decoders raise almost anything for damaged headers
+        why = "it is empty" if not data else "no known format" if "cannot identify" in str(error) else _reason(error)
+        raise DataError(f"{name}: it cannot be read as a picture ({why}). Repair it, or delete it.") from error
+    width, height = picture.size
+    if width <= 0 or height <= 0:
+        raise DataError(f"{name}: it has {width} x {height} pixels. Delete it.")
+    if width * height > MOST_PIXELS:
+        raise DataError(
+            f"{name}: it has {width} x {height} pixels, more than {MOST_PIXELS:,}. Make it smaller, or delete it."
+        )
+    _refuse_many_scans(picture, data, name)
+    return picture
+
+
+@cache
+def _formats() -> list[str]:
+    """Names of the `FORMATS` that this installation of Pillow has."""
+    image = pillow()
+    image.init()
+    return [name for name in FORMATS if name in image.OPEN]
+
+
+def _refuse_many_scans(picture: Any, data: bytes, name: str) -> None:
+    """Refuse a progressive JPEG that would take minutes to decode."""
+    if not picture.info.get("progressive"):
+        return
+    scans, pixels = data.count(b"\xff\xda"), picture.size[0] * picture.size[1]
+    if scans * pixels > _MAX_SCANNED_PIXELS:
+        raise DataError(
+            f"{name}: its {pixels:,} pixels are stored in {scans:,} scans, and pixels times scans may be "
+            f"{_MAX_SCANNED_PIXELS:,}. Save it as a plain JPEG, or delete it."
+        )
+
+
+def _reason(error: Exception) -> str:
+    """An exception's first line, or its type if it has no text."""
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
+
+
+def _decoded(picture: Any, name: str, decode: Callable[[], Any]) -> Any:
+    """Return the result of `decode` on an open picture. DataError if its pixels are damaged or cut off."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            picture.seek(0)
+            return decode()
+    except WeftError:
+        raise
+    except Exception as error:  # decoders raise almost anything for damaged pixels
+        why = _reason(error)
+        raise DataError(f"{name}: its pixels cannot be decoded ({why}). Repair it, or delete it.") from error
+
+
+def _recoloured(pixels: NDArray[np.uint8], look: Look, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Brightness, contrast and saturation changed by factors, then noise on every value."""
+    values = pixels.astype(np.float32)
+    if look.colour:
+        bright, contrast, colourful = rng.uniform(1 - look.colour, 1 + look.colour, 3).astype(np.float32)
+        values *= bright
+        grey = np.tensordot(_LUMA, values, 1)
+        # A sum of whole numbers has the same bits in any order.
+        middle = np.float32(int(grey.astype(np.int64).sum()) / grey.size)
+        values = (values - grey) * (colourful * contrast) + (grey - middle) * contrast + middle
+    if look.noise:
+        values += rng.standard_normal(values.shape, np.float32) * np.float32(look.noise)
+    return np.rint(values).clip(0, 255).astype(np.uint8)
+
+
+def _rgb(picture: Any, image: Any) -> Any:
+    """Three channels of 8 bits, on white."""
+    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+        layer = picture.convert("RGBA")
+        ground = image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return image.alpha_composite(ground, layer).convert("RGB")
+    if picture.mode.startswith("I;16") or picture.mode == "I":
+        wide = np.asarray(picture, dtype=np.float64)
+        top = 65535.0 if wide.max(initial=0.0) > 255 else 255.0
+        return image.fromarray((wide / top * 255.0).clip(0, 255).astype(np.uint8)).convert("RGB")
+    if picture.mode == "RGB":
+        picture.load()
+        return picture  # `convert` would copy it
+    return picture.convert("RGB")
+
+
+def _middle(width: int, height: int) -> tuple[float, float, float, float]:
+    side = min(width, height)
+    left, top = (width - side) / 2, (height - side) / 2
+    return left, top, left + side, top + side
+
+
+def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[float, float, float, float]:
+    """A part of a random share and shape, as large as fits."""
+    area = width * height * rng.uniform(_LEAST_SHARE, 1.0)
+    ratio = float(np.exp(rng.uniform(-np.log(_MOST_RATIO), np.log(_MOST_RATIO))))
+    across, down = min(width, float(np.sqrt(area * ratio))), min(height, float(np.sqrt(area / ratio)))
+    left, top = rng.uniform(0.0, width - across), rng.uniform(0.0, height - down)
+    return left, top, left + across, top + down

@@ -1,0 +1,215 @@
+"""Samples of text, pictures and sound as a model gets them; pictures and recordings are decoded ahead, each alone.
+
+What is drawn at random for one follows from (seed, epoch, its number among all), on any rank and after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.media.audio import Hearing, hear, masked
+from weft.data.media.audio_features import LogMel, parse_features
+from weft.data.media.decode_workers import DecodedAhead, Key
+from weft.data.media.images import Look, read_picture
+from weft.data.media.mixed_records import FeatureShards, MixedRecords
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSample:
+    """tokens: ids, and a mark for each medium, (T,). learnt: which count in the loss, (T,). index: of the sample.
+
+    media: pixels (3, side, side) uint8, or bands (M, F) float32, in order; or what encoders made of them, (R, D), where
+    that is kept. items: their numbers among all media.
+    """
+
+    tokens: NDArray[np.int32]
+    learnt: NDArray[np.uint8]
+    media: tuple[NDArray[Any], ...]
+    items: tuple[int, ...]
+    index: int
+
+
+class _Source:
+    """Says where an item is found, for errors of the processes that decode."""
+
+    def __init__(self, items: MixedItems):
+        self._items = items
+
+    def file(self, item: int) -> str:
+        index, number = self._items.place(item)
+        return self._items.records.medium(index, number).name
+
+
+class MixedItems:
+    """Pictures and recordings of samples, by number: what processes decode, as bytes.
+
+    Args:
+        records: the samples.
+        look: how pictures are seen.
+        hearing: how recordings are heard.
+        features: bands that are made of them.
+        seed: of the run.
+    """
+
+    dtype = np.dtype(np.uint8)
+    #: The option that makes what is decoded smaller.
+    smaller = "seconds"
+
+    def __init__(self, records: MixedRecords, look: Look, hearing: Hearing, features: LogMel, seed: int):
+        self.records, self.look, self.hearing, self.features, self.seed = records, look, hearing, features, seed
+        self._starts = np.concatenate(([0], np.cumsum(records.num_media())))
+        self.bands_shape = features.shape(hearing.most_samples)
+        #: The largest shape of an item.
+        self.shape = (max(3 * look.side**2, 4 * int(np.prod(self.bands_shape))),)
+        self.source = _Source(self)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def of_sample(self, index: int) -> range:
+        """Return the numbers of a sample's items."""
+        return range(int(self._starts[index]), int(self._starts[index + 1]))
+
+    def place(self, item: int) -> tuple[int, int]:
+        """Return the sample of an item, and its number there."""
+        index = int(np.searchsorted(self._starts, item, "right")) - 1
+        return index, item - int(self._starts[index])
+
+    def learnt(self, index: int) -> None:
+        """Take no notice: an item alone teaches nothing."""
+
+    def decoded(self, epoch: int, index: int) -> NDArray[np.uint8]:
+        """Return an item as it is in an epoch, as bytes, (B,)."""
+        return np.ascontiguousarray(self.medium(epoch, index)).view(np.uint8).reshape(-1)
+
+    def shaped(self, item: int, values: NDArray[np.uint8]) -> NDArray[Any]:
+        """Return the picture or the bands that bytes are of."""
+        index, number = self.place(item)
+        if not self.records.sizes(index)[number][0]:
+            return values.reshape(3, self.look.side, self.look.side)
+        return values.view(np.float32).reshape(self.bands_shape[0], -1)
+
+    def medium(self, epoch: int, item: int) -> NDArray[Any]:
+        """Return an item as it is in an epoch: pixels (3, side, side), or bands (M, F)."""
+        index, number = self.place(item)
+        encoded, key = self.records.medium(index, number), (self.seed, epoch, item)
+        is_sound, size = self.records.sizes(index)[number]
+        if not is_sound:
+            return read_picture(encoded, self.look, key)
+        wave = hear(encoded, size, self.hearing, key)
+        made = self.features(wave)
+        if not self.hearing.masks:
+            return made
+        frames = max(1, min(made.shape[1], self.features.frames(len(wave))))
+        return masked(made, self.hearing.masks, frames, key)
+
+    def told(self) -> dict[str, Any]:
+        """Return it as JSON values, for processes that decode."""
+        return {
+            "kind": "mixed",
+            "source": self.records.format(),
+            "look": asdict(self.look),
+            "hearing": asdict(self.hearing),
+            "features": self.features.told(),
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def of(cls, told: dict[str, Any]) -> MixedItems:
+        """Return what `told` described."""
+        features = parse_features(told["features"])
+        assert isinstance(features, LogMel)
+        return cls(MixedRecords.parse(told["source"]), Look(**told["look"]), Hearing(**told["hearing"]), features,
+                   told["seed"])  # fmt: skip
+
+
+class MixedAhead:
+    """Samples by index, whose pictures and recordings are decoded by processes that start when many are asked for.
+
+    Args:
+        items: what is decoded.
+        workers: processes; 0: the rank decodes.
+        kept: gives the features of kinds of media that are kept; these stand in `media` and are not decoded.
+    """
+
+    def __init__(self, items: MixedItems, workers: int, kept: Callable[[], Sequence[FeatureShards]] | None = None):
+        self.items, self._kept = items, kept
+        self._ahead = DecodedAhead(items, workers)
+
+    def __len__(self) -> int:
+        return len(self.items.records)
+
+    def __getitem__(self, index: int) -> MixedSample:
+        return self.in_epoch(0, index)
+
+    def __iter__(self) -> Iterator[MixedSample]:
+        return (self[index] for index in range(len(self)))
+
+    def in_epoch(self, epoch: int, index: int) -> MixedSample:
+        """Return a sample as it is in an epoch."""
+        made = {item: self.items.medium(epoch, item) for item in self._decoded(index)}
+        return self._sample(index, made)
+
+    def many(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[MixedSample]:
+        """Return samples, and have the media of others decoded while they are used.
+
+        Args:
+            wanted: (epoch, index) of each.
+            soon: what is asked for next.
+
+        Raises:
+            DataError: for a picture or a recording that cannot be decoded.
+        """
+        keys, later = (
+            [(epoch, item) for epoch, index in some for item in self._decoded(index)] for some in (wanted, soon)
+        )
+        made = iter(self.media(keys, later))
+        return [self._sample(index, {item: next(made) for item in self._decoded(index)}) for _, index in wanted]
+
+    def media(self, wanted: Sequence[Key], soon: Sequence[Key] = ()) -> list[NDArray[Any]]:
+        """Return pictures (3, side, side) and bands (M, F), and have others decoded while they are used.
+
+        Args:
+            wanted: (epoch, number of the item) of each.
+            soon: what is asked for next.
+
+        Raises:
+            DataError: for one that cannot be decoded.
+        """
+        made = self._ahead.many(wanted, soon) if wanted or soon else ()
+        return [self.items.shaped(item, values) for (values, _), (_, item) in zip(made, wanted, strict=True)]
+
+    def _decoded(self, index: int) -> list[int]:
+        """Items of a sample that are decoded."""
+        items, kinds = self.items.of_sample(index), {one.is_sound for one in self._shards()}
+        if not kinds:
+            return list(items)
+        sizes = self.items.records.sizes(index)
+        return [item for item, (is_sound, _) in zip(items, sizes, strict=True) if is_sound not in kinds]
+
+    def _shards(self) -> Sequence[FeatureShards]:
+        return () if self._kept is None else self._kept()
+
+    def _sample(self, index: int, made: Mapping[int, NDArray[Any]]) -> MixedSample:
+        """A sample of what was decoded of it, by item, and of what is kept."""
+        records, items = self.items.records, tuple(self.items.of_sample(index))
+        kept = {shards.is_sound: shards for shards in self._shards()}
+        sizes = records.sizes(index) if kept else [(False, ())] * len(items)
+        media = tuple(
+            made[item] if item in made else kept[is_sound][item]
+            for item, (is_sound, _) in zip(items, sizes, strict=True)
+        )
+        return MixedSample(records.tokens(index), records.learnt(index), media, items, index)
+
+    def pids(self) -> list[int]:
+        """Return the processes that decode now."""
+        return self._ahead.pids()
+
+    def close(self) -> None:
+        """End the processes; the next call starts others."""
+        self._ahead.close()

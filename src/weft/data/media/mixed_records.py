@@ -1,0 +1,579 @@
+"""Records of text, pictures and sound in tars, lines of JSON and parquet files, and where their media lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.media.audio import sound_size
+from weft.data.media.files import (
+    FILE,
+    LINE,
+    ROW,
+    STRETCH,
+    RecordColumns,
+    held_bytes,
+    inside,
+    line_object,
+    lines_of,
+    name_bytes,
+    name_text,
+    printable,
+    rows_of,
+    tar_samples,
+)
+from weft.data.media.images import Encoded, picture_size
+from weft.data.media.media_records import MediaRecords, Told, file_state, records_table, refuse_unusable
+from weft.data.media.mixed_samples import MixedColumns, SamplePart, TextCodec, UnusableSample, sample_tokens
+from weft.data.media.records import PICTURE, SAMPLE, SOUND
+from weft.data.store.row_table import RowWriter
+from weft.errors import DataError
+
+_MOST_TEXT_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class FoundMedia:
+    """One picture or recording. name: as people find it. kind, offset, length: how it is reached, and where.
+
+    number: among the media of its record. path: of a file of its own. encoded: its bytes.
+    """
+
+    is_sound: bool
+    name: str
+    kind: int
+    offset: int
+    length: int
+    number: int
+    encoded: Encoded
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSample:
+    """One record. parts: its pieces. media: of those that are no text, in order. reason: why it is left out."""
+
+    name: str
+    offset: int = 0
+    parts: tuple[SamplePart, ...] = ()
+    media: tuple[FoundMedia, ...] = ()
+    reason: str = ""
+    missing: str = ""
+
+
+def mixed_in(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
+    """Yield the samples of a file, in its order.
+
+    Args:
+        path: of the file, whose suffix says how it is read.
+        columns: of text and media.
+
+    Raises:
+        DataError: where the file is damaged or cut off.
+    """
+    try:
+        if path.suffix == ".tar":
+            yield from _tar_mixed(path, columns)
+        elif path.suffix == ".parquet":
+            for number, record in _parquet_rows(path):
+                if record is None:
+                    yield FoundSample(f"{path}, row {number}", number, reason="its values cannot be read")
+                    continue
+                yield _sample(path, f"row {number}", record, (ROW, number, -1), columns)
+        else:
+            yield from _line_mixed(path, columns)
+    except OSError as error:
+        raise DataError(
+            f"{path}: it cannot be read ({error.strerror or error}). Repair it, or leave it out."
+        ) from error
+
+
+def mixed_at(path: Path, name: str, kind: int, offset: int, length: int, number: int, columns: MixedColumns) -> Encoded:
+    """Return a picture or a recording whose place is known.
+
+    Args:
+        path: of the file of records.
+        name: as `FoundMedia` has it.
+        kind: how it is reached.
+        offset: in the file, or the number of the row.
+        length: of the stretch.
+        number: among the media of its record.
+        columns: of text and media.
+
+    Raises:
+        DataError: where it is not there any more.
+    """
+    if kind == FILE:
+        return Encoded(name, str(inside(path.parent, name)))
+    if kind == STRETCH:
+        return Encoded(f"{path}, {name}", str(path), offset, length)
+    record = line_object(Encoded(name, str(path), offset, length).whole()) if kind == LINE else \
+        _parquet_row(path, offset)  # fmt: skip
+    try:
+        parts = columns.parts(record or {})
+    except UnusableSample:
+        parts = []
+    media = [part for part in parts if part.what in ("picture", "recording")]
+    held = held_bytes(media[number].media) if number < len(media) else None
+    if held is None:
+        raise DataError(f"{path}, {name}: it holds no media any more. Start a new run for changed data.")
+    return Encoded(f"{path}, {name}", held=held)
+
+
+def _line_mixed(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
+    for number, offset, line in lines_of(path):
+        yield _line_sample(path, number, line, offset, columns)
+
+
+def _line_sample(path: Path, number: int, line: bytes | None, offset: int, columns: MixedColumns) -> FoundSample:
+    record = line_object(line)
+    if line is None or record is None:
+        reason = "it is not an object of JSON" if line is not None else "the line is too long"
+        return FoundSample(f"{path}, line {number}", offset, reason=reason)
+    return _sample(path, f"line {number}", record, (LINE, offset, len(line)), columns)
+
+
+def _sample(
+    path: Path, name: str, record: Mapping[str, Any], place: tuple[int, int, int], columns: MixedColumns
+) -> FoundSample:
+    where = f"{path}, {name}"
+    try:
+        parts = columns.parts(record)
+    except UnusableSample as error:
+        return FoundSample(where, place[1], reason=str(error))
+    media: list[FoundMedia] = []
+    for part in parts:
+        if part.what not in ("picture", "recording"):
+            continue
+        is_sound, number = part.what == "recording", len(media)
+        held = held_bytes(part.media)
+        if held is not None:
+            encoded = Encoded(f"{where}, {part.what} {number + 1}", held=held)
+            media.append(FoundMedia(is_sound, name, *place, number, encoded))
+            continue
+        file = part.media.get("path") if isinstance(part.media, Mapping) else part.media
+        if not isinstance(file, str) or not file:
+            reason = f"{part.what} {number + 1} has neither a path nor bytes"
+            return FoundSample(where, place[1], reason=reason)
+        file = file.removeprefix("file://")
+        if "\n" in file:
+            return FoundSample(where, place[1], reason=f"the file name {file[:200]!r} has a line break")
+        try:
+            found = inside(path.parent, file)
+        except DataError as error:
+            return FoundSample(where, place[1], reason=str(error))
+        if not found.is_file():
+            return FoundSample(where, place[1], reason=f"there is no file {file[:200]!r} beside it", missing=str(found))
+        media.append(FoundMedia(is_sound, file, FILE, 0, -1, number, Encoded.of_file(found), str(found)))
+    return FoundSample(where, place[1], tuple(parts), tuple(media))
+
+
+def _tar_mixed(path: Path, columns: MixedColumns) -> Iterator[FoundSample]:
+    """Files that share all before the first dot of their names: pictures and sounds by their suffixes, then the text.
+
+    A `.json` may hold the text, or a chat whose marks stand for the files in their order.
+    """
+    for _, stem, members in tar_samples(path):
+        record: dict[str, Any] = {"images": [], "audios": []}
+        for suffix, member in members.items():
+            last = f".{suffix.rpartition('.')[2]}"
+            is_sound = last in SOUND.suffixes
+            if last in PICTURE.suffixes or is_sound:
+                encoded = Encoded(f"{path}, {member.name}", str(path), member.offset_data, member.size)
+                name = member.name.replace("\n", " ")
+                one = FoundMedia(is_sound, name, STRETCH, member.offset_data, member.size, 0, encoded)
+                record["audios" if is_sound else "images"].append(one)
+            elif suffix in ("txt", "cls", "json") and member.size <= _MOST_TEXT_BYTES:
+                held = Encoded(member.name, str(path), member.offset_data, member.size).whole()
+                record |= _tar_text(suffix, held.decode("utf-8", "replace"), columns)
+        where = f"{path}, {stem}"
+        try:
+            parts = columns.parts(record)
+        except UnusableSample as error:
+            yield FoundSample(where, reason=str(error))
+            continue
+        media = [part.media for part in parts if part.what in ("picture", "recording")]
+        if not all(isinstance(one, FoundMedia) for one in media):
+            yield FoundSample(where, reason="its chat names media that do not lie in the archive beside it")
+            continue
+        yield FoundSample(where, media[0].offset if media else 0, tuple(parts), tuple(media))
+
+
+def _tar_text(suffix: str, text: str, columns: MixedColumns) -> dict[str, Any]:
+    if suffix != "json":
+        return {columns.text or "text": text}
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return {name: value for name, value in found.items() if name not in ("images", "audios")} \
+        if isinstance(found, dict) else {}  # fmt: skip
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(path, buffer_size=2**20, pre_buffer=False) as parquet:
+            for batch in parquet.iter_batches(batch_size=64, use_threads=False):
+                for record in rows_of(batch):
+                    yield number, record
+                    number += 1
+    except (pa.ArrowException, MemoryError, UnicodeDecodeError) as error:
+        first = str(error).partition("\n")[0]
+        raise DataError(f"{path}: it is damaged or cut off ({first}). Copy it again, or leave it out.") from error
+
+
+def _parquet_row(path: Path, number: int) -> dict[str, Any] | None:
+    import pyarrow as pa
+
+    try:
+        starts = _group_starts(str(path))
+        group = max(index for index, start in enumerate(starts) if start <= number)
+        return rows_of(_group(str(path), group).slice(number - starts[group], 1))[0]
+    except (pa.ArrowException, OSError, ValueError, IndexError, MemoryError) as error:
+        first = str(error).partition("\n")[0]
+        raise DataError(f"{path}: row {number} cannot be read ({first}). Start a new run for changed data.") from error
+
+
+@lru_cache(maxsize=256)
+def _group_starts(path: str) -> list[int]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as parquet:
+        sizes = [parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)]
+    return [sum(sizes[:index]) for index in range(len(sizes))]
+
+
+@lru_cache(maxsize=4)
+def _group(path: str, group: int) -> Any:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as parquet:
+        return parquet.read_row_group(group, use_threads=False)
+
+
+# Samples of text, pictures and sound by index: tokens, places and sizes, made from headers once, kept in the cache.
+
+_VERSION = 1
+_MOST_REASONS = 1000
+_TOLD_EVERY = 512
+#: Numbers that are kept of each picture or recording: whether it is a sound, its place, its size.
+_NUMBERS = 9
+
+
+@dataclass(frozen=True)
+class MixedRecords(MediaRecords):
+    """Samples of records, in the order of their files."""
+
+    def mixed_columns(self) -> MixedColumns:
+        """Return the columns of text and media."""
+        picture, _, audio = self.columns.media.partition("\n")
+        return MixedColumns(self.columns.label, picture, audio)
+
+    def tokens(self, index: int) -> NDArray[np.int32]:
+        """Return the tokens of a sample, with a mark for each picture and recording."""
+        return self._row(index)["tokens"]
+
+    def learnt(self, index: int) -> NDArray[np.uint8]:
+        """Return which tokens count in the loss."""
+        return self._row(index)["learnt"]
+
+    def num_media(self) -> NDArray[np.int64]:
+        """Return how many pictures and recordings each sample has."""
+        return self._lengths("places") // _NUMBERS
+
+    def media_sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return which sample each picture and recording belongs to, (media,), and what it is, int64 (media, 3).
+
+        That is whether it is a sound, and two numbers of its size as `sizes` gives them.
+        """
+        rows = self.table.column("places").reshape(-1, _NUMBERS)
+        owners = np.repeat(np.arange(len(self.table)), self.table.lengths("places") // _NUMBERS)
+        if self._chosen is not None:
+            place = np.full(len(self.table), -1)
+            place[self._chosen] = np.arange(len(self._chosen))
+            rows, owners = rows[place[owners] >= 0], place[owners]
+            owners = owners[owners >= 0]
+        return owners, np.asarray(rows[:, [0, 6, 7]], np.int64)
+
+    def sizes(self, index: int) -> list[tuple[bool, tuple[int, ...]]]:
+        """Return for each picture or recording whether it is a sound, and its size as headers say it."""
+        places = self._row(index)["places"].reshape(-1, _NUMBERS)
+        return [(bool(row[0]), tuple(map(int, row[6:]))) for row in places]
+
+    def medium(self, index: int, number: int) -> Encoded:
+        """Return where a picture or a recording of a sample lies. number: among those of the sample."""
+        row = self._row(index)
+        _, kind, file, offset, length, own = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
+        name = name_text(row["names"]).split("\n")[number]
+        return mixed_at(Path(self.files[file]), name, kind, offset, length, own, self.mixed_columns())
+
+    def origin(self, index: int, number: int) -> list[Any]:
+        """Return JSON values that change when a picture or a recording of a sample does: its file, and its place there.
+
+        Args:
+            index: of the sample.
+            number: among its media.
+        """
+        row = self._row(index)
+        _, kind, file, *place = map(int, row["places"].reshape(-1, _NUMBERS)[number][:6])
+        path = Path(self.files[file])
+        if kind == FILE:
+            path = path.parent / name_text(row["names"]).split("\n")[number]
+        return [str(path), *file_state(str(path)), *place]
+
+    def file(self, index: int) -> str:
+        """Say where a sample is found."""
+        row = self._row(index)
+        return printable(name_text(row["name"]))
+
+
+#: Of a sample's tokens and (whether it is a sound, size) of its media: why it is left out; "": it is not.
+Refuse = Callable[[NDArray[np.int32], list[tuple[bool, tuple[int, ...]]]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSurvey:
+    """What is asked of each record. columns: of text and media. codec: of texts. refuse: why a sample is left out.
+
+    key: JSON values that decide what `refuse` answers.
+    """
+
+    columns: MixedColumns
+    codec: TextCodec
+    refuse: Refuse
+    key: tuple[Any, ...] = ()
+
+
+def find_mixed(path: str, files: Sequence[Path], survey: MixedSurvey, cache: Path, told: Told | None) -> MixedRecords:
+    """Find the samples of records, and leave out what cannot be used.
+
+    Args:
+        path: what the user named.
+        files: of records.
+        survey: what is asked of each record.
+        cache: folder that keeps the table.
+        told: of (bytes read, all of them).
+
+    Raises:
+        DataError: where a file is damaged, or more than 1 % of the records cannot be used.
+    """
+    columns = survey.columns
+    asked = RecordColumns(f"{columns.picture}\n{columns.audio}", columns.text, SAMPLE, is_text=True)
+    key = ["mixed", _VERSION, [columns.text, columns.picture, columns.audio, survey.codec.digest, *survey.key]]
+    table = records_table(cache, key, files, SAMPLE, _Writer(path, files, survey, told).write)
+    return MixedRecords(
+        path, str(table.folder), table.digest, (), (), tuple(str(file.absolute()) for file in files), asked,
+        tuple(table.notes["reasons"]), _table=[table],
+    )  # fmt: skip
+
+
+class _Writer:
+    """Looks at every record once, and writes a row for each that can be used."""
+
+    def __init__(self, path: str, files: Sequence[Path], survey: MixedSurvey, told: Told | None):
+        self._path, self._files, self._survey, self._told = path, files, survey, told
+
+    def write(self, writer: RowWriter) -> dict[str, Any]:
+        reasons: list[str] = []
+        missing: list[tuple[str, list[int]]] = []
+        num_bad = done = count = 0
+        sizes = [file.stat().st_size for file in self._files]
+        for number, file in enumerate(self._files):
+            for sample in mixed_in(file, self._survey.columns):
+                count += 1
+                row, reason = self._row(number, sample)
+                if row is not None:
+                    writer.add(row)
+                else:
+                    num_bad += 1
+                    reasons += [printable(reason)] if len(reasons) < _MOST_REASONS else []
+                    if sample.missing and len(missing) < _MOST_REASONS:
+                        missing.append((sample.missing, file_state(sample.missing)))
+                if self._told is not None and not count % _TOLD_EVERY:
+                    self._told(done + sample.offset, sum(sizes))
+            done += sizes[number]
+        refuse_unusable(self._path, SAMPLE, count, num_bad, reasons)
+        return {"reasons": reasons, "num_bad": num_bad, "missing": missing}
+
+    def _row(self, file: int, sample: FoundSample) -> tuple[dict[str, np.ndarray] | None, str]:
+        """The row of a sample, or why it has none."""
+        if sample.reason:
+            return None, f"{sample.name}: {sample.reason}"
+        places: list[int] = []
+        sizes: list[tuple[bool, tuple[int, ...]]] = []
+        try:
+            for one in sample.media:
+                size = (sound_size if one.is_sound else picture_size)(one.encoded)
+                sizes.append((one.is_sound, size))
+                places += [one.is_sound, one.kind, file, one.offset, one.length, one.number, *(*size, 0)[:3]]
+        except DataError as error:
+            return None, str(error)
+        made = sample_tokens(sample.parts, self._survey.codec)
+        if reason := self._survey.refuse(made.tokens, sizes):
+            return None, f"{sample.name}: {reason}"
+        names = "\n".join(one.name for one in sample.media)
+        return {
+            "places": np.array(places, np.int64),
+            "name": name_bytes(sample.name),
+            "names": name_bytes(names),
+            "tokens": made.tokens,
+            "learnt": made.learnt,
+        }, ""
+
+
+# What a frozen encoder makes of pictures or recordings, kept in shards of safetensors: made once, read by number.
+
+#: Items of a shard, and shards that a process holds open.
+_ITEMS, _OPEN = 256, 64
+
+
+class FeatureShards:
+    """Rows that an encoder gives of items of one kind, (R, D) each.
+
+    Args:
+        folder: that keeps them.
+        key: JSON values that say which encoder it is, and how items are seen or heard.
+        records: the samples.
+        is_sound: whether they are of recordings; else of pictures.
+        blank: what stands in where a batch has none, (R, D).
+    """
+
+    def __init__(self, folder: Path, key: Sequence[Any], records: MixedRecords, *, is_sound: bool, blank: NDArray[Any]):
+        self.folder, self.is_sound, self.blank = folder, is_sound, blank
+        self._places: dict[int, int] = {}
+        origins: list[str] = []
+        item = 0
+        for index, count in enumerate(records.num_media()):
+            for number in range(int(count)):
+                if records.sizes(index)[number][0] == is_sound:
+                    self._places[item] = len(origins)
+                    origins.append(json.dumps(records.origin(index, number)))
+                item += 1
+        #: Numbers of the items among all media of the samples.
+        self.items = list(self._places)
+        head = json.dumps([_VERSION, *key])
+        self._names = [
+            hashlib.blake2b("\n".join([head, *origins[first : first + _ITEMS]]).encode(), digest_size=16).hexdigest()
+            for first in range(0, len(origins), _ITEMS)
+        ]
+        self._open: OrderedDict[int, tuple[NDArray[Any], NDArray[np.int64]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Count the shards."""
+        return len(self._names)
+
+    def items_of(self, shard: int) -> list[int]:
+        """Return the numbers of a shard's items, in order."""
+        return self.items[shard * _ITEMS : (shard + 1) * _ITEMS]
+
+    def path(self, shard: int) -> Path:
+        """Return where a shard lies, or will."""
+        return self.folder / f"{self._names[shard]}.safetensors"
+
+    def has(self, shard: int) -> bool:
+        """Return whether a shard is there, whole by its length."""
+        return self._header(shard) is not None
+
+    def write(self, shard: int, rows: Sequence[NDArray[Any]]) -> None:
+        """Keep what the encoder gave of a shard's items.
+
+        Args:
+            shard: its number.
+            rows: of each item, (R, D).
+
+        Raises:
+            DataError: where the folder does not take it.
+        """
+        from safetensors.numpy import save
+
+        values = np.ascontiguousarray(np.concatenate(rows))
+        counts = np.array([len(one) for one in rows], np.int64)
+        data = save({"values": values, "counts": counts}, {"digest": _digest(values, counts)})
+        path = self.path(shard)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(draft, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(draft, path)
+            finally:
+                draft.unlink(missing_ok=True)
+        except OSError as error:
+            raise DataError(
+                f"data.cache_features=true: {path} cannot be written ({error.strerror or error}). Make room, or name "
+                "another folder with data.cache_dir."
+            ) from error
+
+    def __getitem__(self, item: int) -> NDArray[Any]:
+        """Return the rows of an item by its number among all media, (R, D).
+
+        Raises:
+            DataError: where its shard is gone or damaged.
+        """
+        shard, number = divmod(self._places[item], _ITEMS)
+        found = self._open.get(shard)
+        if found is None:
+            found = self._open[shard] = self._read(shard)
+            if len(self._open) > _OPEN:
+                self._open.popitem(last=False)
+        else:
+            self._open.move_to_end(shard)
+        values, ends = found
+        return values[ends[number] : ends[number + 1]]
+
+    def _read(self, shard: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The values of a shard, mapped and not read, once their digest is right; and where each item's rows end."""
+        path, header = self.path(shard), self._header(shard)
+        if header is None:
+            raise self._damaged(path)
+        fields, first = header
+        arrays = {}
+        for name in ("values", "counts"):
+            begin, _ = fields[name]["data_offsets"]
+            shape = tuple(fields[name]["shape"])
+            arrays[name] = np.memmap(path, _DTYPES[fields[name]["dtype"]], "r", first + begin, shape)
+        values, counts = arrays["values"], np.array(arrays["counts"])
+        if fields["__metadata__"].get("digest") != _digest(values, counts):
+            raise self._damaged(path)
+        return values, np.concatenate(([0], np.cumsum(counts)))
+
+    def _header(self, shard: int) -> tuple[dict[str, Any], int] | None:
+        """What the file says of itself, and where its numbers begin; None where it is not there, or cut off."""
+        try:
+            with open(self.path(shard), "rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                fields = json.loads(file.read(size))
+                whole = 8 + size + max(fields[name]["data_offsets"][1] for name in ("values", "counts"))
+                return (fields, 8 + size) if os.fstat(file.fileno()).st_size == whole else None
+        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, RecursionError):
+            return None
+
+    def _damaged(self, path: Path) -> DataError:
+        return DataError(f"{path}: the kept features are gone or damaged. Delete the file: the next start makes it.")
+
+
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "U16": "<u2", "I64": "<i8"}
+
+
+def _digest(values: NDArray[Any], counts: NDArray[np.int64]) -> str:
+    hasher = hashlib.blake2b(counts.tobytes(), digest_size=16)
+    if values.size:
+        hasher.update(values.reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()

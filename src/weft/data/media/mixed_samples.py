@@ -1,0 +1,260 @@
+"""What a record of text, pictures and sound says, in order: plain columns, or a chat in one of its two usual forms.
+
+In a chat, contents are lists of parts ({"type": "image", ...}), or texts with marks (`<image>`, `<audio>`) whose media
+stand in lists beside the chat.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.media.files import is_valid_text
+from weft.data.media.records import PICTURE, SOUND
+
+#: Columns of a record that hold media, without those that say nothing of its kind.
+_VAGUE = ("file_name", "path", "bytes")
+PICTURE_COLUMNS = ("images", *(name for name in PICTURE.columns if name not in _VAGUE))
+SOUND_COLUMNS = ("audios", *(name for name in SOUND.columns if name not in _VAGUE))
+_TEXTS = ("text", "caption", "transcription", "transcript", "sentence", "txt", "normalized_text", "answer", "label")
+_ASKED = ("prompt", "question", "instruction")
+_CHATS = ("messages", "conversations")
+_MARKS = re.compile("(<image>|<audio>)")
+_LEARNT_ROLES = ("assistant", "gpt", "model")
+#: What roles of other chats are called here.
+_ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+
+What = Literal["text", "picture", "recording", "turn", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePart:
+    """A piece of a sample. what: "turn" begins one, of the role `text`; "end" ends it, or a sample without turns.
+
+    text: of a text. media: of a picture or a recording: a path, bytes, or a mapping of them. is_learnt: whether it
+    counts in the loss.
+    """
+
+    what: What
+    text: str = ""
+    media: Any = None
+    is_learnt: bool = False
+
+
+class UnusableSample(ValueError):
+    """A record that is left out; its words are the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedColumns:
+    """Columns of text, pictures and recordings; "": the usual names."""
+
+    text: str = ""
+    picture: str = ""
+    audio: str = ""
+
+    def parts(self, record: Mapping[str, Any]) -> list[SamplePart]:
+        """Return the pieces of a record.
+
+        Raises:
+            UnusableSample: for a record that has none, or whose marks and media do not match.
+        """
+        pictures = _listed(record, self.picture, PICTURE_COLUMNS)
+        sounds = _listed(record, self.audio, SOUND_COLUMNS)
+        given = _Media({"<image>": ("picture", pictures), "<audio>": ("recording", sounds)})
+        chat = next((record[name] for name in _CHATS if isinstance(record.get(name), list)), None)
+        found = list(_chat_parts(chat, given) if chat is not None else self._plain_parts(record, given))
+        given.check_all_used()
+        if not all(is_valid_text(part.text) for part in found):
+            raise UnusableSample("its text is not valid Unicode: it has half of a surrogate pair")
+        if not any(part.is_learnt for part in found):
+            raise UnusableSample("it has no text that could be learnt")
+        return found
+
+    def _plain_parts(self, record: Mapping[str, Any], given: _Media) -> Iterator[SamplePart]:
+        text = _text(record, [self.text] if self.text else _TEXTS)
+        asked = _text(record, _ASKED)
+        if text is None:
+            raise UnusableSample("it has no text")
+        if not any(mark in f"{asked or ''}{text}" for mark in ("<image>", "<audio>")):
+            yield from given.rest()
+        if asked:
+            yield from _marked(asked, given, is_learnt=False)
+        yield from _marked(text, given, is_learnt=True)
+        yield SamplePart("end", is_learnt=True)
+
+
+class _Media:
+    """Media that marks stand for, taken one after another."""
+
+    def __init__(self, lists: Mapping[str, tuple[What, list[Any]]]):
+        self._lists = lists
+        self._used = dict.fromkeys(lists, 0)
+
+    def at(self, mark: str) -> SamplePart:
+        what, media = self._lists[mark]
+        self._used[mark] += 1
+        return SamplePart(what, media=media[self._used[mark] - 1] if self._used[mark] <= len(media) else None)
+
+    def rest(self) -> Iterator[SamplePart]:
+        """All that is left, pictures first."""
+        for mark, (_, media) in self._lists.items():
+            for _ in range(self._used[mark], len(media)):
+                yield self.at(mark)
+
+    def check_all_used(self) -> None:
+        for mark, (what, media) in self._lists.items():
+            if self._used[mark] != len(media):
+                marks = f"{self._used[mark]} {mark} mark{'s' * (self._used[mark] != 1)}"
+                raise UnusableSample(f"it has {marks} and {len(media)} {what}{'s' * (len(media) != 1)}")
+
+
+def _listed(record: Mapping[str, Any], asked: str, usual: Sequence[str]) -> list[Any]:
+    names = [asked] if asked else usual
+    found = next((record[name] for name in names if record.get(name) is not None), None)
+    return [] if found is None else list(found) if isinstance(found, list | tuple) else [found]
+
+
+def _text(record: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    found = next((record[name] for name in names if record.get(name) is not None), None)
+    if isinstance(found, int) and not isinstance(found, bool):
+        return str(found)
+    return found.strip() or None if isinstance(found, str) else None
+
+
+def _chat_parts(chat: list[Any], given: _Media) -> Iterator[SamplePart]:
+    for turn in chat:
+        if not isinstance(turn, Mapping):
+            raise UnusableSample("a turn of its chat is not an object")
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if not isinstance(role, str) or not isinstance(content, str | list):
+            raise UnusableSample("a turn of its chat has no role, or no content")
+        is_learnt = role in _LEARNT_ROLES
+        yield SamplePart("turn", _ROLES.get(role, role))
+        if isinstance(content, str):
+            yield from _marked(content, given, is_learnt)
+        else:
+            for each in content:
+                yield from _content_part(each, given, is_learnt)
+        yield SamplePart("end", is_learnt=is_learnt)
+
+
+def _content_part(each: Any, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
+    """One part of a content; a part without media of its own stands for the next of the lists."""
+    kind = each.get("type") if isinstance(each, Mapping) else None
+    if kind == "text":
+        yield SamplePart("text", str(each.get("text", "")), is_learnt=is_learnt)
+        return
+    marks = {"image": "<image>", "image_url": "<image>", "audio": "<audio>", "audio_url": "<audio>"}
+    if not isinstance(kind, str) or kind not in marks:
+        raise UnusableSample(f"a part of its chat is of type {kind!r}, and text, image and audio are read")
+    held = next((each[name] for name in ("bytes", "base64") if each.get(name) is not None), None)
+    names = (kind, kind.partition("_")[0], "url", "path")
+    own = next((each[name] for name in names if each.get(name) is not None), None)
+    if isinstance(own, Mapping) and isinstance(own.get("url"), str):
+        own = own["url"]
+    own = {"bytes": held} if own is None and held is not None else own
+    if own is None:
+        yield given.at(marks[kind])
+    else:
+        yield SamplePart("picture" if marks[kind] == "<image>" else "recording", media=own)
+
+
+def _marked(text: str, given: _Media, is_learnt: bool) -> Iterator[SamplePart]:
+    for piece in _MARKS.split(text):
+        if piece in ("<image>", "<audio>"):
+            yield given.at(piece)
+        elif piece:
+            yield SamplePart("text", piece, is_learnt=is_learnt)
+
+
+# The tokens of a sample, with a mark where a picture or a recording stands.
+
+#: What stands in place of a picture's or a recording's tokens.
+PICTURE_MARK, SOUND_MARK = -1, -2
+
+
+class TextCodec(Protocol):
+    """Text to tokens. end: ends a text. turn_start, turn_end: around a turn of a chat. digest: names the codec."""
+
+    end: int
+    turn_start: int
+    turn_end: int
+    digest: str
+
+    def ids(self, text: str) -> Sequence[int]:
+        """Return the tokens of a text."""
+        ...
+
+
+class ByteText:
+    """A token for each byte of UTF-8, then four that say how texts and turns end and begin."""
+
+    end, pad, turn_start, turn_end = 256, 257, 258, 259
+    num_ids = 260
+    digest = "bytes"
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return list(text.encode())
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return what tokens say, up to the end of a text or a turn."""
+        ends = [place for place, one in enumerate(ids) if one in (self.end, self.turn_end)]
+        kept = ids[: ends[0]] if ends else ids
+        return bytes(one for one in kept if one < 256).decode("utf-8", "replace").strip()
+
+    def whole(self, ids: Sequence[int]) -> str:
+        """Return what tokens are, with marks for media and what ends and begins texts."""
+        names = {-1: "<image>", -2: "<audio>", 256: "<|end|>", 257: "", 258: "<|turn|>", 259: "<|end of turn|>"}
+        found: list[str] = []
+        run = bytearray()
+        for one in ids:
+            if 0 <= one < 256:
+                run.append(one)
+                continue
+            found += [run.decode("utf-8", "replace"), names[one]]
+            run = bytearray()
+        return "".join([*found, run.decode("utf-8", "replace")])
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTokens:
+    """tokens: ids and marks, (T,). learnt: which of them count in the loss, (T,)."""
+
+    tokens: NDArray[np.int32]
+    learnt: NDArray[np.uint8]
+
+
+def sample_tokens(parts: Sequence[SamplePart], codec: TextCodec) -> SampleTokens:
+    """Return the tokens of a sample's pieces.
+
+    Args:
+        parts: in order.
+        codec: of their texts.
+    """
+    ids: list[int] = []
+    learnt: list[int] = []
+    is_chat = False
+
+    def add(some: Sequence[int], is_learnt: bool) -> None:
+        ids.extend(some)
+        learnt.extend([int(is_learnt)] * len(some))
+
+    for part in parts:
+        if part.what == "text":
+            add(codec.ids(part.text), part.is_learnt)
+        elif part.what == "turn":
+            is_chat = True
+            add([codec.turn_start, *codec.ids(f"{part.text}\n")], False)
+        elif part.what == "end":
+            add([codec.turn_end if is_chat else codec.end], part.is_learnt)
+            add(codec.ids("\n") if is_chat else [], False)
+        else:
+            add([PICTURE_MARK if part.what == "picture" else SOUND_MARK], False)
+    return SampleTokens(np.array(ids, np.int32), np.array(learnt, np.uint8))

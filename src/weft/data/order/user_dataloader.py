@@ -1,0 +1,372 @@
+"""The global batches of a user's DataLoader, epoch by epoch: a function of (seed, epoch), so all ranks know them alike.
+
+torch's own shuffle and order are computed. Any other sampler is asked, with random numbers seeded alike on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from weft.config import partitioning as shares
+from weft.data.order.seeded_samples import Fetched, SampleKey, SeededSamples, collate_seeded
+from weft.data.order.stream import rows_of
+from weft.data.random_state import kept_generators, seed_generators
+from weft.errors import DataError
+
+#: Samplers within samplers are looked for under these names.
+_INNER = ("sampler", "batch_sampler", "base_sampler")
+
+
+class BatchIndices(Protocol):
+    """Dataset indices of global batches."""
+
+    def count(self, epoch: int) -> int:
+        """Batches in an epoch."""
+        ...
+
+    def of(self, epoch: int) -> Sequence[Sequence[Any]]:
+        """The batches of an epoch."""
+        ...
+
+    def check(self, epoch: int, dp_size: int) -> None:
+        """Raise DataError where a batch of the epoch leaves one of so many ranks without a sample."""
+        ...
+
+
+def batches_of(loader: DataLoader[Any], seed: int) -> BatchIndices:
+    """The loader's global batches. Raises DataError where ranks could not agree on them."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise DataError(
+            "loader.dataset: an IterableDataset has no indices that Weft could divide among ranks. Use a map-style "
+            "dataset, or give each rank its own stream and call the step with it."
+        )
+    if loader.batch_sampler is None:
+        raise DataError(
+            "batch_size=None: the loader makes no batches, which Weft divides among ranks. Give batch_size, the "
+            "samples of the global batch, or a batch_sampler that lists their indices."
+        )
+    if loader.batch_size is None:
+        return _Drawn("batch_sampler", loader.batch_sampler, None, False, seed)
+    sampler, batch_size = loader.sampler, loader.batch_size
+    # The sampler says how many: it may be of fewer than the dataset has, and a dataset need not know its length.
+    if type(sampler) is SequentialSampler:
+        return _Computed(len(sampler), batch_size, loader.drop_last, None)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+        return _Computed(len(sampler), batch_size, loader.drop_last, seed)
+    return _Drawn("sampler", sampler, batch_size, loader.drop_last, seed)
+
+
+class _Cut(Sequence[Any]):
+    """A row of indices as batches of `batch_size`, the last one shorter."""
+
+    def __init__(self, row: Any, batch_size: int, drop_last: bool):
+        self._row, self._batch_size = row, batch_size
+        self._count = len(row) // batch_size if drop_last else -(-len(row) // batch_size)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._row[index * self._batch_size : (index + 1) * self._batch_size]
+
+
+class _Computed:
+    """torch's shuffle=True and shuffle=False. seed: None for the order of the dataset."""
+
+    def __init__(self, num_samples: int, batch_size: int, drop_last: bool, seed: int | None):
+        self._num_samples, self._batch_size, self._drop_last, self._seed = num_samples, batch_size, drop_last, seed
+
+    def count(self, epoch: int) -> int:
+        return len(_Cut(range(self._num_samples), self._batch_size, self._drop_last))
+
+    def of(self, epoch: int) -> Sequence[Sequence[int]]:
+        if self._seed is None:
+            return _Cut(range(self._num_samples), self._batch_size, self._drop_last)
+        generator = torch.Generator().manual_seed(_epoch_seed(self._seed, epoch))
+        order = torch.randperm(self._num_samples, generator=generator)
+        return _Cut(order, self._batch_size, self._drop_last)
+
+    def check(self, epoch: int, dp_size: int) -> None:
+        _check_last(self._num_samples, self._batch_size, self._drop_last, dp_size)
+
+
+class _Drawn:
+    """What a sampler of the user's gives, drawn anew for each epoch. batch_size: None where it gives whole batches."""
+
+    def __init__(self, field: str, sampler: Any, batch_size: int | None, drop_last: bool, seed: int):
+        self._name = f"{field}={type(sampler).__name__}"
+        self._sampler, self._batch_size, self._drop_last, self._seed = sampler, batch_size, drop_last, seed
+        if any(isinstance(one, DistributedSampler) for one in _all_of(sampler)):
+            raise DataError(
+                f"{self._name}: run.shard() does what a DistributedSampler would, so the ranks would be cut twice. "
+                f"Leave the sampler out, and use shuffle=True for a random order."
+            )
+        first = self._draw(0)
+        if first != self._draw(0):
+            raise DataError(
+                f"{self._name}: with equal seeds it gave other indices the second time, so ranks would disagree on a "
+                f"batch, and a resumed run could not continue. Let it draw from torch's, numpy's or Python's global "
+                f"generator, or from one that set_epoch(epoch) seeds."
+            )
+        self._epoch, self._drawn = 0, first
+
+    def count(self, epoch: int) -> int:
+        return len(self.of(epoch))
+
+    def of(self, epoch: int) -> Sequence[Sequence[Any]]:
+        if epoch != self._epoch:
+            self._epoch, self._drawn = epoch, self._draw(epoch)
+        drawn = self._drawn
+        return drawn if self._batch_size is None else _Cut(drawn, self._batch_size, self._drop_last)
+
+    def check(self, epoch: int, dp_size: int) -> None:
+        batches = self.of(epoch)
+        if self._batch_size is not None:
+            _check_last(len(self._drawn), self._batch_size, self._drop_last, dp_size)
+        elif batches and (least := min(map(len, batches))) < dp_size:
+            raise DataError(
+                f"{self._name}: a batch has {least} samples, fewer than the {dp_size} data-parallel ranks. "
+                f"Let each have at least {dp_size}."
+            )
+
+    def _draw(self, epoch: int) -> list[Any]:
+        try:
+            length = len(self._sampler)
+        except (TypeError, NotImplementedError):
+            raise DataError(
+                f"{self._name}: it has no length, so the end of an epoch is unknown. Give it a method __len__."
+            ) from None
+        with _seeded(_epoch_seed(self._seed, epoch), self._sampler, epoch):
+            drawn = list(islice(iter(self._sampler), length))
+        return [list(one) for one in drawn] if self._batch_size is None else drawn
+
+
+def _check_last(num_samples: int, batch_size: int, drop_last: bool, dp_size: int) -> None:
+    if batch_size < dp_size:
+        raise DataError(
+            f"batch_size={batch_size}: the loader's batch is the global batch, and it is smaller than the {dp_size} "
+            f"data-parallel ranks. Use at least {dp_size}."
+        )
+    rest = num_samples % batch_size
+    if not drop_last and 0 < rest < dp_size:
+        raise DataError(
+            f"drop_last=False: the last batch has {rest} of {num_samples} samples, fewer than the {dp_size} "
+            f"data-parallel ranks. Use drop_last=True."
+        )
+
+
+def _epoch_seed(seed: int, epoch: int) -> int:
+    return (seed << 32) + epoch
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, sampler: Any, epoch: int) -> Iterator[None]:
+    """Seed all generators that the sampler may draw from, and restore the global ones on leaving."""
+    for one in _all_of(sampler):
+        if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+            generator.manual_seed(seed)
+        if callable(set_epoch := getattr(one, "set_epoch", None)):
+            set_epoch(epoch)
+    with kept_generators():
+        seed_generators(seed, devices=False)
+        yield
+
+
+def _all_of(sampler: Any) -> Iterator[Any]:
+    """The sampler, and those that it draws from."""
+    found = [sampler]
+    while found:
+        one = found.pop()
+        yield one
+        found += [inner for name in _INNER if (inner := getattr(one, name, None)) is not None]
+
+
+# A user's own DataLoader, cut for data parallel: each rank reads its slice of every global batch, and can resume.
+
+
+class AsBatch(Protocol):
+    """Makes what a loop is given of a rank's microbatches."""
+
+    def __call__(
+        self, batches: list[Any], numbers: Sequence[Sequence[int]], rows: list[Any], *, is_plain: bool, total: int
+    ) -> Any:
+        """numbers: of each microbatch's samples in the global batch; none for one that stands in for samples that the
+        rank does not have. rows: see `rows_of`. is_plain: the rank's samples are in one batch, and on all ranks there
+        are some. total: samples of the global batch."""
+        ...
+
+
+class ShardedLoader:
+    """One rank's part of a DataLoader whose `batch_size` is the global batch.
+
+    The order is a function of (seed, epoch): the same global batches at any number of ranks. A sampler or batch_sampler
+    of the user's is drawn with random numbers seeded by them, alike on all ranks. What ranks get differs by at most one
+    sample. One pass of `for` is one epoch, or what is left of it after `load_state_dict`. State is two integers.
+
+    Args:
+        loader: the user's; its collate_fn, workers and memory are kept.
+        dp_rank: this rank's place on the data-parallel axes.
+        dp_size: ranks on them.
+        seed: of the order.
+        num_microbatches: that a rank's samples are cut into.
+        as_batch: makes of them what `for` gives; None: their plain batch, for which there must be one microbatch.
+        takes_empty: asked as an epoch begins whether a batch may leave a rank without a sample; None: it may not, and
+            that
+            is looked at here.
+        seed_samples: seed the global generators for each sample and each call of the collate function.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        dp_rank: int,
+        dp_size: int,
+        seed: int = 0,
+        *,
+        num_microbatches: int = 1,
+        as_batch: AsBatch | None = None,
+        takes_empty: Callable[[], bool] | None = None,
+        seed_samples: bool = True,
+    ):
+        self._as_batch, self._num_microbatches = as_batch, num_microbatches
+        self._slices = _Slices(
+            batches_of(loader, seed), dp_rank, dp_size, num_microbatches, takes_empty or (lambda: False), seed_samples
+        )
+        if takes_empty is None:
+            self._slices.check()
+        self._loader: DataLoader[Any] = DataLoader(
+            SeededSamples(loader.dataset, seed) if seed_samples else loader.dataset,
+            batch_sampler=self._slices,
+            num_workers=loader.num_workers,
+            collate_fn=_CollateParts(loader.collate_fn, num_microbatches, counts_rows=as_batch is not None),
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        slices = self._slices
+        for parts, rows in self._loader:
+            batch = self._batch(parts, rows, slices.size_of(slices.next_batch))
+            # Counted before it is handed out: a state saved while the batch is in use comes after it.
+            slices.next_batch += 1
+            yield batch
+        slices.epoch += 1
+        slices.next_batch = 0
+
+    def __len__(self) -> int:
+        """Batches in a whole epoch."""
+        return self._slices.num_batches
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the epoch, and the next batch in it."""
+        return {"epoch": self._slices.epoch, "next_batch": self._slices.next_batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state_dict` was taken; nothing is read to get there."""
+        self._slices.epoch, self._slices.next_batch = int(state["epoch"]), int(state["next_batch"])
+
+    def _batch(self, parts: list[Any], rows: list[Any], global_batch: int) -> Any:
+        if self._as_batch is None:
+            return parts[0]
+        slices, num_parts = self._slices, self._num_microbatches
+        everyone_has_some = global_batch >= slices.dp_size
+        numbers: Sequence[Sequence[int]] = slices.numbers_of(global_batch)
+        if len(parts) < num_parts:  # in one piece: the step cuts it along dim 0
+            if not everyone_has_some:
+                raise DataError(
+                    f"loader: a batch has {global_batch} samples, fewer than the {slices.dp_size} data-parallel ranks, "
+                    f"and the dataset's __getitems__ gives no list of samples. Let it give one, or use drop_last=True."
+                )
+            return self._as_batch(parts, [[*chain(*numbers)]], rows, is_plain=True, total=global_batch)
+        # Alike on all ranks: those with samples must know that another has none.
+        is_plain = num_parts == 1 and everyone_has_some
+        return self._as_batch(parts, numbers, rows, is_plain=is_plain, total=global_batch)
+
+
+class _CollateParts:
+    """The user's collate function, called for each microbatch of a list of samples; runs in the loader's workers.
+
+    Gives microbatches, and the rows that each of their samples brings. Of a rank's samples the first microbatches have
+    as many or one more, as in `microbatch_samples`; one without samples is made of the rank's first. Samples that are
+    no list, as a dataset's __getitems__ may give, stay in one piece.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], num_parts: int, *, counts_rows: bool):
+        self._collate, self._num_parts, self._counts_rows = collate, num_parts, counts_rows
+
+    def __call__(self, fetched: Any) -> tuple[list[Any], list[Any]]:
+        samples, seeds = (fetched.samples, fetched.seeds) if isinstance(fetched, Fetched) else (fetched, ())
+        if not isinstance(samples, list | tuple):
+            return [self._collated(samples, seeds)], [()]
+        if self._num_parts == 1:
+            parts = [(samples, seeds)]
+        else:
+            cuts = shares.share_out(len(samples), self._num_parts)
+            parts = [(samples[cut.start : cut.stop] or samples[:1], seeds[cut.start :] or seeds[:1]) for cut in cuts]
+        rows = [rows_of(part) if self._counts_rows else () for part, _ in parts]
+        return [self._collated(*part) for part in parts], rows
+
+    def _collated(self, samples: Any, seeds: Sequence[int]) -> Any:
+        return collate_seeded(self._collate, samples, seeds[0]) if seeds else self._collate(samples)
+
+
+class _Slices(Sampler[list[Any]]):
+    """Dataset indices of this rank's part of each global batch; the batch's first one for a rank without any."""
+
+    def __init__(
+        self, batches: BatchIndices, dp_rank: int, dp_size: int, num_microbatches: int, takes_empty: Callable[[], bool],
+        gives_places: bool,
+    ):  # fmt: skip
+        self._gives_places = gives_places
+        self._batches, self._takes_empty, self._num_microbatches = batches, takes_empty, num_microbatches
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.epoch = 0
+        self.next_batch = 0
+        self._reading: Sequence[Sequence[Any]] = ()
+
+    @property
+    def num_batches(self) -> int:
+        """In the whole of this epoch."""
+        return self._batches.count(self.epoch)
+
+    def check(self) -> None:
+        """DataError where a batch of the epoch leaves a rank without a sample, and it may not."""
+        if not self._takes_empty():
+            self._batches.check(self.epoch, self.dp_size)
+
+    def size_of(self, number: int) -> int:
+        """Samples in a global batch of the epoch that is being read."""
+        return len(self._reading[number])
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.check()
+        batches = self._reading = self._batches.of(self.epoch)
+        for number in range(self.next_batch, len(batches)):
+            own = self._own(batches[number])
+            yield self._places(number, len(batches[number]), own) if self._gives_places else own
+
+    def __len__(self) -> int:
+        return self.num_batches - self.next_batch
+
+    def numbers_of(self, global_batch: int) -> list[range]:
+        """Numbers in a global batch of this rank's samples, by microbatch."""
+        return shares.microbatch_samples(global_batch, self.dp_size, self._num_microbatches, self.dp_rank)
+
+    def _places(self, number: int, global_batch: int, own: list[Any]) -> list[SampleKey]:
+        positions = [*chain(*self.numbers_of(global_batch))] or [0]
+        return [SampleKey(self.epoch, number, *one) for one in zip(positions, own, strict=True)]
+
+    def _own(self, batch: Any) -> list[Any]:
+        own = self.numbers_of(len(batch))
+        runs = [batch[part.start : part.stop] for part in own] if own[0] else [batch[:1]]
+        return [*chain(*(run.tolist() if isinstance(run, torch.Tensor) else run for run in runs))]

@@ -1,0 +1,1 @@
+"""Tokenized data on disk."""

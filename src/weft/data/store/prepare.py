@@ -1,0 +1,457 @@
+"""The share of a source that is kept aside for evaluation, where the one that was asked for takes nothing.
+
+A document is kept aside by a draw from its content, so that equal documents go to the same side. Of few documents a
+small share may take none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from weft import env
+from weft.config.run_config import DataSection, RunConfig, SourceSection
+from weft.data.store.prepared import (
+    CachedSource,
+    PreparedData,
+    PreparedSource,
+    WantedSource,
+    ready_source,
+    ready_tokenizer,
+)
+from weft.data.text.documents import ALL_DRAWS
+from weft.data.text.schema import Schema
+from weft.data.text.tokenize import QUARANTINE, Report, split_of
+from weft.data.text.tokenizer import Tokenizer
+from weft.data.token_files import SplitCounts, SplitReader
+from weft.errors import DataError
+from weft.units import counted, format_bytes, format_count
+
+#: Fewer documents are all needed for training.
+_FEWEST = 10
+#: More of them cannot be without one that is kept aside, unless the share is tiny or they are all alike.
+_LOOK_AT_DOCUMENTS = 4096
+_LOOK_AT_CHARS = 16 * 2**20
+
+
+@dataclass(slots=True)
+class _Look:
+    """What the first documents of a source are. draws: draw -> documents; is_all: whether that was the whole source."""
+
+    num_kept: int = 0
+    num_trained: int = 0
+    draws: Counter[int] = field(default_factory=Counter)
+    is_all: bool = True
+
+    @property
+    def num_documents(self) -> int:
+        return self.num_kept + self.num_trained
+
+
+def settle_holdout(wanted: Sequence[WantedSource]) -> tuple[list[WantedSource], list[str]]:
+    """The sources with the share that is kept aside, and what to tell of it.
+
+    The share stays as it was asked for where it takes a part of the documents. Where it takes none of ten or more, it
+    becomes as many with the smallest draws as were asked for, at least one; where documents are fewer or all alike,
+    nothing.
+    """
+    looks = [_look(source) for source in wanted]
+    has_kept = any(look.num_kept and look.num_trained for look in looks)
+    settled, notes = [], []
+    for source, look in zip(wanted, looks, strict=True):
+        share, note = (source.limits.holdout, "") if has_kept else _share(source, look)
+        if look.is_all and look.num_kept and not look.num_trained and source.limits.holdout < 0.5:
+            share = 0.0  # one small source among others, whose only document drew a low number
+        settled.append(replace(source, limits=replace(source.limits, holdout=share)))
+        notes += [f"evaluation: {note}"] if note else []
+    return settled, notes
+
+
+def _look(source: WantedSource) -> _Look:
+    look, num_chars = _Look(), 0
+    for document in source.documents():
+        num_chars += len(document.text or "") + sum(len(turn.content) for turn in document.turns or ())
+        num_chars += document.ids.size if document.ids is not None else 0
+        if document.part and source.files.format != "text":
+            continue  # more of a very long record; pieces of a text file are drawn one by one
+        if split_of(document, source.limits.holdout) == "eval":
+            look.num_kept += 1
+        else:
+            look.num_trained += 1
+        look.draws[document.draw] += 1
+        is_enough = look.num_kept and look.num_trained
+        if is_enough or look.num_documents >= _LOOK_AT_DOCUMENTS or num_chars > _LOOK_AT_CHARS:
+            look.is_all = False
+            break
+    return look
+
+
+def _share(source: WantedSource, look: _Look) -> tuple[float, str]:
+    asked, number = source.limits.holdout, look.num_documents
+    if not look.is_all or number == 0 or (look.num_kept and asked >= 0.5):
+        return asked, ""
+    path, highest, kept = source.files.path, 0, 0
+    for highest in sorted(look.draws):
+        kept += look.draws[highest]
+        if kept >= asked * number:
+            break
+    if number > 1 and len(look.draws) == 1:
+        return 0.0, f"none; the {source.counted(number)} of {path} are all the same, so none can be held out as a test"
+    if number < _FEWEST:
+        return 0.0, f"none; {path} is {source.counted(number)}, too few to hold one out (data.eval=FILE gives others)"
+    if kept > max(number // 4, 2 * asked * number):
+        return 0.0, f"none; {kept} of the {source.counted(number)} of {path} are the same (data.eval=FILE gives others)"
+    are = "one is" if kept == 1 else f"{kept} are"
+    return (highest + 1) / ALL_DRAWS, (
+        f"data.holdout={asked:g} takes none of the {source.counted(number)} of {path}, so {are} kept aside"
+    )
+
+
+# Whether a run can learn what its data says, asked before the first step: answers, their ends, and what is cut off.
+
+#: Of a larger source so many documents are looked at.
+_MOST_DOCUMENTS = 200_000
+#: Tokens that are looked at together.
+_BLOCK_TOKENS = 2**22
+_PREFERENCES = ("preference", "feedback")
+
+
+@dataclass(slots=True)
+class _TrainableCheck:
+    """What was found in the documents of a source. untrained: without a trained token. cut: of which a part is lost."""
+
+    documents: int = 0
+    untrained: int = 0
+    cut: int = 0
+    has_stop: bool = False
+
+
+def check_trainable(data: PreparedData, section: DataSection, seq_len: int) -> PreparedData:
+    """Return the data, with a line in its summary for each thing that is wrong where data.check=warn.
+
+    Args:
+        data: of the run.
+        section: what is checked, and which shares are allowed.
+        seq_len: tokens of a sequence.
+
+    Raises:
+        DataError: for the first thing that is wrong where data.check=refuse.
+    """
+    if section.check == "off":
+        return data
+    found = list(_problems(data, section, seq_len))
+    if found and section.check == "refuse":
+        raise DataError(f"{found[0]} Or set data.check=warn to train all the same.")
+    return replace(data, summary=[*data.summary, *(f"warning: {one}" for one in found)])
+
+
+def _problems(data: PreparedData, section: DataSection, seq_len: int) -> Iterator[str]:
+    """One sentence for each thing that is wrong, and what to do."""
+    masked = [(number, source) for number, source in enumerate(data.train) if source.counts.has_mask]
+    if not masked:
+        return
+    tokenizer = data.tokenizer
+    yield from _of_template(tokenizer, [source for _, source in masked])
+    stops = stop_ids(tokenizer)
+    looks = [(number, source, _check_source(source, stops, seq_len)) for number, source in masked]
+    if len(masked) == len(data.train) and not any(look.has_stop for _, _, look in looks):
+        names = ", ".join(tokenizer.decode([token], specials=True) for token in stops)
+        yield (
+            f"data.train: no answer ends with a trained stop token ({names}), so the model would never learn to stop. "
+            "Use the model's own chat template, or end completions and masks with the stop token."
+        )
+    for number, source, look in looks:
+        key, of = f"data.train.{number}.path={source.name}", f"{look.untrained} of {_documents(look)}"
+        if look.untrained > section.max_untrained * look.documents:
+            yield (
+                f"{key}: {of} have no trained token, more than data.max_untrained={section.max_untrained:g} allows. "
+                "Give them answers, leave them out, or set a larger data.max_untrained."
+            )
+        if look.cut > section.max_cut * look.documents:
+            yield (
+                f"{key}: train.seq_len={seq_len} cuts answers of {look.cut} of {_documents(look)}, more than "
+                f"data.max_cut={section.max_cut:g} allows. Use a larger train.seq_len, or set a larger data.max_cut."
+            )
+
+
+def _documents(look: _TrainableCheck) -> str:
+    return counted(look.documents, "document")
+
+
+def _of_template(tokenizer: Tokenizer, sources: Sequence[PreparedSource]) -> Iterator[str]:
+    """Whether a chat template ends the assistant's turn with text that looks like a token and is none."""
+    template = tokenizer.template
+    if template is None or all(source.kind in ("completion", "ids") for source in sources):
+        return
+    try:
+        after = template.after_answer()
+    except DataError:
+        return  # the template takes no such conversation; what it takes, the data has shown
+    name = after.split()[0] if after.split() else ""
+    if name.startswith(("<", "[")) and not template.begins_with_special(name):
+        yield (
+            f"tokenizer: its chat template ends the assistant's turn with {name!r}, which is no special token of the "
+            "tokenizer, so generation cannot stop there. Add the token, or use the model's own template."
+        )
+
+
+def stop_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens at which generation stops: the ends of a document and of an assistant's turn."""
+    found = {tokenizer.end_id, tokenizer.vocabulary.turn_end_id}
+    if tokenizer.template is not None:
+        with contextlib.suppress(DataError):  # the template takes no conversation of one question
+            names = tokenizer.template.end_marks()
+            special = filter(tokenizer.is_special, range(tokenizer.vocab_size))
+            found |= {token for token in special if tokenizer.decode([token], specials=True) in names}
+    return sorted(token for token in found if token >= 0)
+
+
+def _check_source(source: PreparedSource, stops: Sequence[int], seq_len: int) -> _TrainableCheck:
+    reader, look = SplitReader(source.folder, source.counts), _TrainableCheck()
+    offsets = reader.offsets[: min(source.num_documents, _MOST_DOCUMENTS) + 1]
+    first = 0
+    while first < len(offsets) - 1:
+        border = int(np.searchsorted(offsets, offsets[first] + _BLOCK_TOKENS, side="right")) - 1
+        last = max(first + 1, border)
+        start, size = int(offsets[first]), int(offsets[last] - offsets[first])
+        mask = reader.trained(start, size)
+        assert mask is not None
+        trained = mask != 0
+        _add(look, reader.tokens(start, size), trained, offsets[first : last + 1] - start, stops, seq_len, source)
+        first = last
+    return look
+
+
+def _add(
+    look: _TrainableCheck,
+    tokens: np.ndarray,
+    trained: np.ndarray,
+    offsets: np.ndarray,
+    stops: Sequence[int],
+    seq_len: int,
+    source: PreparedSource,
+) -> None:
+    """Count the documents of a block. offsets: where they begin in it, and its end."""
+    before = np.concatenate([[0], np.cumsum(trained)])
+    each = before[offsets[1:]] - before[offsets[:-1]]
+    look.documents += len(each)
+    look.untrained += int((each == 0).sum())
+    look.has_stop = look.has_stop or bool(np.isin(tokens[trained], stops).any())
+    longer = np.flatnonzero(np.diff(offsets) - 1 > seq_len)
+    if source.packing == "concat":
+        return  # every document is cut somewhere, and goes on in the next sequence
+    for place in longer[each[longer] > 0]:
+        begin, end = int(offsets[place]), int(offsets[place + 1])
+        where = np.flatnonzero(trained[begin:end])
+        # Of preferences the prompt gives way; of other documents what is behind the first piece lacks its beginning.
+        first = max(0, int(where[0]) - 1) if source.kind in _PREFERENCES else 0
+        look.cut += int(where[-1]) - first > seq_len
+
+
+# Tokenise a run's data once and say where it is: before any process group, by every process, safe under locks.
+
+#: With fewer documents it is no surprise that one has most tokens.
+_MANY_DOCUMENTS = 10
+
+
+def prepare_data(config: RunConfig, report: Report | None = None, *, preferences: bool = False) -> PreparedData:
+    """Tokenise what is not tokenised yet, and open the rest.
+
+    report(stage, done, total) is called as the work goes on; total is in bytes of the files, 0 where it is not known.
+
+    Args:
+        config: its sections data and tokenizer.
+        report: None: nobody asks.
+        preferences: whether records must say which answers are preferred, instead of what is learned.
+
+    Raises:
+        DataError: for everything that is wrong with the data.
+    """
+    data, cache = config.data, cache_folder(config.data)
+    holdout = data.holdout if not data.eval else 0.0
+
+    def wanted(sections: Sequence[SourceSection], key: str, holdout: float) -> list[WantedSource]:
+        return [
+            WantedSource.of(section, f"{key}.{number}", data, holdout, preferences=preferences)
+            for number, section in enumerate(sections)
+        ]
+
+    train, evaluation = wanted(data.train, "data.train", holdout), wanted(data.eval, "data.eval", 0.0)
+    _check_weights(train)
+    notes: list[str] = []
+    if holdout > 0:
+        train, notes = settle_holdout(train)
+    try:
+        return _prepare(config, cache, train, evaluation, notes, report)
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir={cache}: cannot be used ({error.strerror or error}). "
+            "Give a folder with room that you may write to, or set WEFT_HOME."
+        ) from error
+
+
+def _prepare(
+    config: RunConfig,
+    cache: Path,
+    train: list[WantedSource],
+    evaluation: list[WantedSource],
+    notes: list[str],
+    report: Report | None,
+) -> PreparedData:
+    cache.mkdir(parents=True, exist_ok=True)
+    tokenizer_dir, tokenizer = ready_tokenizer(cache, config, train, report)
+    summary = [f"tokenizer: {config.tokenizer.kind}, {tokenizer.vocab_size} entries"]
+
+    def ready(wanted: WantedSource) -> tuple[WantedSource, CachedSource]:
+        seq_len = config.train.seq_len
+        stored = ready_source(cache, wanted, tokenizer, config.data.packing, seq_len, report)
+        if stored.manifest.splits["train"].num_documents == 0:
+            raise DataError(_nothing_left(wanted, stored))
+        summary.extend(_describe(wanted, stored, seq_len))
+        return wanted, stored
+
+    trained = [ready(wanted) for wanted in train]
+    evaluated = [ready(wanted) for wanted in evaluation]
+    train_sources = tuple(_prepared(*entry, "train") for entry in trained)
+    if evaluation:
+        eval_sources = tuple(_prepared(*entry, "train") for entry in evaluated)
+    else:
+        eval_sources = tuple(
+            _prepared(wanted, stored, "eval")
+            for wanted, stored in trained
+            if "eval" in stored.manifest.splits and stored.manifest.splits["eval"].num_documents
+        )
+    summary += notes
+    if not eval_sources:
+        summary += [] if notes else [_no_evaluation(config.data)]
+        _check_early_stop(config, summary[-1])
+    return PreparedData(train_sources, eval_sources, tokenizer_dir, tokenizer.vocab_size, summary)
+
+
+def cache_folder(data: DataSection) -> Path:
+    """Return where tokenised data of this config is kept."""
+    return (Path(data.cache_dir).expanduser() if data.cache_dir else env.cache_dir() / "data").absolute()
+
+
+def _check_weights(train: Sequence[WantedSource]) -> None:
+    without = [wanted.files for wanted in train if wanted.section.weight is None]
+    if without and len(without) < len(train):
+        raise DataError(
+            f"{without[0].field}.weight: {without[0].path} has no weight while another source has. "
+            "Give every source of data.train a weight, or none."
+        )
+
+
+def _prepared(wanted: WantedSource, stored: CachedSource, split: str) -> PreparedSource:
+    manifest = stored.manifest
+    return PreparedSource(
+        wanted.files.path, stored.folder / split, wanted.section.weight, manifest.pad_id, manifest.end_id,
+        manifest.splits[split], stored.packing, wanted.schema.kind,
+    )  # fmt: skip
+
+
+def _describe(wanted: WantedSource, stored: CachedSource, seq_len: int) -> Iterator[str]:
+    files, manifest, schema = wanted.files, stored.manifest, Schema(**stored.manifest.schema)
+    train, kept = manifest.splits["train"], manifest.splits.get("eval")
+    counts = _counts(train, schema)
+    if train.has_mask and not schema.is_preference:
+        counts += f" ({format_count(train.num_trained)} trained)"
+    if kept is not None:
+        counts += f"; kept for evaluation {_counts(kept, schema)}"
+    if not schema.is_preference and (schema.packing != "concat" or stored.packing != "concat"):
+        counts += f"; packing {stored.packing}"
+    num_files = f"{len(files.files)} files, " if len(files.files) > 1 else ""
+    yield f"{files.path}: {schema}; {num_files}{format_bytes(files.size_bytes)}, {counts}"
+    if files.num_skipped:
+        yield f"{files.path}: {counted(files.num_skipped, 'file')} of other formats left out"
+    if stored.damage:
+        yield f"{files.path}: its stored tokens were damaged ({stored.damage}), and Weft has written them again"
+    if manifest.broken:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in manifest.broken.items())
+        what = "pieces of text" if schema.file_text else "records"
+        yield (
+            f"{files.path}: {sum(manifest.broken.values())} of {manifest.num_records} {what} quarantined ({reasons}): "
+            f"{stored.folder / QUARANTINE}"
+        )
+    if (longest := _longest_document(stored)) is not None:
+        trained, of = longest
+        yield (
+            f"{files.path}: one document has {format_count(trained)} of the {format_count(of)} trained tokens; "
+            "leave it out if it is there by mistake"
+        )
+    for note, number in manifest.notes.items():
+        yield f"{files.path}: {wanted.counted(number)} {note}, kept for training"
+    if (
+        schema.has_mask
+        and not schema.is_preference
+        and stored.packing != "concat"
+        and (number := _num_longer(stored, seq_len))
+    ):
+        yield (
+            f"{files.path}: train.seq_len={seq_len} cuts {number} of {counted(train.num_documents, 'document')} into "
+            "pieces; a piece does not see the text before it"
+        )
+
+
+def _longest_document(stored: CachedSource) -> tuple[int, int] | None:
+    """Trained tokens of the longest document and of all, if it has more than half of those of many documents."""
+    train = stored.manifest.splits["train"]
+    if train.num_documents < _MANY_DOCUMENTS:
+        return None
+    reader = SplitReader(stored.folder / "train", train)
+    sizes = np.diff(reader.offsets)
+    place = int(sizes.argmax())
+    if 2 * sizes[place] <= train.num_trained:
+        return None
+    start, trained = int(reader.offsets[place]), 0
+    for low in range(start, start + int(sizes[place]), _BLOCK_TOKENS):
+        size = min(_BLOCK_TOKENS, start + int(sizes[place]) - low)
+        mask = reader.trained(low, size)
+        trained += size if mask is None else int((mask != 0).sum())
+    return (trained, train.num_trained) if 2 * trained > train.num_trained else None
+
+
+def _counts(split: SplitCounts, schema: Schema) -> str:
+    number, noun = split.num_documents, "answer" if schema.is_preference else "document"
+    if schema.kind == "preference":
+        number, noun = number // 2, "pair"
+    return f"{format_count(number)} {noun}{'s' * (number != 1)}, {format_count(split.num_tokens)} tokens"
+
+
+def _num_longer(stored: CachedSource, seq_len: int) -> int:
+    """Documents of the train split that do not fit into one sequence; their end token need not."""
+    offsets = SplitReader(stored.folder / "train", stored.manifest.splits["train"]).offsets
+    return int((np.diff(offsets) > seq_len + 1).sum())
+
+
+def _nothing_left(wanted: WantedSource, stored: CachedSource) -> str:
+    field, path = wanted.files.field, wanted.files.path
+    if stored.manifest.num_records == 0:
+        return f"{field}.path={path}: the files hold no records. Give files with data in them."
+    return (
+        f"data.holdout={wanted.limits.holdout:g}: it holds out every document of {path} for evaluation. Use a smaller "
+        "data.holdout, or give data.eval."
+    )
+
+
+def _no_evaluation(data: DataSection) -> str:
+    if data.holdout == 0:
+        return "evaluation: none (data.holdout = 0 and no data.eval)"
+    return (
+        f"evaluation: none; data.holdout={data.holdout:g} takes none of the documents "
+        "(a larger data.holdout or data.eval=FILE gives some)"
+    )
+
+
+def _check_early_stop(config: RunConfig, why: str) -> None:
+    patience = config.train.early_stop.patience
+    if patience is not None:
+        raise DataError(
+            f"train.early_stop.patience={patience}: the run has no evaluation data ({why}). Give data.eval, or leave "
+            "the patience out."
+        )

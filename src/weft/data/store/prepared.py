@@ -1,0 +1,436 @@
+"""Tokenised data of a run as a value: where it lies, what it holds, and in what it differs from other data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from weft.config.run_config import DataSection, RunConfig, SourceSection
+from weft.data.order.stream import write_plan
+from weft.data.text.documents import Document
+from weft.data.text.schema import Schema, detect_schema
+from weft.data.text.source import FileSet, find_files
+from weft.data.text.tokenize import (
+    FORMAT_VERSION,
+    QUARANTINE,
+    DocumentStream,
+    ReadLimits,
+    Report,
+    SourceManifest,
+    piece_bytes,
+    split_of,
+    tokenise_source,
+    too_many_broken,
+)
+from weft.data.text.tokenizer import Tokenizer, find_tokenizer_file, import_tokenizer, save_bytes_tokenizer, train_bpe
+from weft.data.token_files import SplitCounts, SplitReader, locked, new_folder, size_problems, verify_split
+from weft.errors import DataError
+from weft.units import counted, format_count
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSource:
+    """One split of one tokenised source. folder: where its shards are. packing: how its documents become sequences.
+
+    kind: of its records, as the schema calls it.
+    """
+
+    name: str
+    folder: Path
+    weight: float | None
+    pad_id: int
+    end_id: int
+    counts: SplitCounts
+    packing: str = "concat"
+    kind: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens in the split."""
+        return self.counts.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """The number of documents in the split."""
+        return self.counts.num_documents
+
+    @property
+    def content(self) -> str:
+        """Digest of the stored tokens, wherever they lie and whatever the files were called."""
+        files = sorted((name, digest) for name, (_, digest) in self.counts.files.items())
+        return key_of(
+            files, self.counts.dtype, self.pad_id, self.end_id, *map(list, filter(None, [self.counts.weights]))
+        )
+
+    def __str__(self) -> str:
+        documents = counted(self.num_documents, "document")
+        return f"{self.name} ({documents}, {format_count(self.num_tokens)} tokens)"
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Tokenised data of a run. train, eval: the sources; eval is empty where there is nothing to evaluate on.
+
+    summary: sentences for people: which schema was found where, counts, what was quarantined.
+    """
+
+    train: tuple[PreparedSource, ...]
+    eval: tuple[PreparedSource, ...]
+    tokenizer_dir: Path
+    vocab_size: int
+    summary: list[str]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the tokens, read from its folder."""
+        return Tokenizer.load(self.tokenizer_dir)
+
+    @property
+    def digest(self) -> str:
+        """Names the content of all tokens: equal for two preparations that give the same batches."""
+        return key_of(self.vocab_size, [[(s.content, s.packing) for s in split] for split in (self.train, self.eval)])
+
+    def changes_from(self, before: PreparedData) -> list[str]:
+        """Return one phrase for each source whose tokens or packing are not those of `before`, with its config key."""
+        found = _changes("data.train", before.train, self.train) or _changes("data.eval", before.eval, self.eval)
+        if not found and before.digest != self.digest:
+            found.append(f"tokenizer: it has {self.vocab_size} entries, and {before.vocab_size} before")
+        return found
+
+    def to_json(self) -> str:
+        """Return JSON text that `from_json` reads."""
+        return json.dumps(asdict(self), indent=1, default=str) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> PreparedData:
+        """Read what `to_json` wrote.
+
+        Raises:
+            DataError: with the reason alone, for any other text.
+        """
+        try:
+            values = json.loads(text)
+            train, evaluation = (
+                tuple(
+                    PreparedSource(
+                        **{**entry, "folder": Path(entry["folder"]), "counts": SplitCounts.from_dict(entry["counts"])}
+                    )
+                    for entry in values[split]
+                )
+                for split in ("train", "eval")
+            )
+            return cls(train, evaluation, Path(values["tokenizer_dir"]), values["vocab_size"], values["summary"])
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"it cannot be read: {error}") from error
+
+
+def _changes(key: str, before: Sequence[PreparedSource], now: Sequence[PreparedSource]) -> list[str]:
+    found = []
+    for number, (old, new) in enumerate(zip_longest(before, now)):
+        if old is None or new is None:
+            found.append(f"{key}.{number}: it is {new or 'not there'}, and was {old or 'not there'}")
+        elif old.content != new.content:
+            same_size = old.num_tokens == new.num_tokens
+            found.append(f"{key}.{number}: it is {new}{' with other tokens' if same_size else ''}, and was {old}")
+        elif old.packing != new.packing:
+            found.append(f"{key}.{number}: its packing is {new.packing}, and data.packing={old.packing} was used")
+    return found
+
+
+def verify_data(prepared: PreparedData) -> list[str]:
+    """Read all shards and compare their digests; one sentence for each damaged file."""
+    problems = []
+    for source in (*prepared.train, *prepared.eval):
+        problems += [f"{source.folder}: {problem}" for problem in verify_split(source.folder, source.counts)]
+    try:
+        Tokenizer.load(prepared.tokenizer_dir)
+    except DataError as error:
+        problems.append(str(error))
+    return problems
+
+
+def key_of(*parts: Any) -> str:
+    """A short name for values that JSON can write; equal values, equal names."""
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=10).hexdigest()
+
+
+# What a config asks for as data: its sources with their files, and the content of these files.
+
+_READ_BYTES = 2**20
+#: Less is read before a line about it is.
+_TOLD_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class WantedSource:
+    """A source of the config with its files. preferences: whether the task learns from preferred answers alone."""
+
+    section: SourceSection
+    files: FileSet
+    limits: ReadLimits
+    preferences: bool = False
+
+    @classmethod
+    def of(
+        cls, section: SourceSection, field: str, data: DataSection, holdout: float, *, preferences: bool = False
+    ) -> WantedSource:
+        """field: dotted key, such as "data.train.0". Raises DataError where there are no such files."""
+        files = find_files(section.path, field)
+        pieces = piece_bytes(files, holdout)
+        limits = ReadLimits(holdout, data.max_record_bytes, data.max_bad_fraction, pieces)
+        return cls(section, files, limits, preferences)
+
+    @cached_property
+    def schema(self) -> Schema:
+        columns, most = {**self.section.columns}, self.limits.max_record_bytes
+        return detect_schema(self.files, self.section.schema_, columns, most, preferences=self.preferences)
+
+    def counted(self, number: int) -> str:
+        """A number of its documents, as a reader calls them."""
+        one, more = ("piece of text", "pieces of text") if self.files.format == "text" else ("document", "documents")
+        if self.schema.kind == "preference":
+            one, more = "pair", "pairs"
+        return counted(number, one, more)
+
+    def documents(self, files: FileSet | None = None) -> Iterator[Document]:
+        """All documents that can be read, of any ids. files: the same ones in another order."""
+        limits = ReadLimits(
+            self.limits.holdout, self.limits.max_record_bytes, max_bad_fraction=1.0, piece_bytes=self.limits.piece_bytes
+        )
+        yield from DocumentStream(files or self.files, self.schema, limits, 2**31, on_broken=lambda _: None)
+
+    def key(self, digests: list[str]) -> list[Any]:
+        """What decides the tokens of the source. digests: of its files' content."""
+        limits = self.limits
+        reading = [limits.holdout, limits.max_record_bytes, limits.piece_bytes]
+        files = [
+            [file.format, file.compression, file.path.suffixes[-2:], digest]
+            for file, digest in zip(self.files.files, digests, strict=True)
+        ]
+        of_preferences = ["preferences"] if self.preferences else []
+        return [self.section.schema_, dict(self.section.columns), reading, files, *of_preferences]
+
+
+def content_digests(cache: Path, files: FileSet, report: Report | None) -> list[str]:
+    """Return the sha256 of each file. Size and time of change only tell whether what was read before is still true.
+
+    So a file that is touched, copied or moved is read again, and gives the same digest.
+
+    Args:
+        cache: where digests are kept.
+        files: to be read.
+        report: told of the bytes that were read.
+    """
+    known = (
+        cache
+        / "contents"
+        / (key_of([[str(file.path), file.size_bytes, file.mtime_ns] for file in files.files]) + ".json")
+    )
+    try:
+        digests = json.loads(known.read_text("utf-8"))
+        if isinstance(digests, list) and len(digests) == len(files.files):
+            return [str(digest) for digest in digests]
+    except (OSError, ValueError):
+        pass  # not read yet, or damaged: the files tell
+    digests, done = [], 0
+    for file in files.files:
+        digests.append(_digest(file.path, file.name))
+        done += file.size_bytes
+        if report is not None and files.size_bytes > _TOLD_BYTES:
+            report(f"read {files.path}", done, files.size_bytes)
+    known.parent.mkdir(parents=True, exist_ok=True)
+    draft = known.with_name(f".{known.name}.{os.getpid()}")
+    draft.write_text(json.dumps(digests), "utf-8")
+    os.replace(draft, known)
+    return digests
+
+
+def _digest(path: Path, name: str) -> str:
+    hasher = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                hasher.update(block)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read ({error.strerror or error}). Repair it or leave it out.") from error
+    return hasher.hexdigest()
+
+
+# The cache of tokenised data: tokenizers and shards, each made once under a lock, checked when they are taken out.
+
+_CHECKED = "checked.json"
+#: How long a check of the digests is believed, while no file is written to: a disk may forget without being asked.
+_CHECK_HOLDS_S = 24 * 3600
+#: A check of less is over before a line about it is read.
+_CACHE_LOG_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class CachedSource:
+    """A tokenised source as it lies in the cache. damage: what was wrong with it before it was made again, or ""."""
+
+    folder: Path
+    manifest: SourceManifest
+    packing: str
+    damage: str
+
+
+def ready_tokenizer(
+    cache: Path, config: RunConfig, train: Sequence[WantedSource], report: Report | None
+) -> tuple[Path, Tokenizer]:
+    """The tokenizer of the config, made where it is not there yet, and its folder."""
+    section = config.tokenizer
+    if config.data.bos is True and section.kind != "file":
+        raise DataError(
+            f"data.bos=true: a tokenizer of kind {section.kind} has no bos_token. Leave data.bos out, or "
+            "use tokenizer.kind=file."
+        )
+    if section.kind == "bytes":
+        key = key_of("bytes", FORMAT_VERSION)
+    elif section.kind == "file":
+        source = find_tokenizer_file(section.path)
+        settings = source.parent / "tokenizer_config.json"
+        files = [source, settings, *([source.parent / "chat_template.jinja"] if section.template else [])]
+        content = [path.read_bytes().hex() for path in files if path.is_file()]
+        key = key_of("file", FORMAT_VERSION, content, config.data.bos, *(["template"] if section.template else []))
+    else:
+        # The names decide in which order texts are read.
+        texts = [
+            [w.key(content_digests(cache, w.files, report)), [file.path.name for file in w.files.files]] for w in train
+        ]
+        key = key_of("bpe", FORMAT_VERSION, section.vocab_size, section.train_bytes, texts)
+    folder = cache / f"tokenizer-{key}"
+    with locked(cache / "locks" / f"{folder.name}.lock", _waiting(report, "tokenizer")):
+        if folder.is_dir():
+            try:
+                return folder, Tokenizer.load(folder)
+            except DataError:
+                # Damaged: it is made again from the same input.
+                shutil.rmtree(folder)
+        with new_folder(folder) as temporary:
+            if section.kind == "bytes":
+                save_bytes_tokenizer(temporary)
+            elif section.kind == "file":
+                import_tokenizer(temporary, section.path, template=section.template, bos=config.data.bos)
+            else:
+                train_bpe(temporary, _training_text(train, section.train_bytes, report), section.vocab_size)
+        return folder, Tokenizer.load(folder)
+
+
+def _training_text(train: Sequence[WantedSource], limit: int, report: Report | None) -> Iterator[str]:
+    """Text of the train split, at most `limit` bytes in equal parts; a small source leaves its rest to the others."""
+    sources = [wanted for wanted in sorted(train, key=lambda w: w.files.size_bytes) if wanted.schema.kind != "ids"]
+    if not sources:
+        raise DataError(
+            'tokenizer.kind="bpe": the training data holds only token ids, and no text to train a tokenizer on. '
+            'Use tokenizer.kind="file" with the tokenizer that made the ids.'
+        )
+    left = limit
+    for number, wanted in enumerate(sources):
+        budget = left // (len(sources) - number)
+        for text in _source_text(wanted):
+            size = len(content := text.encode())
+            if size > budget:
+                text = content[:budget].decode("utf-8", "ignore")
+                size = budget
+            yield text
+            budget, left = budget - size, left - size
+            if report is not None:
+                report("train tokenizer", limit - left, limit)
+            if budget <= 0:
+                break
+
+
+def _source_text(wanted: WantedSource) -> Iterator[str]:
+    # Files in an order that their names scatter: the first ones of a folder need not be like the rest.
+    files = sorted(wanted.files.files, key=lambda file: hashlib.blake2b(file.path.name.encode()).digest())
+    for document in wanted.documents(replace(wanted.files, files=tuple(files))):
+        if split_of(document, wanted.limits.holdout) == "train":
+            parts = (document.prompt, document.text, *(turn.content for turn in document.turns or ()))
+            yield "\n".join(part for part in parts if part is not None)
+
+
+def ready_source(
+    cache: Path, wanted: WantedSource, tokenizer: Tokenizer, packing: str | None, seq_len: int, report: Report | None
+) -> CachedSource:
+    """The tokens of a source, made where they are not there yet or are damaged. packing None: what suits the schema."""
+    key = wanted.key(content_digests(cache, wanted.files, report))
+    folder = cache / f"data-{key_of(FORMAT_VERSION, tokenizer.digest, key)}"
+    with locked(cache / "locks" / f"{folder.name}.lock", _waiting(report, wanted.files.path)):
+        manifest, damage = _stored(folder, wanted, report)
+        if manifest is None:
+            with new_folder(folder) as temporary:
+                quarantine = cache / f"{folder.name}.{QUARANTINE}"
+                manifest = tokenise_source(
+                    wanted.files, wanted.schema, tokenizer, wanted.limits, temporary,
+                    report=report, keep_quarantine=quarantine,
+                )  # fmt: skip
+        broken, limit = Counter(manifest.broken), wanted.limits.max_bad_fraction
+        schema = Schema(**manifest.schema)
+        if broken.total() > limit * manifest.num_records:
+            raise too_many_broken(wanted.files, schema, manifest, limit, folder / QUARANTINE)
+        for split, counts in manifest.splits.items():
+            if counts.num_documents:
+                offsets = SplitReader(folder / split, counts).offsets
+                write_plan(folder / split, packing or schema.packing, seq_len, offsets)
+    return CachedSource(folder, manifest, packing or schema.packing, damage)
+
+
+def _stored(folder: Path, wanted: WantedSource, report: Report | None) -> tuple[SourceManifest | None, str]:
+    """The manifest of a folder whose files are as they were written, or None with what is wrong with it."""
+    if not folder.is_dir():
+        return None, ""
+    try:
+        manifest = SourceManifest.read(folder)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None, "its manifest cannot be read"
+    splits = [(folder / split, counts) for split, counts in manifest.splits.items()]
+    problems = [problem for place, counts in splits for problem in size_problems(place, counts)]
+    if not problems and not _was_checked(folder, manifest):
+        progress: Callable[[int, int], None] | None = None
+        if report is not None and sum(size for _, c in splits for size, _ in c.files.values()) > _CACHE_LOG_BYTES:
+            progress = lambda done, total: report(f"check {wanted.files.path}", done, total)  # noqa: E731
+        problems = [problem for place, counts in splits for problem in verify_split(place, counts, progress)]
+        if not problems:
+            _write_checked(folder, manifest)
+    return (None, problems[0]) if problems else (manifest, "")
+
+
+def _was_checked(folder: Path, manifest: SourceManifest) -> bool:
+    """Whether the digests were compared a short while ago, by this process's neighbours or an earlier start."""
+    try:
+        checked = json.loads((folder / _CHECKED).read_text("utf-8"))
+        age = time.time() - float(checked["time"])
+        return 0 <= age < _CHECK_HOLDS_S and checked["files"] == _stats(folder, manifest)
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _write_checked(folder: Path, manifest: SourceManifest) -> None:
+    draft = folder / f".{_CHECKED}.{os.getpid()}"
+    draft.write_text(json.dumps({"time": time.time(), "files": _stats(folder, manifest)}), "utf-8")
+    os.replace(draft, folder / _CHECKED)
+
+
+def _stats(folder: Path, manifest: SourceManifest) -> list[list[Any]]:
+    """What changes when a file is written to or replaced, for each file of all splits."""
+    found: list[list[Any]] = []
+    for split, counts in manifest.splits.items():
+        for name in sorted(counts.files):
+            stat = (folder / split / name).stat()
+            found.append([f"{split}/{name}", stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino])
+    return found
+
+
+def _waiting(report: Report | None, what: str) -> Callable[[], None] | None:
+    return None if report is None else lambda: report(f"wait for another process to prepare {what}", 0, 0)

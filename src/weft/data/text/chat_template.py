@@ -1,0 +1,421 @@
+"""Conversations through a tokenizer's own chat template, and which characters of the text are trained.
+
+Trained is what the assistant generates: everything behind the generation prompt, up to and including the token that
+ends the turn. The template's own `{% generation %}` blocks decide instead if it has them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from weft.data.text.answer_spans import (
+    CALL,
+    CONTENT,
+    REASONING_KEYS,
+    THOUGHT,
+    Header,
+    MarkedAnswers,
+    Messages,
+    TurnFormat,
+    common_units,
+    last_unit,
+    replace_texts,
+    without_thought_tags,
+)
+from weft.data.text.template_sandbox import Rendered, Sandbox, TemplateLimit
+from weft.data.text.turns import Turn
+from weft.errors import DataError
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+#: Contents of the small conversations that show how a template writes turns. Of a private area of Unicode.
+_ASKED, _SAID, _RETURNED, _NEXT = "\U0010fff4", "\U0010fff5", "\U0010fff6", "\U0010fff7"
+#: Stands for a character of a special token's text that is plain text.
+_PLAIN = "\U0010fff8"
+_CALL_ID = "abcdefghi"
+_MESSAGE_CHARS = 200
+_LEFT_OUT = {
+    THOUGHT: "whose reasoning the chat template leaves out",
+    CALL: "whose tool calls the chat template leaves out",
+    CONTENT: "with an answer that the chat template leaves out",
+}
+_TOOLS_LEFT_OUT = "whose tools the chat template leaves out"
+
+
+class RefusedConversation(DataError):
+    """The template cannot render this conversation. Others of the same data may be fine.
+
+    Args:
+        text: the full error.
+        reason: a short form, for counts of broken records.
+    """
+
+    def __init__(self, text: str, reason: str):
+        super().__init__(text)
+        self.reason = reason
+
+
+class TrainedSpan(NamedTuple):
+    """Characters low..high, and their weight in the loss."""
+
+    low: int
+    high: int
+    weight: float = 1.0
+
+
+class ChatTemplate:
+    """A chat template and the names of special tokens that it knows, such as bos_token.
+
+    `left_out` counts the rendered conversations with parts that the template does not render.
+
+    Args:
+        chat: "chat_template", and names of tokens by kind, such as eos_token.
+        specials: all special tokens of the tokenizer, as text.
+    """
+
+    def __init__(self, chat: Mapping[str, str], specials: Sequence[str]):
+        self._template = chat["chat_template"]
+        self._names = {key: value for key, value in chat.items() if key != "chat_template"}
+        self._specials = sorted((one for one in specials if one), key=len, reverse=True)
+        self._marks_answers = bool(_GENERATION.search(self._template))
+        self._header = lru_cache(maxsize=None)(self._find_header)
+        self.left_out: Counter[str] = Counter()
+
+    def render(self, turns: Sequence[Turn], tools: str = "") -> tuple[str, list[TrainedSpan]]:
+        """Return the text of a conversation, and the ranges of characters that are trained.
+
+        Args:
+            turns: of the conversation.
+            tools: JSON of what the assistant may call, or "".
+
+        Raises:
+            RefusedConversation: if the template refuses the conversation, or leaves out or repeats answers.
+            DataError: if the template cannot be compiled, or does more work than its limits allow.
+        """
+        messages, schemas = self._messages(turns), json.loads(tools) if tools else None
+        rendered = self._rendered(messages, schemas)
+        answers = self._located(rendered.text, messages, schemas)
+        if answers is None and not self._marks_answers:
+            raise _unclear()
+        if self._marks_answers:
+            spans = _of_blocks(rendered, turns, answers)
+        else:
+            assert answers is not None
+            spans = [
+                TrainedSpan(low, high, turns[place].weight)
+                for place, low, high in answers.spans(rendered.text, self._turn_format)
+            ]
+        self._count_left_out(answers, turns, schemas)
+        return rendered.text, [span for span in spans if span.weight]
+
+    def prompt(self, turns: Sequence[Turn], tools: str = "") -> str:
+        """Return the text of a conversation followed by the prompt for the assistant's next turn.
+
+        Args:
+            turns: of the conversation.
+            tools: JSON of what the assistant may call, or "".
+
+        Raises:
+            RefusedConversation: if the template refuses the conversation.
+            DataError: if the template cannot be compiled, or does more work than its limits allow.
+        """
+        return self._rendered(self._messages(turns), json.loads(tools) if tools else None, prompt=True).text
+
+    def apart(self, turns: Sequence[Turn], tools: str = "", *, prompt: bool = False) -> list[tuple[str, bool]]:
+        """Return the text in pieces: (text, whether it is a special token's text that stands for itself).
+
+        Args:
+            turns: of the conversation.
+            tools: JSON of what the assistant may call, or "".
+            prompt: whether the prompt for the assistant's next turn follows.
+
+        Raises:
+            RefusedConversation: if the template rewrites such a text, or a key of a tool call holds one.
+        """
+        messages, schemas = self._messages(turns), json.loads(tools) if tools else None
+        text = self._rendered(messages, schemas, prompt=prompt).text
+        plain = [
+            replace_texts(message, self._hidden_for(turn.role)) | {"role": message["role"]}
+            for message, turn in zip(messages, turns, strict=True)
+        ]
+        shadow = self._rendered(plain, replace_texts(schemas, self._hidden_for("")), prompt=prompt).text
+        pieces: list[tuple[str, bool]] = []
+        at = 0
+        for match in re.finditer(f"{_PLAIN}+", shadow):
+            pieces += [(text[at : match.start()], False), (text[match.start() : match.end()], True)]
+            at = match.end()
+        pieces.append((text[at:], False))
+        same = "".join(_PLAIN * len(piece) if is_plain else piece for piece, is_plain in pieces)
+        if same != shadow or self._has_special_key(messages, schemas):
+            raise RefusedConversation(
+                "tokenizer: the text of one of its special tokens is in a part of the conversation that the chat "
+                "template rewrites, so it would become that token. Take it out of the data.",
+                "a special token's text where the chat template rewrites it",
+            )
+        return [piece for piece in pieces if piece[0]]
+
+    def has_special(self, turns: Sequence[Turn], tools: str = "") -> bool:
+        """Return whether a content or a tool call holds the text of a special token."""
+        parts = [tools, *(part for turn in turns if turn.role != "assistant" for part in (turn.content, turn.more))]
+        own = [part for turn in turns if turn.role == "assistant" for part in (turn.content, turn.more)]
+        parts += map(without_thought_tags, own)
+        return any(name in part for part in parts for name in self._specials)
+
+    def after_answer(self) -> str:
+        """Return the text behind the answer of a conversation of one question, without blanks at its ends.
+
+        Raises:
+            DataError: as `render` raises it.
+        """
+        text = self._rendered([_message("user", _ASKED), _message("assistant", _SAID)], None).text
+        if text.count(_SAID) != 1:
+            raise _unclear()
+        return text.partition(_SAID)[2].strip()
+
+    def end_marks(self) -> list[str]:
+        """Return the special tokens that end an assistant's turn; an empty list if plain text ends it.
+
+        Raises:
+            DataError: as `render` raises it.
+        """
+        self.after_answer()  # refuses what it refuses
+        return list(self._turn_format.stops)
+
+    def begins_with_special(self, text: str) -> bool:
+        """Return whether a text begins with a special token."""
+        return any(text.startswith(name) for name in self._specials)
+
+    def _messages(self, turns: Sequence[Turn]) -> Messages:
+        """Messages as transformers gives them to a template, with the arguments of calls in the template's form."""
+        messages = []
+        for turn in turns:
+            message = turn.message
+            thoughts = next((message[key] for key in REASONING_KEYS if message.get(key) is not None), None)
+            if thoughts is not None:
+                message = {"thinking": thoughts, **message, "reasoning_content": thoughts}
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = _with_arguments(calls, as_text=self._takes_text)
+            messages.append(message)
+        return messages
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        """Whether the template renders the arguments of a call as JSON only if they are JSON text."""
+        asked = _message("user", _ASKED)
+        try:
+            text = self._rendered([asked, _calling({"key": "value"})], None).text
+        except DataError:
+            text = "'key'"
+        if "'key'" not in text:
+            return False
+        try:
+            return "key" in self._rendered([asked, _calling('{"key": "value"}')], None).text
+        except DataError:
+            return False
+
+    def _located(self, text: str, messages: Messages, tools: Any) -> MarkedAnswers | None:
+        """Render the messages with marks. Templates that look at contents may need fewer marks."""
+        for others, insert in ((True, True), (False, True), (True, False), (False, False)):
+            answers = MarkedAnswers(messages, others=others, insert=insert)
+            try:
+                shadow = self._rendered(answers.messages, tools).text
+            except RefusedConversation:
+                continue
+            if answers.locate(text, shadow):
+                missing, _ = answers.left_out()
+                return None if missing else answers
+        return None
+
+    def _count_left_out(self, answers: MarkedAnswers | None, turns: Sequence[Turn], tools: Any) -> None:
+        kinds = answers.left_out()[1] if answers is not None else set()
+        self.left_out.update(note for kind, note in _LEFT_OUT.items() if kind in kinds)
+        if tools and "tools" not in self._sandbox.variables:
+            self.left_out[_TOOLS_LEFT_OUT] += 1
+
+    @cached_property
+    def _turn_format(self) -> TurnFormat:
+        asked, said = _message("user", _ASKED), _message("assistant", _SAID)
+        called, returned = _calling({"key": _SAID}), _message("tool", _RETURNED)
+        last = self._after(_SAID, [asked, said])
+        middle = self._after(_SAID, [asked, said, _message("user", _NEXT)]).partition(_NEXT)[0]
+        after_call = self._after(_SAID, [asked, called])
+        before_result = self._after(_SAID, [asked, called, returned]).partition(_RETURNED)[0]
+        ends, closers, stops = [], [], []
+        for after in (last, middle):
+            found = self._first_special(after)
+            if found is not None:
+                ends.append(found[0])
+                stops = stops or [found[0]]  # of a last turn, if a special token ends it
+                closers.append(after[: found[1]].rstrip() if after is last else "")
+        if not any(name in after_call for name in ends):
+            names = [name for name in self._specials if after_call.rstrip().endswith(name)]
+            found = self._first_special(before_result)
+            names = names[:1] or ([found[0]] if found else [])
+            ends += names
+            stops += names
+        closers = [one for one in closers if one.strip()]
+        return TurnFormat(
+            self._header, tuple(dict.fromkeys(ends)), tuple(dict.fromkeys(stops)), tuple(closers),
+            after_call.rstrip(), self._specials,
+        )  # fmt: skip
+
+    def _first_special(self, text: str) -> tuple[str, int] | None:
+        found = [(text.index(name), -len(name), name) for name in self._specials if name in text]
+        return (min(found)[2], min(found)[0]) if found else None
+
+    def _after(self, content: str, messages: Messages, *, prompt: bool = False) -> str:
+        """The text behind a content; "" if the template does not render such a conversation."""
+        try:
+            found = self._rendered(self._adapted(messages), None, prompt=prompt).text.rpartition(content)
+        except RefusedConversation:
+            return ""
+        return found[2] if found[1] else ""
+
+    def _adapted(self, messages: Messages) -> Messages:
+        return [
+            {**one, "tool_calls": _with_arguments(one["tool_calls"], as_text=self._takes_text)}
+            if "tool_calls" in one
+            else one
+            for one in messages
+        ]
+
+    def _find_header(self, role: str) -> Header:
+        """The text before an assistant's turn behind a message of a role."""
+        asked, said = _message("user", _ASKED), _message("assistant", _SAID)
+        before, last = {
+            "system": ([_message("system", _ASKED)], _ASKED),
+            "assistant": ([asked, said], _SAID),
+            "tool": ([asked, _calling({"key": "value"}), _message("tool", _RETURNED)], _RETURNED),
+        }.get(role, ([asked], _ASKED))
+        plain = self._after(last, before)
+        asking = self._after(last, before, prompt=True)
+        shared = common_units(asking, plain)
+        prompt = asking[len(shared) :]
+        if not prompt.strip():  # the template has no generation prompt
+            answered = self._after(last, [*before, _message("assistant", _NEXT)]).partition(_NEXT)
+            shared = common_units(answered[0], plain)
+            prompt = answered[0][len(shared) :] if answered[1] else ""
+        return Header(prompt, last_unit(shared)) if prompt.strip() else Header("", last_unit(plain))
+
+    def _hidden_for(self, role: str) -> Any:
+        """A function that hides the texts of special tokens. An assistant's tags around thoughts are not hidden."""
+        names = [name for name in self._specials if role != "assistant" or without_thought_tags(name)]
+        pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        return lambda text: pattern.sub(lambda match: _PLAIN * len(match[0]), text)
+
+    def _has_special_key(self, messages: Messages, tools: Any) -> bool:
+        hidden = json.dumps(replace_texts([messages, tools], self._hidden_for("")), ensure_ascii=False)
+        return any(name in hidden for name in self._specials)
+
+    @cached_property
+    def _sandbox(self) -> Sandbox:
+        try:
+            return Sandbox(self._template)
+        except Exception as error:  # jinja2 and the compiler raise many kinds for a damaged template
+            raise DataError(
+                f"tokenizer: its chat template cannot be used ({_first_line(error)}). Repair it, "
+                "or use the model's own."
+            ) from error
+
+    def _rendered(self, messages: Messages, tools: Any, *, prompt: bool = False) -> Rendered:
+        sandbox = self._sandbox
+        size = sum(_MESSAGE_CHARS + _size_of(message) for message in messages) + _size_of(tools)
+        variables = {
+            **self._names, "messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt,
+        }  # fmt: skip
+        try:
+            return sandbox.render(variables, size)
+        except (TemplateLimit, MemoryError, RecursionError) as error:
+            why = str(error) if isinstance(error, TemplateLimit) else f"fails with {type(error).__name__}"
+            raise DataError(
+                f"tokenizer: its chat template {why}. Use the model's own chat template, or repair this one."
+            ) from error
+        except Exception as error:  # a template raises what it likes, such as that roles must alternate
+            roles = ", ".join(str(message["role"]) for message in messages[:8])
+            more = ", ..." if len(messages) > 8 else ""
+            why = _first_line(error)
+            raise RefusedConversation(
+                f"tokenizer: its chat template refuses a conversation of {roles}{more} ({why}). Change the data.",
+                f"refused by the chat template: {why}",
+            ) from error
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content} | ({"name": "name", "tool_call_id": _CALL_ID} if role == "tool" else {})
+
+
+def _calling(arguments: Any) -> dict[str, Any]:
+    call = {"type": "function", "id": _CALL_ID, "function": {"name": "name", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _with_arguments(calls: Any, *, as_text: bool) -> Any:
+    """Tool calls whose arguments are all objects, or all JSON text."""
+    if not isinstance(calls, list):
+        return calls
+    return [_with_one(call, as_text=as_text) for call in calls]
+
+
+def _with_one(call: Any, *, as_text: bool) -> Any:
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _with_one(call["function"], as_text=as_text)}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "arguments": json.dumps(arguments, ensure_ascii=False) if as_text else arguments}
+
+
+def _size_of(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    size = 8
+    if isinstance(value, dict):
+        for one in value.values():
+            size += 8 + _size_of(one)
+    elif isinstance(value, list):
+        for one in value:
+            size += _size_of(one)
+    return size
+
+
+def _of_blocks(rendered: Rendered, turns: Sequence[Turn], answers: MarkedAnswers | None) -> list[TrainedSpan]:
+    """The template's own blocks with the weights of their turns."""
+    own = [turn for turn in turns if turn.role == "assistant"]
+    spans = [TrainedSpan(*block) for block in rendered.generated]
+    weights = {turn.weight for turn in own}
+    if len(spans) == len(own):
+        return [span._replace(weight=turn.weight) for span, turn in zip(spans, own, strict=True)]
+    if len(weights) > 1:
+        places = [answers.turn_at(span.low, span.high) if answers is not None else None for span in spans]
+        if None in places:
+            raise _unclear()
+        return [
+            span._replace(weight=turns[place].weight)
+            for span, place in zip(spans, places, strict=True)
+            if place is not None
+        ]
+    return [span._replace(weight=own[0].weight) for span in spans] if own else []
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:160]
+
+
+def _unclear() -> RefusedConversation:
+    return RefusedConversation(
+        "tokenizer: its chat template leaves out or repeats answers, so Weft cannot tell what is trained. "
+        "Use another chat template, or data of schema=ids with a mask.",
+        "the chat template leaves out or repeats answers",
+    )

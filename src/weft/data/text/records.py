@@ -1,0 +1,542 @@
+"""Which character separates the columns of a csv file, told by its first rows."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from weft.data.text.source import SourceFile
+from weft.errors import DataError
+from weft.units import format_bytes
+
+DELIMITERS = ",;\t|"
+_MAX_ROWS = 50
+
+
+def comma_or_tab(name: str) -> str:
+    """What the name of a file promises: tabs for .tsv, else commas."""
+    return "\t" if name.lower().removesuffix(".gz").removesuffix(".zst").endswith(".tsv") else ","
+
+
+def sniff_delimiter(head: bytes, usual: str) -> str:
+    """The delimiter that divides the header into several columns and the most rows into as many.
+
+    head: the first bytes of the file. usual: what it is where nothing speaks for another one.
+    """
+    lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith("\n"):
+        lines.pop()  # cut off
+    shares = {delimiter: _share(lines, delimiter) for delimiter in (usual, *DELIMITERS)}
+    return max(shares, key=lambda delimiter: (shares[delimiter], delimiter == usual))
+
+
+def _share(lines: list[str], delimiter: str) -> float:
+    """Share of the rows with as many columns as the header; 0 where the header is one column."""
+    rows: list[list[str]] = []
+    try:
+        for row in csv.reader(lines, delimiter=delimiter):
+            if row:
+                rows.append(row)
+            if len(rows) > _MAX_ROWS:
+                break
+    except csv.Error:
+        return 0.0
+    if not rows or len(rows[0]) < 2:
+        return 0.0
+    return sum(len(row) == len(rows[0]) for row in rows) / len(rows)
+
+
+# The elements of a JSON array, one after the other, without holding the whole file.
+
+_READ_BYTES = 2**20
+#: What ends a string or is escaped in it, and what matters outside of strings.
+_IN_STRING, _OUTSIDE = re.compile(r'(?s)\\.|"'), re.compile(r'[][{},"]')
+_SPACE = " \t\r\n"
+
+
+class BadArray(Exception):
+    """The array cannot be read any further. reason: one of few texts; excerpt: where it was."""
+
+    def __init__(self, reason: str, excerpt: str):
+        super().__init__(reason)
+        self.reason, self.excerpt = reason, excerpt
+
+
+class _Text:
+    """A stream of UTF-8 as text that grows at the end and is dropped at the start. position: the next character."""
+
+    def __init__(self, stream: BinaryIO, max_chars: int):
+        self._stream, self._max_chars = stream, max_chars
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.buffer, self.position, self.ended = "", 0, False
+
+    def grow(self) -> bool:
+        """Read more; False at the end of the file. Doubling keeps the work in proportion to the size."""
+        if len(self.buffer) - self.position > self._max_chars:
+            raise BadArray("too long", self.buffer[self.position : self.position + 200])
+        if self.ended:
+            return False
+        block = self._stream.read(max(_READ_BYTES, len(self.buffer) - self.position))
+        self.ended = not block
+        try:
+            more = self._decoder.decode(block, final=self.ended)
+        except UnicodeDecodeError as error:
+            raise BadArray("invalid UTF-8", repr(error.object[error.start : error.start + 80])) from error
+        self.buffer, self.position = self.buffer[self.position :] + more, 0
+        return not self.ended
+
+    def next_sign(self) -> str:
+        """The next character that is no space, without taking it; "" at the end."""
+        while True:
+            while self.position < len(self.buffer) and self.buffer[self.position] in _SPACE:
+                self.position += 1
+            if self.position < len(self.buffer):
+                return self.buffer[self.position]
+            if not self.grow():
+                return ""
+
+
+def read_array(stream: BinaryIO, max_chars: int) -> Iterator[Any]:
+    """The elements of the array that `stream` holds; a BadArray stands for one that cannot be read.
+
+    max_chars: of one element. Raises BadArray where the array breaks off or nothing behind an element can be read.
+    """
+    text, decoder = _Text(stream, max_chars), json.JSONDecoder()
+    if text.next_sign() != "[":
+        raise BadArray("not an array", text.buffer[:200])
+    text.position += 1
+    if text.next_sign() == "]":
+        return
+    while True:
+        try:
+            yield _element(text, decoder)
+        except BadArray as error:
+            _skip_element(text, error)
+            yield error
+        sign = text.next_sign()
+        text.position += 1
+        if sign == "]":
+            return
+        if sign != ",":
+            raise BadArray("invalid JSON", text.buffer[max(0, text.position - 1) :][:200])
+
+
+def _element(text: _Text, decoder: json.JSONDecoder) -> Any:
+    text.next_sign()
+    while True:
+        try:
+            value, end = decoder.raw_decode(text.buffer, text.position)
+        except (ValueError, RecursionError) as error:
+            if not _may_be_incomplete(error, len(text.buffer)) or not text.grow():
+                raise BadArray("invalid JSON", text.buffer[text.position : text.position + 200]) from error
+            continue
+        size = end - text.position
+        # A number at the end of what was read may go on.
+        if end < len(text.buffer) or not text.grow():
+            text.position += size
+            return value
+
+
+def _skip_element(text: _Text, error: BadArray) -> None:
+    """Go to the sign behind an element, by its brackets and strings. Raises `error` if the file ends before it."""
+    depth, in_string = 0, False
+    while True:
+        found = (_IN_STRING if in_string else _OUTSIDE).search(text.buffer, text.position)
+        if found is None:
+            # A backslash at the end belongs to the character that is read next.
+            text.position = len(text.buffer) - text.buffer.endswith("\\")
+            if not text.grow():
+                raise error
+            continue
+        sign = found[0]
+        if depth == 0 and sign in (",", "]", "}"):
+            text.position = found.start()
+            return
+        text.position = found.end()
+        if sign == '"':
+            in_string = not in_string
+        elif sign in ("[", "{", "]", "}"):
+            depth += 1 if sign in ("[", "{") else -1
+
+
+def _may_be_incomplete(error: Exception, size: int) -> bool:
+    """Whether more text could mend it. An unterminated string is reported where it starts, all else where it is."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated string") or error.pos > size - 64
+
+
+# Files as streams of records, in bounded memory whatever their size; what cannot be read is a `Broken`.
+
+_EXCERPT_CHARS = 200
+#: Why a piece of a text file with NUL bytes is broken.
+BINARY = "binary, not text (NUL bytes)"
+#: A record that is left out because it is too long may have so many bytes.
+_MOST_SKIPPED_BYTES = 2**34
+_SNIFF_BYTES = 65536
+_ENCODING_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record as it was read: a dict of columns, or a piece of a text file.
+
+    number: line, row or piece, from 1. part, last: place of a piece in its file; a whole record is part 0 and last.
+    filled: whether it is a row of a table whose objects have the keys of all rows, with null for those of others.
+    """
+
+    file: str
+    number: int
+    value: Any
+    part: int = 0
+    last: bool = True
+    filled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A record that cannot be used. reason is one of few texts, so that it can be counted."""
+
+    file: str
+    number: int
+    reason: str
+    excerpt: str
+
+    @classmethod
+    def of(cls, file: str, number: int, reason: str, value: object) -> Broken:
+        """Return a broken record with an excerpt of its value.
+
+        Args:
+            file: its name.
+            number: of the record in the file.
+            reason: why it cannot be used, in words.
+            value: the record; bytes are decoded as far as they can be.
+        """
+        try:
+            text = value.decode("utf-8", "replace") if isinstance(value, bytes | bytearray) else str(value)
+        except (RecursionError, ValueError):  # objects nested too deeply, numbers with too many digits
+            text = ""
+        return cls(file, number, reason, text[:_EXCERPT_CHARS])
+
+
+class RecordReader:
+    """Iterates over the records of one file.
+
+    delimiter: of a csv file whose columns are separated by something else than its suffix says; known once it is read.
+
+    Args:
+        file: of any format of FORMATS, compressed or not.
+        max_record_bytes: longer lines and rows come as Broken, without being held in memory.
+        piece_bytes: text files come in pieces of about this size, cut at line ends.
+        columns: of a parquet file, read only these; None reads all.
+        on_progress: called with `position()` now and then while a record that is too long is skipped.
+    """
+
+    def __init__(
+        self,
+        file: SourceFile,
+        *,
+        max_record_bytes: int,
+        piece_bytes: int = _READ_BYTES,
+        columns: Sequence[str] | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ):
+        self._file = file
+        self._max_record_bytes = max_record_bytes
+        # A piece must be able to hold a character.
+        self._piece_bytes = max(8, piece_bytes)
+        self._columns = list(columns) if columns is not None else None
+        self._on_progress = on_progress
+        self._tell: Callable[[], int] = lambda: 0
+        self.delimiter = ""
+
+    def position(self) -> int:
+        """Return the bytes of the file that were read, for the progress; about right for parquet."""
+        return min(self._tell(), self._file.size_bytes)
+
+    def __iter__(self) -> Iterator[Record | Broken]:
+        if self._file.format == "parquet":
+            yield from self._parquet()
+            return
+        readers = {"text": self._text, "jsonl": self._jsonl, "json": self._json, "csv": self._csv}
+        try:
+            with self._file.path.open("rb") as raw:
+                self._tell = raw.tell
+                yield from readers[self._file.format](_decompressed(raw, self._file.compression))
+                self._tell = lambda: self._file.size_bytes
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise self._damaged(error) from error
+        except OSError as error:
+            if error.errno is None:  # of pyarrow, for compressed data
+                raise self._damaged(error) from error
+            raise DataError(
+                f"{self._file.name}: cannot be read ({error.strerror or error}). Repair it or leave it out."
+            ) from error
+
+    def _damaged(self, error: Exception) -> DataError:
+        return DataError(f"{self._file.name}: the file is damaged or cut off ({error}). Repair it or leave it out.")
+
+    def _text(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        name, part = self._file.name, 0
+        previous: bytes | None = None
+        for piece in _pieces(stream, self._piece_bytes):
+            if previous is not None:
+                yield self._text_record(name, part, previous, last=False)
+                part += 1
+            previous = piece.removeprefix(b"\xef\xbb\xbf") if part == 0 and previous is None else piece
+        if previous:
+            yield self._text_record(name, part, previous, last=True)
+
+    @staticmethod
+    def _text_record(name: str, part: int, piece: bytes, *, last: bool) -> Record | Broken:
+        if b"\0" in piece:
+            return Broken.of(name, part + 1, BINARY, piece)
+        try:
+            return Record(name, part + 1, piece.decode("utf-8"), part, last)
+        except UnicodeDecodeError as error:
+            return Broken.of(name, part + 1, "invalid UTF-8", piece[max(0, error.start - 80) :])
+
+    def _jsonl(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        name, limit = self._file.name, self._max_record_bytes
+        number = 0
+        while line := stream.readline(limit + 1):
+            number += 1
+            if len(line) > limit and not line.endswith(b"\n"):
+                self._skip_line(stream, number)
+                yield Broken.of(name, number, "too long", line[: 4 * _EXCERPT_CHARS])
+                continue
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.isspace():
+                continue
+            yield _json_record(name, number, line)
+
+    def _skip_line(self, stream: BinaryIO, number: int) -> None:
+        """Read up to the end of a line."""
+        skipped = 0
+        while (rest := stream.readline(_READ_BYTES)) and not rest.endswith(b"\n"):
+            skipped += len(rest)
+            if skipped > _MOST_SKIPPED_BYTES:
+                raise DataError(
+                    f"{self._file.name}: line {number} has more than {format_bytes(_MOST_SKIPPED_BYTES)}. "
+                    "Write one record per line, or leave the file out."
+                )
+            if self._on_progress is not None:
+                self._on_progress(self.position())
+
+    def _json(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        """An array of objects; a file that starts with an object has one a line, whatever its suffix says."""
+        head = stream.read(64)
+        joined = io.BufferedReader(_Joined(head, stream), _READ_BYTES)
+        if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
+            yield from self._jsonl(joined)
+            return
+        name, number = self._file.name, 0
+        try:
+            for value in read_array(joined, self._max_record_bytes):
+                number += 1
+                if isinstance(value, BadArray):
+                    yield Broken.of(name, number, value.reason, value.excerpt)
+                    continue
+                yield (
+                    Record(name, number, value)
+                    if isinstance(value, dict)
+                    else Broken.of(name, number, "not an object", value)
+                )
+        except BadArray as error:
+            yield Broken.of(name, number + 1, error.reason, error.excerpt)
+
+    def _csv(self, stream: BinaryIO) -> Iterator[Record | Broken]:
+        name = self._file.name
+        usual = comma_or_tab(self._file.path.name)
+        head = stream.read(_SNIFF_BYTES)
+        delimiter = sniff_delimiter(head, usual)
+        self.delimiter = delimiter if delimiter != usual else ""
+        text = io.TextIOWrapper(
+            io.BufferedReader(_Joined(head, stream), _READ_BYTES),
+            encoding="utf-8-sig",
+            errors="surrogateescape",
+            newline="",
+        )
+        rows = csv.reader(text, delimiter=delimiter)
+        header: list[str] | None = None
+        number = 0
+        while True:
+            number += 1
+            try:
+                row = self._next_row(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Broken.of(name, rows.line_num, "too long" if "limit" in str(error) else "invalid CSV", error)
+                continue
+            if header is None:
+                header = row
+            elif row:
+                yield self._csv_record(rows.line_num, header, row)
+
+    def _next_row(self, rows: Iterator[list[str]]) -> list[str]:
+        """The next row. A field that was never closed would swallow the file: the reader gives up on it at our size."""
+        before = csv.field_size_limit(self._max_record_bytes)  # of the process: whoever else reads CSV gets it back
+        try:
+            return next(rows)
+        finally:
+            csv.field_size_limit(before)
+
+    def _csv_record(self, number: int, header: list[str], row: list[str]) -> Record | Broken:
+        name = self._file.name
+        if len(row) != len(header):
+            return Broken.of(name, number, "wrong number of columns", row)
+        if any(not field.isascii() and _has_surrogate(field) for field in row):
+            return Broken.of(name, number, "invalid UTF-8", ",".join(row).encode("utf-8", "surrogateescape"))
+        if sum(map(len, row)) > self._max_record_bytes:
+            return Broken.of(name, number, "too long", ",".join(field[:_EXCERPT_CHARS] for field in row))
+        return Record(name, number, dict(zip(header, row, strict=True)))
+
+    def _parquet(self) -> Iterator[Record | Broken]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        name, size_bytes, number = self._file.name, self._file.size_bytes, 0
+        try:
+            # A stream buffer instead of whole column chunks: one row group may be larger than memory.
+            with pq.ParquetFile(self._file.path, buffer_size=_READ_BYTES, pre_buffer=False) as parquet:
+                num_rows = max(1, parquet.metadata.num_rows)
+                self._tell = lambda: size_bytes * number // num_rows
+                known = set(parquet.schema_arrow.names)
+                columns = [column for column in self._columns if column in known] if self._columns is not None else None
+                for batch in parquet.iter_batches(batch_size=128, columns=columns, use_threads=False):
+                    for row in _rows(batch):
+                        number += 1
+                        yield (
+                            Broken.of(name, number, row.reason, row.excerpt)
+                            if isinstance(row, _BadRow)
+                            else Record(name, number, row, filled=True)
+                        )
+        except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
+            raise self._damaged(error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _BadRow:
+    """A row that has no Python values. excerpt: the bytes or the message that show why."""
+
+    reason: str
+    excerpt: object
+
+
+def _rows(batch: Any) -> Iterator[dict[str, Any] | _BadRow]:
+    """Yield the rows of an arrow batch."""
+    try:
+        rows: list[dict[str, Any] | _BadRow] = batch.to_pylist()
+    except (ValueError, OverflowError, TypeError, KeyError, ImportError):
+        rows = [_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
+    yield from rows
+
+
+def _row(batch: Any) -> dict[str, Any] | _BadRow:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return _BadRow("invalid UTF-8", bytes(error.object))
+    except (ValueError, OverflowError, TypeError, KeyError, ImportError) as error:  # such as a date in the year 300,000
+        return _BadRow("invalid value", error)
+
+
+def _json_record(name: str, number: int, line: bytes) -> Record | Broken:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Broken.of(name, number, "invalid UTF-8", line)
+    except (ValueError, RecursionError):
+        return Broken.of(name, number, "invalid JSON", line)
+    if not isinstance(value, dict):
+        return Broken.of(name, number, "not an object", line)
+    return Record(name, number, value)
+
+
+def wide_encoding(file: SourceFile) -> str:
+    """Return "UTF-16" or "UTF-32" if the first bytes of a file are in it, else ""."""
+    if file.format == "parquet":
+        return ""
+    try:
+        with file.path.open("rb") as raw:
+            head = _decompressed(raw, file.compression).read(_ENCODING_BYTES)
+    except (OSError, EOFError, zlib.error):
+        return ""  # reading it reports the damage
+    if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff"):
+        return "UTF-32"
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "UTF-16"
+    # Without a mark: every other byte of plain letters is zero.
+    halves = head[0::2], head[1::2]
+    zeros = [half.count(0) / max(1, len(half)) for half in halves]
+    return "UTF-16" if len(head) >= 8 and max(zeros) > 0.9 and min(zeros) < 0.1 else ""
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
+    if compression == "gz":
+        file = gzip.GzipFile(fileobj=raw)
+        return io.BufferedReader(file, _READ_BYTES)  # pyright: ignore[reportArgumentType] - the stub of its mode is narrower
+    if compression == "zst":
+        import pyarrow as pa
+
+        # Unlike the stream reader of the zstandard package, it raises for a file that is cut off.
+        stream: Any = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+        return io.BufferedReader(stream, _READ_BYTES)
+    return raw
+
+
+class _Joined(io.RawIOBase):
+    """A stream whose first bytes were read already."""
+
+    def __init__(self, head: bytes, rest: BinaryIO):
+        self._head, self._rest = head, rest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        taken = self._head[: len(buffer)] or self._rest.read(len(buffer))
+        self._head = self._head[len(buffer) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+
+def _pieces(stream: BinaryIO, piece_bytes: int) -> Iterator[bytes]:
+    """The stream in pieces of piece_bytes up to twice that, cut after a newline or else between characters."""
+    buffer = bytearray()
+    while block := stream.read(_READ_BYTES):
+        buffer += block
+        start = 0
+        while len(buffer) - start > 2 * piece_bytes:
+            cut = buffer.find(b"\n", start + piece_bytes - 1, start + 2 * piece_bytes) + 1
+            cut = cut or _character_border(buffer, start + piece_bytes)
+            yield bytes(buffer[start:cut])
+            start = cut
+        del buffer[:start]
+    if buffer:
+        yield bytes(buffer)
+
+
+def _character_border(buffer: bytearray, cut: int) -> int:
+    for back in range(4):
+        if buffer[cut - back] & 0xC0 != 0x80:
+            return cut - back
+    return cut

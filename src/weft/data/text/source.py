@@ -1,0 +1,169 @@
+"""Where data comes from: a path, a folder, a glob or the built-in source, as a sorted list of files of one format."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.config.run_config import STDLIB_SOURCE
+from weft.errors import DataError, did_you_mean
+
+#: Suffix -> format. A file with one of the text suffixes is one document.
+FORMATS = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv",
+    **dict.fromkeys(
+        (".txt", ".text", ".md", ".rst", ".log", ".tex", ".html", ".xml", ".yaml", ".yml", ".toml", ".ini", ".sql",
+         ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".go", ".rs", ".java", ".js", ".ts", ".rb", ".sh"),
+        "text",
+    ),
+}  # fmt: skip
+COMPRESSIONS = {".gz": "gz", ".zst": "zst"}
+_STDLIB_LEFT_OUT = frozenset(
+    (
+        *("test", "tests", "idlelib", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"),
+        # Tables of characters and help texts, not code: a small model would learn little else.
+        *("encodings", "pydoc_data"),
+    )
+)
+_USE = f'Use a file, a folder, a glob such as "data/*.jsonl", or "{STDLIB_SOURCE}".'
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file. size_bytes and mtime_ns are what it had when it was found: they name its content in the cache key."""
+
+    path: Path
+    name: str
+    format: str
+    compression: str
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileSet:
+    """The files of one source, all of one format, sorted. field: the config key that named them."""
+
+    field: str
+    path: str
+    format: str
+    files: tuple[SourceFile, ...]
+    num_skipped: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all files together."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def find_files(path: str, field: str) -> FileSet:
+    """Return the files that `path` stands for. field: dotted config key, such as "data.train.0", for the error text.
+
+    Raises:
+        DataError: when nothing matches, a format is unknown, or the files are of several formats.
+    """
+    if path == STDLIB_SOURCE:
+        root = Path(sysconfig.get_path("stdlib"))
+        return _file_set(field, path, _stdlib_files(root), root)
+    if path.startswith("builtin:"):
+        raise DataError(f"{field}.path={path}: no such built-in source.{did_you_mean(path, [STDLIB_SOURCE])} {_USE}")
+    if "://" in path:
+        raise DataError(
+            f"{field}.path={path}: Weft reads local files only. "
+            f"Download the data first ({_download_command(path)}) and give its path."
+        )
+    place = Path(path).expanduser()
+    if place.is_file():
+        if _format_of(place) is None:
+            raise DataError(
+                f"{field}.path={path}: {place.suffix or 'a file without a suffix'} is not a known format. "
+                f"Use one of {', '.join(FORMATS)}, also with .gz or .zst."
+            )
+        return _file_set(field, path, [place], place.parent)
+    if place.is_dir():
+        return _file_set(field, path, _folder_files(place), place)
+    if glob.has_magic(path):
+        found = [Path(name) for name in glob.glob(str(place), recursive=True)]
+        return _file_set(field, path, [name for name in found if name.is_file()], Path())
+    raise DataError(f"{field}.path={path}: no file matches.{_near(place)} {_USE}")
+
+
+def _download_command(address: str) -> str:
+    """What to type to get the data of an address."""
+    scheme, _, rest = address.partition("://")
+    name = rest.removeprefix("datasets/").split("/")
+    if scheme == "hf" and len(name) > 1:
+        return f"hf download --repo-type dataset {'/'.join(name[:2])} --local-dir {name[1]}"
+    if scheme == "s3":
+        return f"aws s3 sync {address} data" if address.endswith("/") else f"aws s3 cp {address} ."
+    if scheme == "gs":
+        return f"gcloud storage cp -r {address} ."
+    return f"curl -LO {address}" if scheme in ("http", "https") else "with the tool of that storage"
+
+
+def _near(place: Path) -> str:
+    if not place.parent.is_dir():
+        return f" The folder {place.parent} does not exist."
+    hint = did_you_mean(place.name, sorted(os.listdir(place.parent)))
+    return hint if hint else f" The folder {place.parent.absolute()} has no such name."
+
+
+def _format_of(path: Path) -> tuple[str, str] | None:
+    compression = COMPRESSIONS.get(path.suffix.lower(), "")
+    suffix = Path(path.stem).suffix if compression else path.suffix
+    data_format = FORMATS.get(suffix.lower())
+    if data_format is None or (compression and data_format == "parquet"):
+        return None
+    return data_format, compression
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found.extend(Path(here, name) for name in names if not name.startswith("."))
+    return found
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+    found: list[Path] = []
+    for here, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _STDLIB_LEFT_OUT]
+        found.extend(Path(here, name) for name in names if name.endswith(".py"))
+    return found
+
+
+def _file_set(field: str, path: str, found: Iterable[Path], root: Path) -> FileSet:
+    found = list(found)
+    # The order is by path relative to the source, so that a moved folder keeps its order.
+    known = sorted((_relative(name, root), name) for name in found if _format_of(name))
+    if not known:
+        seen = sorted({name.suffix or name.name for name in found})[:8]
+        reason = f"no file of a known format ({', '.join(seen)} found)" if seen else "no file matches"
+        raise DataError(f"{field}.path={path}: {reason}. {_USE}")
+    files = [_source_file(relative, name) for relative, name in known]
+    # A .json file beside data of another format describes it (dataset_info.json); alone it is the data.
+    files = [file for file in files if file.format != "json"] or files
+    formats = Counter(file.format for file in files)
+    if len(formats) > 1:
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(formats.items()))
+        raise DataError(
+            f"{field}.path={path}: all files of a source have one format, but these are {counts}. "
+            'Give each format a source of its own, with a glob such as "data/**/*.jsonl".'
+        )
+    return FileSet(field, path, files[0].format, tuple(files), len(found) - len(files))
+
+
+def _relative(name: Path, root: Path) -> str:
+    return name.relative_to(root).as_posix() if root != Path() else name.as_posix()
+
+
+def _source_file(relative: str, path: Path) -> SourceFile:
+    data_format, compression = _format_of(path) or ("", "")
+    stat = path.stat()
+    return SourceFile(path.resolve(), str(path), data_format, compression, stat.st_size, stat.st_mtime_ns)

@@ -1,0 +1,428 @@
+"""Tokenise one source once: files -> records -> documents -> token ids -> shards, in bounded memory."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.data.text.chat_template import RefusedConversation
+from weft.data.text.documents import ALL_DRAWS, Document, read_document
+from weft.data.text.encode import Encoded, encode_documents
+from weft.data.text.records import Broken, RecordReader
+from weft.data.text.schema import Schema
+from weft.data.text.source import FileSet
+from weft.data.text.text_windows import TextEncoder
+from weft.data.text.tokenizer import Tokenizer
+from weft.data.token_files import SHARD_BYTES, SplitCounts, SplitWriter
+from weft.errors import DataError
+
+#: Changes when the same input would give other shards, so that old ones are not used.
+FORMAT_VERSION = 4
+QUARANTINE = "quarantine.jsonl"
+_BATCH_CHARS = 2**20
+_BATCH_DOCUMENTS = 2048
+_MAX_PIECE_BYTES = 2**20
+_MIN_PIECE_BYTES = 256
+#: A single early mistake in a large source is not "too many": before this many records, the limit is as for this many.
+_EARLY_RECORDS = 1000
+#: Longer texts are tokenised in pieces: a token id takes eight times the memory of its character.
+_LONG_CHARS = 2**21
+#: A template's own words are reasons to refuse a document: this many different ones are counted separately.
+_MAX_REASONS = 20
+
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """What of the data section matters to reading. holdout: share of documents for the eval split.
+
+    piece_bytes: of text files; 0 lets the holdout decide.
+    """
+
+    holdout: float
+    max_record_bytes: int
+    max_bad_fraction: float
+    piece_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceManifest:
+    """What a tokenised source is: written last, so that a folder with a manifest is complete.
+
+    notes: what people should know of documents that are trained on -> how many.
+    """
+
+    format_version: int
+    source: str
+    num_files: int
+    schema: dict[str, Any]
+    tokenizer_digest: str
+    vocab_size: int
+    end_id: int
+    pad_id: int
+    num_records: int
+    broken: dict[str, int]
+    notes: dict[str, int]
+    splits: dict[str, SplitCounts]
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json into a folder."""
+        values = {**asdict(self), "splits": {name: counts.to_dict() for name, counts in self.splits.items()}}
+        (folder / "manifest.json").write_text(json.dumps(values, indent=1) + "\n", "utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> SourceManifest:
+        """Read manifest.json of a folder.
+
+        Raises:
+            OSError, ValueError, TypeError, KeyError: where it is missing or damaged.
+        """
+        values = json.loads((folder / "manifest.json").read_text("utf-8"))
+        splits = {name: SplitCounts.from_dict(counts) for name, counts in values["splits"].items()}
+        return cls(**{**values, "splits": splits})
+
+
+def piece_bytes(files: FileSet, holdout: float) -> int:
+    """Choose how many bytes of a text file go to training or evaluation as a whole.
+
+    Many files: each one whole. Few large files: so many pieces that the evaluation share gets some.
+    """
+    wanted = 8 / holdout if holdout > 0 else 0
+    if files.format != "text" or len(files.files) >= wanted:
+        return _MAX_PIECE_BYTES
+    return int(min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, files.size_bytes / wanted)))
+
+
+def split_of(document: Document, holdout: float) -> str:
+    """Return "eval" for a share of the documents that depends on their content alone, else "train"."""
+    return "eval" if document.draw < holdout * ALL_DRAWS else "train"
+
+
+class DocumentStream:
+    """The documents of a source in stored order; broken records are counted.
+
+    Args:
+        files: of the source.
+        schema: which columns hold what.
+        limits: of records and of how many may be broken.
+        vocab_size: ids at or above it are refused.
+        on_broken: called with each broken record.
+        report: called with the bytes read so far; None: nobody asks.
+    """
+
+    def __init__(
+        self, files: FileSet, schema: Schema, limits: ReadLimits, vocab_size: int,
+        on_broken: Callable[[Broken], None], report: Callable[[int], None] | None = None,
+    ):  # fmt: skip
+        self._files, self._schema, self._limits, self._vocab_size = files, schema, limits, vocab_size
+        self._on_broken, self._report = on_broken, report
+        self.num_records = 0
+        self.is_complete = False
+        self.broken: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Document]:
+        done_bytes = 0
+        for file in self._files.files:
+            reader = RecordReader(
+                file,
+                max_record_bytes=self._limits.max_record_bytes,
+                piece_bytes=self._limits.piece_bytes or piece_bytes(self._files, self._limits.holdout),
+                columns=self._schema.columns,
+                on_progress=functools.partial(self._report_position, done_bytes),
+            )
+            for record in reader:
+                document = (
+                    record if isinstance(record, Broken) else read_document(record, self._schema, self._vocab_size)
+                )
+                # A blank text file (an empty __init__.py) is nothing to complain about.
+                if isinstance(document, Broken) and self._schema.file_text and document.reason == "empty":
+                    continue
+                self.num_records += 1
+                if self.num_records % 64 == 0:
+                    self._report_position(done_bytes, reader.position())
+                if isinstance(document, Broken):
+                    self._count(document)
+                else:
+                    yield from _in_parts(document)
+            done_bytes += file.size_bytes
+            self._report_position(done_bytes, 0)
+            _check_unchanged(file)
+        self.is_complete = True
+        self.check()
+
+    def refuse(self, document: Document, reason: str) -> None:
+        """Count a document that the chat template refuses as a broken record."""
+        if reason not in self.broken and len(self.broken) >= _MAX_REASONS:
+            reason = "refused by the chat template"
+        said = "\n".join(f"{turn.role}: {turn.content}" for turn in document.turns or ())
+        self._count(Broken.of(document.file, document.number, reason, said))
+
+    def check(self) -> None:
+        """Raise TooManyBroken if the share of broken records among all records is too large."""
+        self._check_share(self.num_records)
+
+    def _report_position(self, bytes_before: int, position: int) -> None:
+        if self._report is not None:
+            self._report(bytes_before + position)
+
+    def _count(self, broken: Broken) -> None:
+        self.broken[broken.reason] += 1
+        self._on_broken(broken)
+        self._check_share(max(self.num_records, _EARLY_RECORDS))
+
+    def _check_share(self, out_of: int) -> None:
+        num_broken = self.broken.total()
+        if num_broken > self._limits.max_bad_fraction * out_of:
+            raise TooManyBroken(num_broken, self.num_records)
+
+
+def _in_parts(document: Document) -> Iterator[Document]:
+    """A very long text as the pieces of one document, which all go to the same split."""
+    text = document.text
+    if text is None or document.prompt is not None or len(text) <= _LONG_CHARS:
+        yield document
+        if document.other is not None:  # a pair is two documents, one after the other, in the same split
+            yield document.other
+        return
+    starts = range(0, len(text), _LONG_CHARS // 2)
+    for number, start in enumerate(starts):
+        is_end = number == len(starts) - 1
+        piece = text[start : start + _LONG_CHARS // 2]
+        yield replace(document, text=piece, part=document.part + number, last=document.last and is_end)
+
+
+class TooManyBroken(Exception):
+    """Carries counts from the stream to `tokenise_source`, which knows the quarantine file."""
+
+
+def _check_unchanged(file: Any) -> None:
+    try:
+        stat = file.path.stat()
+    except FileNotFoundError:
+        stat = None
+    if stat is None or (stat.st_size, stat.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+        raise DataError(
+            f"{file.name}: the file changed while it was read. Run the command again once no program writes to it."
+        )
+
+
+def tokenise_source(
+    files: FileSet, schema: Schema, tokenizer: Tokenizer, limits: ReadLimits, folder: Path,
+    *, report: Report | None = None, keep_quarantine: Path, shard_bytes: int = SHARD_BYTES,
+) -> SourceManifest:  # fmt: skip
+    """Write the shards, the quarantine file and the manifest of one source into the empty `folder`.
+
+    Args:
+        files: of the source.
+        schema: which columns hold what.
+        tokenizer: makes the tokens.
+        limits: of records, and the share of documents held out.
+        folder: empty.
+        report: called with a title, bytes done and bytes in all; None: nobody asks.
+        keep_quarantine: where the quarantine file goes when too many records are broken and the folder is given up.
+        shard_bytes: of the tokens in one file.
+
+    Raises:
+        DataError: for too many broken records, damaged files and a tokenizer without chat tokens.
+    """
+    if schema.is_chat and not tokenizer.has_chat:
+        raise DataError(
+            f"{files.field}.path={files.path}: messages need a tokenizer with <|im_start|> and <|im_end|>. "
+            'Add them to the tokenizer, or use tokenizer.kind="bpe".'
+        )
+    title = f"tokenise {files.path}"
+    progress = (lambda done: report(title, done, files.size_bytes)) if report is not None else None
+    with ExitStack() as opened:
+        quarantine = opened.enter_context((folder / QUARANTINE).open("w", encoding="utf-8"))
+        stream = DocumentStream(
+            files, schema, limits, tokenizer.vocab_size, lambda broken: _write_broken(quarantine, broken), progress
+        )
+        router = _Router(folder, schema, tokenizer, limits.holdout, shard_bytes, opened, stream.refuse)
+        if tokenizer.template is not None:
+            tokenizer.template.left_out.clear()
+        try:
+            for batch in _batches(stream):
+                router.add(batch)
+            stream.check()
+        except TooManyBroken as stop:
+            quarantine.flush()
+            shutil.copyfile(folder / QUARANTINE, keep_quarantine)
+            raise too_many_broken(files, schema, stream, limits.max_bad_fraction, keep_quarantine) from stop
+        splits = router.close()
+    if tokenizer.template is not None:
+        router.notes.update(tokenizer.template.left_out)
+    manifest = SourceManifest(
+        FORMAT_VERSION, files.path, len(files.files), schema.to_dict(), tokenizer.digest, tokenizer.vocab_size,
+        tokenizer.end_id, tokenizer.pad_id, stream.num_records, dict(stream.broken.most_common()),
+        dict(router.notes.most_common()), splits,
+    )  # fmt: skip
+    manifest.write(folder)
+    return manifest
+
+
+class _Router:
+    """Writes each document to its split. A text file whose pieces go to several splits is several documents.
+
+    opened: closes the files of the splits, even if an error ends the work.
+    refuse: called with a document and the reason for which the chat template refuses it.
+    """
+
+    def __init__(
+        self, folder: Path, schema: Schema, tokenizer: Tokenizer, holdout: float, shard_bytes: int, opened: ExitStack,
+        refuse: Callable[[Document, str], None],
+    ):  # fmt: skip
+        names = ("train", "eval") if holdout > 0 else ("train",)
+        self._writers = {
+            name: opened.enter_context(
+                SplitWriter(
+                    folder / name, vocab_size=tokenizer.vocab_size, with_mask=schema.has_mask, shard_bytes=shard_bytes
+                )
+            )
+            for name in names
+        }
+        self._tokenizer, self._holdout, self._refuse = tokenizer, holdout, refuse
+        self._open: str | None = None
+        self._next = ("", 0)
+        #: Of the text whose pieces are being read.
+        self._encoder: TextEncoder | None = None
+        self._last_id = -1
+        self.notes: Counter[str] = Counter()
+
+    def add(self, documents: list[Document]) -> None:
+        for document, encoded in self._encoded(documents):
+            if document.note:
+                self.notes[document.note] += 1
+            split = split_of(document, self._holdout)
+            # A broken piece between two good ones ends the document too.
+            if self._open is not None and (split, document.file, document.part) != (self._open, *self._next):
+                self._end(self._open, end_trained=True)
+            ids, trained = (self._piece_ids(document), None) if encoded is None else encoded
+            if document.liking != 1.0 and trained is not None:
+                trained = trained * np.float32(document.liking)
+            self._append(split, ids, trained)
+            self._open, self._next = split, (document.file, document.part + 1)
+            if document.last:
+                self._end(split, end_trained=_end_trained(document), liking=document.liking)
+
+    def _encoded(
+        self, documents: list[Document]
+    ) -> Iterator[tuple[Document, tuple[np.ndarray, np.ndarray | None] | None]]:
+        """Yield documents with their ids and weights, or None for pieces of a text, which are encoded in turn.
+
+        Both answers of a pair are refused if one of them is.
+        """
+        encoded = iter(encode_documents([one for one in documents if not _is_piece(one)], self._tokenizer))
+        remaining = iter(documents)
+        for document in remaining:
+            if _is_piece(document):
+                yield document, None
+                continue
+            group: list[tuple[Document, Encoded]] = [(document, next(encoded))]
+            if document.other is not None:
+                group.append((next(remaining), next(encoded)))
+            refusal = next((result for _, result in group if isinstance(result, RefusedConversation)), None)
+            if refusal is not None:
+                self._refuse(document, refusal.reason)
+                continue
+            for one, result in group:
+                assert not isinstance(result, RefusedConversation)
+                yield one, result
+
+    def _piece_ids(self, document: Document) -> np.ndarray:
+        """The ids that a piece of a text settles. The others follow with the next piece or the end."""
+        begin = np.zeros(0, np.int64)
+        if self._encoder is None:
+            self._encoder, begin = self._tokenizer.text_encoder(), self._tokenizer.begin_ids
+        return np.concatenate([begin, self._encoder.feed(document.text or "").ids])
+
+    def _append(self, split: str, ids: np.ndarray, trained: np.ndarray | None) -> None:
+        self._writers[split].append(ids, trained)
+        if ids.size:
+            self._last_id = int(ids[-1])
+
+    def _end(self, split: str, *, end_trained: bool, liking: float = 1.0) -> None:
+        if self._encoder is not None:
+            self._append(split, self._encoder.finish().ids, None)
+            self._encoder = None
+        writer = self._writers[split]
+        # Ids that were made elsewhere may have their end token already, and a chat template may write it.
+        if self._last_id != self._tokenizer.end_id:
+            writer.append(np.array([self._tokenizer.end_id]), np.array([liking if end_trained else 0.0], np.float32))
+        writer.end_document()
+        self._open, self._last_id = None, -1
+
+    def close(self) -> dict[str, SplitCounts]:
+        if self._open is not None:
+            self._end(self._open, end_trained=True)
+        return {name: writer.close() for name, writer in self._writers.items()}
+
+
+def _is_piece(document: Document) -> bool:
+    return document.text is not None and document.prompt is None and (document.part > 0 or not document.last)
+
+
+def _end_trained(document: Document) -> bool:
+    """A chat ends with the end of its last turn; a text has its end to learn; ids say it with their last mask."""
+    if document.turns is not None:
+        return False
+    return document.trained is None or bool(document.trained[-1])
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    num_chars = 0
+    for document in documents:
+        batch.append(document)
+        num_chars += (
+            len(document.text or "")
+            + len(document.prompt or "")
+            + sum(len(turn.content) + len(turn.more) for turn in document.turns or ())
+        )
+        num_chars += document.ids.size if document.ids is not None else 0
+        is_full = num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_DOCUMENTS
+        if is_full and document.other is None:  # both answers of a pair are in one batch
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch
+
+
+def _write_broken(file: Any, broken: Broken) -> None:
+    file.write(json.dumps(asdict(broken), ensure_ascii=True) + "\n")
+
+
+def too_many_broken(
+    files: FileSet, schema: Schema, read: DocumentStream | SourceManifest, max_bad_fraction: float, listed: Path
+) -> DataError:
+    """Make the error for a source with too many broken records.
+
+    Args:
+        files: of the source.
+        schema: which columns hold what.
+        read: its counts, of all records or those up to the stop.
+        max_bad_fraction: the limit that was passed.
+        listed: its quarantine file.
+    """
+    broken = Counter(read.broken)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in broken.most_common(4))
+    with listed.open(encoding="utf-8") as lines:
+        first = json.loads(next(lines))
+    is_all = isinstance(read, SourceManifest) or read.is_complete
+    out_of = f"{read.num_records}" if is_all else f"the first {read.num_records}"
+    what = "pieces of text" if schema.file_text else "records"
+    return DataError(
+        f"{files.field}.path={files.path}: {broken.total()} of {out_of} {what} are broken ({reasons}), "
+        f"more than data.max_bad_fraction={max_bad_fraction:g} allows; "
+        f"the first is {first['file']}:{first['number']}. "
+        f"Repair them ({'all' if is_all else 'these'} are in {listed}), or set a larger data.max_bad_fraction."
+    )

@@ -1,0 +1,240 @@
+"""Nulls that a table put into tool calls and tool schemas.
+
+A table has the same columns in each row, at every depth. Arguments of different tools become one struct with the keys
+of all, and a row has null for keys that it never had. These nulls are dropped. Nulls that someone wrote are kept as far
+as they can be told apart: those in JSON text always, those in objects if nothing shows that a table wrote the record.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+#: Keys of a JSON schema whose value is data, so that null means something.
+_DATA_KEYS = ("default", "const", "example", "examples", "enum")
+#: Objects that stay if everything in them is dropped.
+_KEPT_EMPTY = ("properties", "parameters", "arguments")
+
+
+class Filled(NamedTuple):
+    """What is known of the nulls in a record.
+
+    by_table: whether a table filled its objects. declared: names of the parameters of each tool in the record.
+    """
+
+    by_table: bool = False
+    declared: Mapping[str, frozenset[str]] = {}
+
+
+def filled_by_table(messages: Any) -> bool:
+    """Return whether messages show that a table wrote them: one that calls no tool has a null for the calls."""
+    if not isinstance(messages, list):
+        return False
+    return any(isinstance(one, dict) and "tool_calls" in one and one["tool_calls"] is None for one in messages)
+
+
+def schema_filled_by_table(value: Any) -> bool:
+    """Return whether a JSON schema has a null where none has a meaning, as for the parameters of another tool."""
+    if isinstance(value, list):
+        return any(map(schema_filled_by_table, value))
+    if not isinstance(value, dict):
+        return False
+    return any(one is None or schema_filled_by_table(one) for key, one in value.items() if key not in _DATA_KEYS)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys that are null, at every depth. An object of nothing but nulls is null itself."""
+    if isinstance(value, list):
+        return [without_nulls(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for key, one in value.items():
+        found = without_nulls(one)
+        if found is None and isinstance(one, dict) and key in _KEPT_EMPTY:
+            found = {}
+        if found is not None:
+            kept[key] = found
+    return kept if kept or not value else None
+
+
+def parameters_of(tools: list[dict[str, Any]]) -> dict[str, frozenset[str]]:
+    """Return the names of the parameters of each tool that declares them."""
+    found = {}
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
+        parameters = function.get("parameters") if isinstance(function, dict) else None
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        if isinstance(function, dict) and isinstance(properties, dict):
+            found[str(function.get("name"))] = frozenset(map(str, properties))
+    return found
+
+
+def clean_calls(calls: Any, filled: Filled) -> Any:
+    """Return tool calls without the nulls that a table filled in."""
+    return [_clean_call(call, filled) for call in calls] if isinstance(calls, list) else calls
+
+
+def _clean_call(call: Any, filled: Filled) -> Any:
+    if not isinstance(call, dict):
+        return call
+    call = {key: value for key, value in call.items() if value is not None}
+    if isinstance(call.get("function"), dict):
+        call["function"] = _clean_call(call["function"], filled)
+    arguments = call.get("arguments")
+    if isinstance(arguments, dict):
+        declared = filled.declared.get(str(call.get("name")))
+        if filled.by_table:
+            call["arguments"] = without_nulls(arguments) or {}
+        elif declared is not None:
+            call["arguments"] = {key: value for key, value in arguments.items() if value is not None or key in declared}
+    return call
+
+
+# Messages of a record as turns: roles by one name, contents as text, and what a template renders beside them.
+
+#: Names of roles as data sets spell them -> the role in the template. Only "assistant" is trained on.
+ROLES = {
+    "system": "system", "developer": "system",
+    "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "ai": "assistant", "chatgpt": "assistant", "bot": "assistant",
+    "model": "assistant", "chatbot": "assistant", "agent": "assistant", "llm": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool", "ipython": "tool",
+}  # fmt: skip
+#: Of these, the ones that may as well be meant as something else: they are told.
+_RARE_ASSISTANTS = ("bot", "model", "chatbot", "agent", "llm")
+#: Keys of a message that chat templates know beside its role and content.
+_BESIDE = ("tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
+#: How much an assistant's turn counts in the loss.
+_WEIGHT = "weight"
+_MAX_WEIGHT = 1e30  # weights are stored as float32
+
+
+class Unusable(Exception):
+    """Carries the reason why a record is broken; never leaves this room."""
+
+
+class Turn(NamedTuple):
+    """One message. weight: of its tokens in the loss, if it is the assistant's; 0 is context.
+
+    more: JSON of what a template may render beside role and content, such as tool_calls; "" is nothing.
+    """
+
+    role: str
+    content: str
+    weight: float = 1.0
+    more: str = ""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As a chat template takes it."""
+        return {"role": self.role, "content": self.content, **(json.loads(self.more) if self.more else {})}
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its tokens count in the loss."""
+        return self.role == "assistant" and self.weight != 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing and calls nothing."""
+        return not self.content.strip() and not self.more
+
+    def as_context(self) -> Turn:
+        """Return the same turn, not trained."""
+        return self._replace(weight=0.0)
+
+
+def list_of_messages(value: Any) -> Any:
+    """Return messages as a list; they may be stored as JSON text. Anything else is returned as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def as_json(value: Any) -> str:
+    """Return a value as JSON text.
+
+    Raises:
+        Unusable: if it holds what JSON has not, such as dates or bytes of a table.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        raise Unusable("values that JSON does not have, such as dates or bytes") from None
+
+
+def read_turns(messages: Any, role: str, content: str, filled: Filled | None = None) -> tuple[Turn, ...]:
+    """Return the turns of a list of messages.
+
+    Args:
+        messages: as a record holds them.
+        role: the key of a message's role.
+        content: the key of its content.
+        filled: what is known of nulls in tool calls.
+
+    Raises:
+        Unusable: for anything else.
+    """
+    messages = list_of_messages(messages)
+    if not isinstance(messages, list):
+        raise Unusable("messages are not a list")
+    if not messages:
+        raise Unusable("empty")
+    filled = filled or Filled()
+    filled = filled._replace(by_table=filled.by_table or filled_by_table(messages))
+    return tuple(_turn(message, role, content, filled) for message in messages)
+
+
+def content_of_turns(turns: Sequence[Turn]) -> list[list[Any]]:
+    """Return what decides the content of a conversation, as JSON values."""
+    return [[*turn[:2]] if turn[2:] == (1.0, "") else [*turn] for turn in turns]
+
+
+def taken_for_assistant(messages: Any, role: str) -> str:
+    """Return a note about a role that only some data sets use for the answers, where it is trained on; else ""."""
+    roles = (str(message[role]).strip().lower() for message in list_of_messages(messages))
+    return next((f"with role '{name}' read as assistant" for name in roles if name in _RARE_ASSISTANTS), "")
+
+
+def _turn(message: Any, role_key: str, content_key: str, filled: Filled) -> Turn:
+    if not isinstance(message, dict) or role_key not in message:
+        raise Unusable("a message lacks its role or content")
+    more = {key: message[key] for key in _BESIDE if key not in (role_key, content_key) and _says(message.get(key))}
+    if "tool_calls" in more:
+        more["tool_calls"] = clean_calls(list_of_messages(more["tool_calls"]), filled)
+    if content_key not in message and "tool_calls" not in more:
+        raise Unusable("a message lacks its role or content")
+    role = ROLES.get(str(message[role_key]).strip().lower())
+    if role is None:
+        raise Unusable("unknown role")
+    content = message.get(content_key)
+    if content is None and "tool_calls" in more:
+        content = ""
+        if content_key in message:
+            more = {"content": None, **more}
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else None
+    if not isinstance(content, str):
+        raise Unusable("content is not text")
+    return Turn(role, content, _weight(message), as_json(more) if more else "")
+
+
+def _says(value: Any) -> bool:
+    """Whether a key of a message says anything: tables fill up the keys that other rows have."""
+    return value is not None and value != [] and value != ""
+
+
+def _weight(message: Mapping[str, Any]) -> float:
+    weight = message.get(_WEIGHT)
+    if weight is None:
+        return 1.0
+    if not isinstance(weight, int | float) or not 0 <= weight <= _MAX_WEIGHT:
+        raise Unusable("a weight is not a number of at least 0")
+    return float(weight)

@@ -1,0 +1,1 @@
+"""A GPU simulated on the host."""

@@ -1,0 +1,1 @@
+"""Configs and checkpoints of other trainers."""

@@ -1,0 +1,345 @@
+"""What became of one key of a DeepSpeed config."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import cast
+
+from weft.config.plan import Plan
+from weft.config.run_config import RunConfig
+from weft.config.toml_values import dotted, shown
+from weft.env import is_secret
+from weft.errors import Problem, did_you_mean, nearest_name
+from weft.interop.deepspeed_source import Source
+
+BECAME = "became"
+FOLLOWS = "follows"
+NOTHING = "nothing"
+NOT_BUILT = "not built"
+REMOVED = "removed"
+TYPO = "typo"
+
+#: How an outcome is said; its text goes on from there.
+PHRASES = {
+    BECAME: "became",
+    FOLLOWS: "follows from",
+    NOTHING: "has no effect in Weft:",
+    NOT_BUILT: "not supported yet:",
+    REMOVED: "removed from DeepSpeed:",
+    TYPO: "typo:",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one key of the file is to Weft; a key that holds a table may stand for all that is in it.
+
+    key: dotted, as it is in the file. value: as it was typed, cut short. kind: a key of PHRASES.
+    text: goes on from the kind's phrase. fields: what it set, such as "plan.zero" or "optimizer.lr".
+    """
+
+    key: str
+    value: str
+    kind: str
+    text: str
+    fields: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """'became optimizer.lr=0.0001'."""
+        return f"{PHRASES[self.kind]} {self.text}"
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value}: {self.sentence}"
+
+
+# The keys that DeepSpeed knows, as `keys.toml` lists them, and what was probably meant by one that it does not.
+
+#: How near a name of another table must be: among hundreds, something is always a little alike.
+_ELSEWHERE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Keys of one table that mean the same to Weft; the fields are explained at the top of keys.toml."""
+
+    keys: tuple[str, ...]  # dotted
+    outcome: str
+    text: str
+    target: str = ""
+    whole: bool = False
+    off: tuple[object, ...] = ()
+
+
+@functools.cache
+def groups() -> tuple[Group, ...]:
+    """Every group, in the order of the file."""
+    text = resources.files("weft.interop").joinpath("keys.toml").read_text(encoding="utf-8")
+    return tuple(_group(table) for table in cast(list[dict[str, object]], tomllib.loads(text)["group"]))
+
+
+def _group(table: dict[str, object]) -> Group:
+    section = str(table.get("section", ""))
+    return Group(
+        keys=tuple(f"{section}.{name}" if section else name for name in cast(list[str], table["keys"])),
+        outcome=str(table["outcome"]),
+        text=str(table["text"]),
+        target=str(table.get("target", "")),
+        whole=bool(table.get("whole", False)),
+        off=tuple(cast(list[object], table.get("off", []))),
+    )
+
+
+@functools.cache
+def known_keys() -> Mapping[str, Group]:
+    """Every key that DeepSpeed knows or knew, dotted, with its group."""
+    return {key: group for group in groups() for key in group.keys}
+
+
+@functools.cache
+def sections() -> frozenset[str]:
+    """Every dotted name of a table that holds known keys."""
+    parents: set[str] = set()
+    for key in known_keys():
+        while key := key.rpartition(".")[0]:
+            parents.add(key)
+    return frozenset(parents)
+
+
+def meant(section: str, name: str) -> str:
+    """What was probably meant by an unknown key: ' Did you mean ...?', where it belongs, or ''."""
+    every = {*known_keys(), *sections()}
+    here = {key.rpartition(".")[2] for key in every if key.rpartition(".")[0] == section}
+    alike = next((known for known in sorted(here) if known.lower() == name.lower()), "")
+    homes = sorted(key for key in every if key.rpartition(".")[2] == name)
+    if not alike and 1 <= len(homes) <= 2:
+        return f" Did you mean {' or '.join(repr(home) for home in homes)}?"
+    near = alike or nearest_name(name, sorted(here))
+    if near:
+        return f" Did you mean '{section + '.' if section else ''}{near}'?"
+    leaves = {key.rpartition(".")[2]: key for key in sorted(every)}
+    near = next(iter(difflib.get_close_matches(name, sorted(leaves), n=1, cutoff=_ELSEWHERE)), "")
+    return f" Did you mean '{leaves[near]}'?" if near else ""
+
+
+# What has been read of one file so far: the readers take values from it and tell it what each key became.
+
+AUTO = "auto"
+#: As many ranks, passes or sequences as a plan and a config can hold.
+MOST = 999_999_999
+_KINDS = {"follows": FOLLOWS, "nothing": NOTHING, "not built": NOT_BUILT, "removed": REMOVED}
+_COMMENTS = ("comment", "comments", "$schema")
+
+
+class Reading:
+    """plan: fields of the plan. settings: dotted settings of a RunConfig. open: what the file leaves to "auto".
+
+    values: what was typed for the keys that become something; a key is gone from it where the file says null.
+    """
+
+    def __init__(self, source: Source):
+        self.source = source
+        self.values: dict[str, object] = {}
+        self.lines: dict[str, Outcome] = {}
+        self.order: list[str] = []
+        self.problems: list[Problem] = []
+        self.plan: dict[str, object] = {}
+        self.settings: dict[str, object] = {}
+        self.open: list[str] = []
+        self.notes: list[str] = []
+        self.typed: dict[str, object] = {}
+        self._sort((), source.tables, is_off=False)
+
+    def _sort(self, path: tuple[str, ...], table: Mapping[str, object], is_off: bool) -> None:
+        """Give each key its outcome from the list of keys, or keep its value for a reader."""
+        for name, value in table.items():
+            inner = (*path, name)
+            key = dotted(inner)
+            group = known_keys().get(key)
+            self.order.append(key)
+            self.typed[key] = value
+            if key in sections() and isinstance(value, Mapping):
+                self._sort_table(inner, cast(Mapping[str, object], value))
+            elif value is None and (group is not None or key in sections()):
+                self.nothing(key, "null, as if it were not there")
+            elif group is not None:
+                self._sort_known(key, value, group, is_off)
+            elif key in sections():
+                self.wrong(key, "the value must be a table", 'Write e.g. {"enabled": true}')
+            elif name.startswith(("_", "//")) or name in _COMMENTS:
+                self.nothing(key, "a comment")
+            else:
+                hint = meant(dotted(path), name) or " It is left out."
+                self._say(key, TYPO, f"no such key in DeepSpeed.{hint}")
+
+    def _sort_table(self, path: tuple[str, ...], table: Mapping[str, object]) -> None:
+        if table:
+            self._sort(path, table, is_off=table.get("enabled") is False)
+        else:
+            self.nothing(dotted(path), "an empty table")
+
+    def _sort_known(self, key: str, value: object, group: Group, is_off: bool) -> None:
+        if group.outcome == "becomes":
+            self.values[key] = value
+        elif group.outcome == "not built" and (is_off or value in (False, None, "none", "", *group.off)):
+            self.nothing(key, "switched off")
+        else:
+            self._say(key, _KINDS[group.outcome], group.text)
+
+    # What the readers say
+
+    def became(self, key: str, text: str, *fields: str) -> None:
+        self._say(key, BECAME, text, fields)
+
+    def follows(self, key: str, text: str) -> None:
+        self._say(key, FOLLOWS, text)
+
+    def nothing(self, key: str, text: str) -> None:
+        self._say(key, NOTHING, text)
+
+    def missing(self, key: str, text: str, *fields: str) -> None:
+        """What DeepSpeed has and Weft does not, even where something near to it was set."""
+        self._say(key, NOT_BUILT, text, fields)
+
+    def removed(self, key: str, text: str) -> None:
+        self._say(key, REMOVED, text)
+
+    def set(self, key: str, setting: str, value: object) -> None:
+        """A key of the file became a setting of the config."""
+        self.settings[setting] = value
+        self.became(key, f"{setting}={number_text(value)}", setting)
+
+    def plan_word(self, key: str, **fields: object) -> None:
+        """A key of the file became fields of the plan."""
+        self.plan |= fields
+        words = " ".join(f"{name}={'on' if value is True else value}" for name, value in fields.items())
+        self.became(key, f"plan {words}", *(f"plan.{name}" for name in fields))
+
+    def wrong(self, key: str, rule: str, remedy: str) -> None:
+        """A mistake at a key: `<key>=<value>: <rule>. <remedy>.` A remedy may be a question."""
+        end = "" if remedy.endswith("?") else "."
+        message = f"{key}={self._value(key)}: {rule}. {remedy}{end}"
+        self.problems.append(Problem(key, message, self.source.origin(key)))
+
+    def _say(self, key: str, kind: str, text: str, fields: Sequence[str] = ()) -> None:
+        self.lines[key] = Outcome(key, self._value(key), kind, text, tuple(fields))
+
+    def _value(self, key: str) -> str:
+        """What was typed, fit to be shown to others: comet.api_key is a key of DeepSpeed."""
+        return "[redacted]" if is_secret(key.rpartition(".")[2]) else value_text(self.typed.get(key))
+
+    # What the readers ask: the value, or None where it is absent, "auto" or wrong (then that is said here)
+
+    def is_auto(self, key: str) -> bool:
+        return self.values.get(key) == AUTO
+
+    def leave_open(self, key: str) -> None:
+        """A key that says "auto": its setting keeps Weft's own value until the user gives one."""
+        target = known_keys()[key].target
+        if not target:
+            self.wrong(key, '"auto" is not a value of this key', "Write the value, or leave the key out")
+            return
+        self.open.append(target)
+        self.follows(key, f"{target} ({default_text(target)} unless you set it)")
+
+    def whole(self, key: str, low: int = 1, high: int = MOST) -> int | None:
+        """Return an integer from low to high. 8.0, 5e8 and numbers in quotes are accepted, as in DeepSpeed's files."""
+        value = _number_in_quotes(self._given(key))
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is None or (isinstance(value, int) and not isinstance(value, bool) and low <= value <= high):
+            return value
+        example = f"{key}={max(low, 1)}" if low < high else f"{key}={low}"
+        self.wrong(key, f"the value must be a whole number from {low} to {high}", f"Use e.g. {example}")
+        return None
+
+    def number(self, key: str, *, above_zero: bool = False, below: float = math.inf) -> float | None:
+        """Return a number from 0 (or above 0) and below a limit. Numbers in quotes are accepted."""
+        value = _number_in_quotes(self._given(key))
+        if value is None or is_number(value, above_zero=above_zero, below=below):
+            return None if value is None else float(cast(float, value))
+        low = "above 0" if above_zero else "from 0"
+        limit = "" if below == math.inf else f" and below {below:g}"
+        self.wrong(key, f"the value must be a number {low}{limit}", f"Use e.g. {key}={'1e-4' if above_zero else '0.1'}")
+        return None
+
+    def switch(self, key: str) -> bool | None:
+        """true or false; DeepSpeed also reads the texts."""
+        value = self._given(key)
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if value is None or isinstance(value, bool):
+            return value
+        self.wrong(key, "the value must be true or false", "Write true or false")
+        return None
+
+    def choice(self, key: str, known: Sequence[str]) -> str | None:
+        """One of `known`, in any case of letters; the spelling of `known` comes back."""
+        value = self._given(key)
+        if value is None:
+            return None
+        names = {name.lower(): name for name in known}
+        if isinstance(value, str) and value.lower() in names:
+            return names[value.lower()]
+        hint = did_you_mean(value, known).strip() if isinstance(value, str) else ""
+        self.wrong(key, f"DeepSpeed knows {', '.join(known[:12])}", hint or f"Use {known[0]}")
+        return None
+
+    def _given(self, key: str) -> object:
+        value = self.values.get(key)
+        if value == AUTO:
+            self.leave_open(key)
+            return None
+        return value
+
+
+def _number_in_quotes(value: object) -> object:
+    """Return the number that a text holds, or the value unchanged."""
+    if not isinstance(value, str) or len(value) > 40 or not re.fullmatch(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?", value):
+        return value
+    return int(value) if value.isdecimal() else float(value)
+
+
+def is_number(value: object, *, above_zero: bool = False, below: float = math.inf) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
+        return False
+    return (value > 0 if above_zero else value >= 0) and value < below
+
+
+def default_text(target: str) -> str:
+    """Weft's own value of a setting or of a plan's field."""
+    if target.startswith("plan."):
+        return str(getattr(Plan(), target.removeprefix("plan.")))
+    node: object = RunConfig()
+    for part in target.split("."):
+        node = getattr(node, part)
+    return "worked out from the other settings" if node is None else number_text(node)
+
+
+def number_text(value: object) -> str:
+    """Numbers as people write them: 2e8, not 200000000.0; the rest as TOML."""
+    if isinstance(value, float):
+        short = f"{value:g}"
+        text = short if float(short) == value else repr(value)
+        return text.replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(number_text(item) for item in cast(list[object], value))}]"
+    return shown(value)
+
+
+def value_text(value: object) -> str:
+    """A value of the file in an outcome or an error: on one line, and short."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "{...}" if value else "{}"
+    shown_whole = number_text(value)
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in shown_whole)
+    return text if len(text) <= 40 else f"{text[:37]}..."

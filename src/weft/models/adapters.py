@@ -1,0 +1,493 @@
+"""What an adapter is, apart from its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.errors import ModelError
+from weft.models.initialize import initialise_parameter, uniform_values
+from weft.models.inspect import layers
+from weft.models.inspect.blocks import become, revert
+from weft.models.quantized_linear import BASE_FORMATS, leave_packed, pack_layers, unpack_layer
+
+#: Names of an adapter's parameters beside a layer's own.
+ADAPTER_PARAMS = ("lora_A", "lora_B", "lora_magnitude")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterKind:
+    """One way to adapt a linear layer.
+
+    rank: rows of A and columns of B. alpha: their product is multiplied by alpha / rank, under rslora by
+    alpha / sqrt(rank). kind: "lora", "rslora" or "dora". dropout: share of the adapter's inputs that training drops.
+    """
+
+    rank: int
+    alpha: float
+    kind: str = "lora"
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        drops = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"{self.kind} of rank {self.rank}, alpha {self.alpha:g}{drops}"
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product of B and A."""
+        return self.alpha / (math.sqrt(self.rank) if self.kind == "rslora" else self.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """What `add_adapter` did to a model.
+
+    layers: by path, whether the layer keeps its weight transposed. base: "stored", or the format in which linear layers
+    keep their weights. packed: by path, the inputs of those that do.
+    """
+
+    kind: AdapterKind
+    layers: Mapping[str, bool]
+    base: str = "stored"
+    packed: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @classmethod
+    def read(cls, said: Mapping[str, Any]) -> Adapted:
+        """Return what `said` wrote."""
+        kind = AdapterKind(said["rank"], said["alpha"], said["kind"], said["dropout"])
+        return cls(kind, said["layers"], said.get("base_format", "stored"), said.get("packed", {}))
+
+    def said(self) -> dict[str, Any]:
+        """Return all of it as JSON."""
+        kind = self.kind
+        said = {"rank": kind.rank, "alpha": kind.alpha, "kind": kind.kind, "dropout": kind.dropout}
+        packed = {"base_format": self.base, "packed": dict(self.packed)} if self.packed else {}
+        return {**said, "layers": dict(self.layers), **packed}
+
+    def params(self) -> Iterator[tuple[str, str]]:
+        """Yield (path of the layer, name in it) of each of the adapter's parameters."""
+        names = ADAPTER_PARAMS if self.kind.kind == "dora" else ADAPTER_PARAMS[:2]
+        return ((path, name) for path in self.layers for name in names)
+
+
+_RECORD = "_weft_adapted"
+
+
+def note_adapted(model: nn.Module, record: Adapted | None) -> None:
+    """Leave on a whole model what was done to it, for `adapted`; None: it was undone."""
+    if record is None:
+        delattr(model, _RECORD)
+    else:
+        setattr(model, _RECORD, record)
+
+
+def adapted(model: nn.Module) -> Adapted | None:
+    """Return what `add_adapter` did to this model, of which a rank may hold a part; None where it did nothing."""
+    return getattr(model, _RECORD, None)
+
+
+# A linear layer with an adapter beside its frozen weight.
+
+
+class Alone:
+    """What an adapter asks of the ranks that share its layer; here one process has it whole."""
+
+    def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
+        """Drop some of the adapter's inputs."""
+        return dropout(x)
+
+    def into_weight(self, x: Tensor) -> Tensor:
+        """Give the input of a second product with the layer's own weight."""
+        return x
+
+    def low(self, h: Tensor) -> Tensor:
+        """Give what B reads, (..., R), from what A made."""
+        return h
+
+    def squares(self, total_F: Tensor) -> Tensor:
+        """Add up squares of a row's elements that lie on several ranks."""
+        return total_F
+
+
+_ALONE = Alone()
+
+
+class AdaptedLinear(nn.Module):
+    """Base of the classes that adapted layers are given; beside it stands their own."""
+
+    #: For `structure.layers.is_linear`: the layer is what it was without this class.
+    is_adapter = True
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    lora_magnitude: nn.Parameter | None
+    lora_dropout: nn.Module | None
+    _weft_adapter: AdapterKind
+    #: (F, D) of the whole layer.
+    _weft_whole: tuple[int, int]
+    _weft_is_on: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer with its adapter: (..., D) to (..., F)."""
+        return self.adapt(super().forward(x), x)
+
+    def adapt(self, product: Tensor, x: Tensor, line: Alone = _ALONE, *, has_bias: bool = True) -> Tensor:
+        """Add the adapter to the layer's own product.
+
+        Args:
+            product: (..., F), of the layer's weight; not used any more by the caller.
+            x: (..., D) that the adapter reads.
+            line: the ranks that share the layer.
+            has_bias: whether the product holds the layer's bias.
+        """
+        if not self._weft_is_on:
+            return product
+        factor = self._weft_adapter.scale
+        drops = self.lora_dropout is not None and self.training
+        read = line.drop(self.lora_dropout, x) if self.lora_dropout is not None else x
+        read = read.to(self.lora_A.dtype)
+        low = line.low(F.linear(read, self.lora_A))
+        if self.lora_magnitude is None and low.dtype == product.dtype:  # one pass over the product in place of three
+            return torch.addmm(product.flatten(0, -2), low.flatten(0, -2), self.lora_B.t(), alpha=factor).view(
+                product.shape
+            )
+        added = (F.linear(low, self.lora_B) * factor).to(product.dtype)
+        if self.lora_magnitude is None:
+            return product + added
+        weight, bias = layers.weight_of(self), layers.bias_of(self) if has_bias else None
+        plain = product if bias is None else product - bias
+        if drops:  # both terms read what was left
+            plain = F.linear(line.into_weight(read).to(weight.dtype), weight)
+        grown = (self.lora_magnitude / self._norm(line)).to(product.dtype)
+        return product + (grown - 1) * plain + grown * added
+
+    @torch.no_grad()
+    def _norm(self, line: Alone = _ALONE) -> Tensor:
+        """The norm of each row of W + s B A, (F,), without making that matrix; at least in float32."""
+        kept = torch.promote_types(self.lora_A.dtype, torch.float32)
+        weight, a, b = layers.weight_of(self), self.lora_A, self.lora_B.to(kept)
+        scale = self._weft_adapter.scale
+        total = torch.linalg.vector_norm(weight, dim=1, dtype=kept).square()
+        total += 2 * scale * (F.linear(weight.to(a.dtype), a).to(kept) * b).sum(1)
+        total += scale * scale * (b @ (a.to(kept) @ a.to(kept).t()) * b).sum(1)
+        return line.squares(total).sqrt()
+
+    @torch.no_grad()
+    def fill_adapter(self, parameter: Tensor, name: str, full_name: str, seed: int) -> bool:
+        """Fill one of the adapter's parameters, whole, with its first values; False: it is none of the adapter's.
+
+        A is uniform as `nn.Linear` begins, from seed and name; B is zero, so that the adapter changes nothing at first;
+        the magnitude is the norm of the weight's rows.
+
+        Args:
+            parameter: any tensor of its whole shape.
+            name: in this layer.
+            full_name: in the whole model.
+            seed: of the weights.
+        """
+        if name == "lora_A":
+            flat, bound = parameter.view(-1), 1 / math.sqrt(self._weft_whole[1])
+            for start, values in uniform_values(seed, full_name, parameter.numel()):
+                flat[start : start + values.numel()] = values.mul_(2).sub_(1).mul_(bound).to(parameter.device)
+        elif name == "lora_B":
+            parameter.zero_()
+        elif name == "lora_magnitude":
+            weight = layers.weight_of(self)
+            if weight.is_meta or tuple(weight.shape) != self._weft_whole:
+                # Cut, or not made yet: the weight is a function of seed and name too.
+                stored = self._weft_whole[::-1] if layers.is_transposed(self) else self._weft_whole
+                made = torch.empty(stored, dtype=parameter.dtype)
+                initialise_parameter(made, full_name.removesuffix(name) + "weight", self, seed)
+                weight = made.t() if layers.is_transposed(self) else made
+            parameter.copy_(torch.linalg.vector_norm(weight, dim=1, dtype=parameter.dtype))
+        else:
+            return False
+        return True
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Let the model compute as if it had no adapter inside, such as for reference log-probabilities.
+
+    Raises:
+        ModelError: where the model has none.
+    """
+    found = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    if not found:
+        raise ModelError(f"model of type {type(model).__name__}: it has no adapter. Call add_adapter first.")
+    before = [layer._weft_is_on for layer in found]
+    for layer in found:
+        layer._weft_is_on = False
+    try:
+        yield
+    finally:
+        for layer, was_on in zip(found, before, strict=True):
+            layer._weft_is_on = was_on
+
+
+# Adds an adapter to a model's linear layers and freezes all else.
+
+KINDS = ("lora", "rslora", "dora")
+
+
+def add_adapter(
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    targets: Sequence[str] = (),
+    dropout: float = 0.0,
+    kind: str = "lora",
+    base: str = "stored",
+    seed: int = 0,
+) -> nn.Module:
+    """Give linear layers an adapter, in place, and freeze every other parameter. Call it before `parallelize`.
+
+    Names of the model stay; a layer `q` gets the parameters `q.lora_A`, `q.lora_B` and, under dora, `q.lora_magnitude`.
+    On the meta device they are shapes, which `parallelize` makes with its seed.
+
+    Args:
+        model: any nn.Module; layers are nn.Linear and the Conv1D of GPT-2 in transformers.
+        rank: rows of A and columns of B.
+        alpha: the product of B and A is multiplied by alpha / rank, under rslora by alpha / sqrt(rank); None: twice
+            the rank.
+        targets: patterns of layers, each a path or the end of one, such as "q_proj" or "blocks.0.attn.*"; `*` matches
+            any text. (): all linear layers but the one that makes the logits and those that choose experts.
+        dropout: share of the adapter's inputs that training drops.
+        kind: "lora", "rslora" or "dora".
+        base: how linear layers that may have an adapter keep their frozen weights: "stored", as they are; "int8" or
+            "nf4", in blocks of 64 with one scale, unpacked in each product.
+        seed: of the first values of A, with each parameter's name.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: for a pattern that fits no layer or one that cannot be adapted, for a number out of its range, and
+            for a model that has an adapter or is parallelized.
+    """
+    adapter = AdapterKind(rank, 2.0 * rank if alpha is None else float(alpha), kind, float(dropout))
+    chosen = chosen_layers(model, targets)
+    if base == "stored":
+        return adapt_layers(model, chosen, adapter, seed)
+    if kind == "dora":
+        raise ModelError(f"base={base}: dora divides by norms of the weights as they were stored. Use kind=lora.")
+    _check(adapter)
+    packed = pack_layers(model, chosen_layers(model), base)
+    adapt_layers(model, chosen, adapter, seed)
+    note_adapted(model, replace(_noted(model), base=base, packed=packed))
+    return model
+
+
+def _noted(model: nn.Module) -> Adapted:
+    record = adapted(model)
+    assert record is not None
+    return record
+
+
+def adapt_layers(model: nn.Module, chosen: Mapping[str, nn.Module], adapter: AdapterKind, seed: int) -> nn.Module:
+    """Give chosen layers an adapter and freeze all else, in place; the same model.
+
+    Args:
+        model: without an adapter.
+        chosen: its layers by path, such as `chosen_layers` gives.
+        adapter: one kind for all of them.
+        seed: as `add_adapter` takes it.
+
+    Raises:
+        ModelError: for a number out of its range.
+    """
+    _check(adapter)
+    for param in model.parameters():
+        param.requires_grad_(False)
+    for path, layer in chosen.items():
+        _adapt(layer, path, adapter, seed)
+    note_adapted(model, Adapted(adapter, {path: layers.is_transposed(layer) for path, layer in chosen.items()}))
+    return model
+
+
+def _check(adapter: AdapterKind) -> None:
+    if adapter.kind not in KINDS:
+        raise ModelError(f"kind={adapter.kind!r}: an adapter is one of {', '.join(KINDS)}. Use kind='lora'.")
+    if adapter.rank < 1:
+        raise ModelError(f"rank={adapter.rank}: an adapter has a rank of at least 1. Use rank=16.")
+    if not 0 <= adapter.dropout < 1:
+        raise ModelError(f"dropout={adapter.dropout}: the share dropped is at least 0 and below 1. Use dropout=0.05.")
+    if not adapter.alpha > 0:
+        raise ModelError(f"alpha={adapter.alpha:g}: it must be above 0. Use alpha={2 * adapter.rank}.")
+
+
+def chosen_layers(model: nn.Module, targets: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """Return the layers that patterns choose, by path, in the model's order.
+
+    Args:
+        model: without an adapter.
+        targets: as `add_adapter` takes them.
+
+    Raises:
+        ModelError: as `add_adapter` raises it.
+    """
+    if adapted(model) is not None:
+        raise ModelError(
+            "model: it has an adapter already. Merge that one first (merge_adapter), or build a new model."
+        )
+    if any(name.startswith("_weft_") for name in vars(model)):
+        raise ModelError("model: it is parallelized already. Add the adapter before parallelize.")
+    linear = {path: module for path, module in model.named_modules() if path and layers.is_linear(module)}
+    refused = dict(_refused(model, linear))
+    if not targets:
+        found = {path: module for path, module in linear.items() if path not in refused}
+        if not found:
+            raise ModelError(f"model of type {type(model).__name__}: it has no linear layer that an adapter fits.")
+        return found
+    chosen: set[str] = set()
+    for pattern in targets:
+        hits = {path for path, _ in model.named_modules() if path and _fits(path, pattern)}
+        usable = hits & linear.keys()
+        if not usable:
+            if hits:
+                first = min(hits)
+                why = f"{first} is a {type(model.get_submodule(first)).__name__}, and adapters fit linear layers alone"
+            else:
+                why = "no module has such a path or ending"
+            ends = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in linear if path not in refused))
+            raise ModelError(f"targets={pattern}: {why}. Use some of {ends}.")
+        if blamed := sorted(usable & refused.keys()):
+            raise ModelError(f"targets={pattern}: {blamed[0]} {refused[blamed[0]]}. Leave it out of the targets.")
+        chosen |= usable
+    return {path: module for path, module in linear.items() if path in chosen}
+
+
+def _fits(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
+
+
+def _refused(model: nn.Module, linear: dict[str, nn.Module]) -> Iterator[tuple[str, str]]:
+    """Linear layers that take no adapter, each with the reason."""
+    head = layers.find_lm_head(model)
+    gating = {path.rpartition(".")[0] for path, _ in layers.find_experts(model)}
+    seen: dict[int, str] = {}
+    for path, module in linear.items():
+        if module is head:
+            yield path, "makes the logits, which Weft computes inside of the loss"
+        elif path.rpartition(".")[0] in gating and path.rpartition(".")[2] in ("gate", "router"):
+            yield path, "chooses experts, and its scores are balanced as they are"
+        elif isinstance(own := module.weight, nn.Parameter) and id(own) in seen:
+            yield path, f"shares its weight with {seen[id(own)]}"
+        elif not isinstance(own, nn.Parameter):
+            yield path, "computes its weight from other parameters"
+        seen.setdefault(id(module.weight), path)
+
+
+def _adapt(layer: nn.Module, path: str, adapter: AdapterKind, seed: int) -> None:
+    weight = layers.weight_of(layer)
+    whole = (weight.shape[0], weight.shape[1])
+    # Trained numbers start unrounded, whatever the frozen weight is kept in.
+    options = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
+    become(layer, AdaptedLinear, adapter=adapter, whole=whole, is_on=True)
+    assert isinstance(layer, AdaptedLinear)
+    layer.lora_A = nn.Parameter(torch.empty(adapter.rank, whole[1], **options))
+    layer.lora_B = nn.Parameter(torch.empty(whole[0], adapter.rank, **options))
+    layer.lora_magnitude = nn.Parameter(torch.empty(whole[0], **options)) if adapter.kind == "dora" else None
+    layer.lora_dropout = nn.Dropout(adapter.dropout) if adapter.dropout else None
+    for name in ADAPTER_PARAMS:
+        param = getattr(layer, name)
+        if param is not None and not param.is_meta:
+            layer.fill_adapter(param, name, f"{path}.{name}", seed)
+
+
+# Adapters merged into the weights beside them.
+
+
+def merge_adapter(model: nn.Module) -> nn.Module:
+    """Add each adapter to the weight beside it, in place; the layers are then what they were before `add_adapter`.
+
+    Weights that are kept as bytes become the numbers that these stand for: the adapter was trained beside those.
+    Of a parallelized model merge the whole tensors with `merged_tensors`. All parameters stay frozen.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ModelError: where the model has no adapter, or is parallelized.
+    """
+    record, found = _expected(model), dict[str, AdaptedLinear]()
+    for path in record.layers:
+        layer = model.get_submodule(path)
+        # The new class stands on AdaptedLinear and the layer's own: whoever came later stands in front of both.
+        if type(layer).__bases__[0] is not AdaptedLinear:
+            raise ModelError(
+                f"model: {path} was changed after add_adapter, such as by parallelize. Merge the whole tensors: "
+                "merged_tensors(model, run.full_state_dict(model))."
+            )
+        assert isinstance(layer, AdaptedLinear)
+        found[path] = layer
+    for path in record.packed:
+        unpack_layer(model.get_submodule(path))
+    for path, layer in found.items():
+        weight = layers.stored_weight(layer)
+        own = {name: getattr(layer, name) for name in ADAPTER_PARAMS if getattr(layer, name) is not None}
+        with torch.no_grad():
+            weight.copy_(merged_weight(record, path, weight, own))
+        for name in (*ADAPTER_PARAMS, "lora_dropout", "_weft_adapter", "_weft_whole", "_weft_is_on"):
+            delattr(layer, name)
+        revert(layer, AdaptedLinear)
+    for path in record.packed:
+        leave_packed(model.get_submodule(path))
+    note_adapted(model, None)
+    return model
+
+
+def merged_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the whole tensors of a model with its adapters merged and left out.
+
+    Args:
+        model: which layers have adapters; parallelized or not, of any device.
+        tensors: of the whole model by name, such as `run.full_state_dict(model)` gives; they stay as they are.
+
+    Raises:
+        ModelError: where the model has no adapter.
+    """
+    record, merged = _expected(model), dict(tensors)
+    own: dict[str, dict[str, Tensor]] = {}
+    for path, name in record.params():
+        own.setdefault(path, {})[name] = merged.pop(f"{path}.{name}")
+    for path, width in record.packed.items():
+        dtype = own[path]["lora_A"].dtype if path in own else torch.float32
+        merged[f"{path}.weight"] = BASE_FORMATS[record.base].unpack(tensors[f"{path}.weight"], width, dtype)
+    for path, parts in own.items():
+        merged[f"{path}.weight"] = merged_weight(record, path, merged[f"{path}.weight"], parts)
+    return merged
+
+
+@torch.no_grad()
+def merged_weight(record: Adapted, path: str, stored: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+    """Return a layer's weight with its adapter in it, in the weight's own format; computed in the adapter's.
+
+    Args:
+        record: what `adapted` gives of the model.
+        path: of the layer.
+        stored: its weight as it is stored: (F, D), or (D, F) where the layer keeps it transposed.
+        own: the layer's parts of the adapter, by their names in it.
+    """
+    kind, is_transposed = record.kind, record.layers[path]
+    weight = (stored.t() if is_transposed else stored).to(own["lora_A"].dtype)
+    weight = weight + kind.scale * (own["lora_B"] @ own["lora_A"])
+    if (magnitude := own.get("lora_magnitude")) is not None:
+        weight = weight * (magnitude / torch.linalg.vector_norm(weight, dim=1))[:, None]
+    return (weight.t() if is_transposed else weight).to(stored.dtype)
+
+
+def _expected(model: nn.Module) -> Adapted:
+    record = adapted(model)
+    if record is None:
+        raise ModelError(f"model of type {type(model).__name__}: it has no adapter to merge. Call add_adapter first.")
+    return record

@@ -1,0 +1,478 @@
+"""How experts get alike many tokens: a loss for each sequence, or a bias that moves after each step.
+
+Both are the same under every plan. The loss is DeepSeek-V3's sequence-wise one (arXiv 2412.19437, eq. 17-20), a sum
+over sequences, so it does not matter how a batch is cut into microbatches and ranks; where the tokens of one sequence
+lie on several ranks, `Span` adds their counts up. The bias (Wang et al. 2024, arXiv 2408.15664) follows whole-number
+counts of a whole step.
+
+The loss does not travel with the model's output: its gradient enters the router's in backward, so that any loss
+function, pipeline stage or user's own loop has it without a word. What was counted is counted in backward too, once
+for each backward, however often a recomputed forward runs.
+
+B sequences, T tokens of them here, S tokens in all, K experts that a token visits, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.config.decoder_shape import DecoderSpec
+from weft.private_torch import uncompiled
+
+#: A selection bias is kept in whole millionths: no number format rounds its small moves away, sums are exact.
+BIAS_UNIT = 1e-6
+
+
+class Span:
+    """How the sequences lie on ranks: here each is whole. `weft.parallel` has the other kind."""
+
+    @property
+    def num_parts(self) -> int:
+        """Over how many ranks each sequence is divided, in equal parts."""
+        return 1
+
+    def sum(self, x_BE: Tensor) -> Tensor:
+        """Sum over the ranks that hold other tokens of the same sequences; differentiable."""
+        return x_BE
+
+    def whole(self, ids_BTK: Tensor) -> Tensor:
+        """Bring together the ids of all tokens, in the order of the sequence; (B, S, K)."""
+        return ids_BTK
+
+    def part(self, x_BSK: Tensor) -> Tensor:
+        """Cut out this rank's tokens again; (B, T, K)."""
+        return x_BSK
+
+
+class Load:
+    """What one router counted since `clear`: tokens by expert, and the sum of the auxiliary loss over tokens."""
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+        self.tokens_E: Tensor | None = None
+        self.aux_sum: Tensor | None = None
+
+    def add(self, tokens_E: Tensor, aux_sum: Tensor) -> None:
+        """Count one microbatch."""
+        if self.tokens_E is None or self.aux_sum is None:
+            self.tokens_E, self.aux_sum = tokens_E.clone(), aux_sum.double().clone()
+        else:
+            self.tokens_E += tokens_E
+            self.aux_sum += aux_sum
+
+    def clear(self) -> None:
+        """Start counting anew."""
+        self.tokens_E = self.aux_sum = None
+
+
+def count_tokens(ids_BTK: Tensor, num_experts: int) -> Tensor:
+    """Return how many tokens of each sequence visit each expert; int64 (B, E)."""
+    flat = ids_BTK.flatten(1)
+    counts = torch.zeros(flat.shape[0], num_experts, dtype=torch.int64, device=flat.device)
+    return counts.scatter_add_(1, flat, torch.ones_like(flat))
+
+
+def sequence_loss(tokens_BE: Tensor, probs_BTE: Tensor, top_k: int, span: Span) -> Tensor:
+    """Sum S * sum over experts of f * P over sequences: S when a sequence is spread evenly, up to S * E / K.
+
+    f: an expert's tokens over its even share of them; P: its mean probability.
+
+    Args:
+        tokens_BE: tokens that chose each expert, of this rank's part of each sequence.
+        probs_BTE: probabilities of all experts, float.
+        top_k: experts of a token.
+        span: the ranks that hold other parts of the same sequences.
+    """
+    num_experts, num_tokens = tokens_BE.shape[1], probs_BTE.shape[1] * span.num_parts
+    sums_BE = probs_BTE.sum(1)
+    both_BE = span.sum(torch.cat((tokens_BE.to(sums_BE.dtype), sums_BE), 1))
+    tokens, sums = both_BE.split(num_experts, 1)
+    return (tokens.detach() * sums).sum() * (num_experts / (top_k * num_tokens))
+
+
+def keep_within(ids_BTK: Tensor, num_experts: int, capacity_factor: float, span: Span) -> Tensor:
+    """Which pairs of token and expert stay where an expert takes so many times its even share of a sequence.
+
+    Bool (B, T, K). Earlier tokens of the sequence go first, so what is dropped depends on the sequence alone: not on
+    the batch around it, nor on the ranks, nor on later tokens. At least one token stays for each expert.
+    """
+    ids_BSK = span.whole(ids_BTK)
+    batch, num_tokens, top_k = ids_BSK.shape
+    # Rounded first: 1.1 * 10 tokens is 11, not 11.000000000000002 and so 12.
+    share = round(capacity_factor * num_tokens * top_k / num_experts, 6)
+    capacity = max(1, int(-(-share // 1)))
+    sorted_ids, source = ids_BSK.reshape(batch, -1).sort(dim=1, stable=True)
+    experts = torch.arange(num_experts, device=ids_BTK.device, dtype=ids_BTK.dtype).expand(batch, -1).contiguous()
+    starts = torch.searchsorted(sorted_ids, experts)
+    queue = torch.arange(sorted_ids.shape[1], device=ids_BTK.device) - starts.gather(1, sorted_ids)
+    keep = torch.empty_like(queue, dtype=torch.bool).scatter_(1, source, queue < capacity)
+    return span.part(keep.view(batch, num_tokens, top_k))
+
+
+def attach(weights: Tensor, aux_sum: Tensor, scale: float | Tensor, tokens_E: Tensor, load: Load) -> Tensor:
+    """Return the same weights; their backward sends `scale` to the auxiliary loss, and counts.
+
+    Args:
+        weights: of the chosen experts.
+        aux_sum: 0-d, the auxiliary loss.
+        scale: its gradient, a number or 0-d.
+        tokens_E: tokens that chose each expert.
+        load: where they are counted.
+    """
+    return _Attach.apply(weights, aux_sum, scale, tokens_E, load)
+
+
+def move_bias(bias_ppm_E: Tensor, tokens_E: Tensor, rate: float) -> None:
+    """Move the selection bias one step, in place: up where an expert had less than its even share, down where more.
+
+    Args:
+        bias_ppm_E: int64, in units of BIAS_UNIT.
+        tokens_E: tokens that chose each expert in this step, over all ranks.
+        rate: of one step.
+    """
+    surplus = tokens_E * tokens_E.numel() - tokens_E.sum()
+    bias_ppm_E -= round(rate / BIAS_UNIT) * surplus.sign()
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, aux_sum: Tensor, scale: float | Tensor, tokens_E: Tensor, load: Load
+    ) -> Tensor:
+        ctx.scale, ctx.load = scale, load
+        ctx.save_for_backward(aux_sum, tokens_E)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        aux_sum, tokens_E = ctx.saved_tensors
+        ctx.load.add(tokens_E, aux_sum)
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None, None, None
+        is_known = not isinstance(ctx.scale, Tensor)
+        aux_grad = torch.full_like(aux_sum, ctx.scale) if is_known else ctx.scale.to(aux_sum).expand_as(aux_sum)
+        return grad, aux_grad, None, None, None
+
+
+# Products with one matrix per expert, and the order of rows by expert.
+
+#: Numbers of rows up to each expert: on the device (int32), or as the host knows them.
+Ends = Tensor | Sequence[int]
+#: What torch's grouped kernel takes, by device. Others go expert by expert: float64 is refused by it everywhere, and
+#: on a GPU all but bfloat16 would be a loop inside of it, with the host waiting just the same.
+_KERNEL_TYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
+#: Compute capability from which on a GPU has the kernel, and the alignment of rows that it asks for.
+_LEAST_CAPABILITY, _ALIGNMENT_BYTES = (8, 0), 16
+
+
+class ByExpert(NamedTuple):
+    """Rows in order of their expert; those of one expert in order of their tokens.
+
+    source_R: index of each row among the M*K pairs of token and place. place_MK: row of each pair; R where it has no
+    expert. ends_E: number of rows of all experts up to each (int32). top_k: K.
+    """
+
+    source_R: Tensor
+    place_MK: Tensor
+    ends_E: Tensor
+    top_k: int
+
+
+def sort_by_expert(ids_MK: Tensor, num_experts: int, drops: bool) -> ByExpert:
+    """Order pairs of token and expert by expert.
+
+    Args:
+        ids_MK: the experts of each token.
+        num_experts: E.
+        drops: some ids may be `num_experts`, which is none: they get no row. The host waits for the number of rows
+            then.
+    """
+    flat = ids_MK.reshape(-1)
+    sorted_ids, source = flat.sort(stable=True)
+    experts = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
+    ends = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
+    place = torch.empty_like(source)
+    place[source] = torch.arange(source.numel(), device=flat.device)
+    if drops:
+        num_rows = int(ends[-1])
+        source, place = source[:num_rows], place.clamp_(max=num_rows)
+    return ByExpert(source, place.view(ids_MK.shape), ends, ids_MK.shape[1])
+
+
+def spread_rows(x_MD: Tensor, order: ByExpert) -> Tensor:
+    """Return each row's token, (R, D). Backward adds up a token's rows in a fixed order."""
+    return _Spread.apply(x_MD, order)
+
+
+def combine_rows(y_RD: Tensor, weights_MK: Tensor, order: ByExpert) -> Tensor:
+    """Sum each token's rows times their weights, (M, D); what has no row counts as zero.
+
+    Args:
+        y_RD: rows, by expert.
+        weights_MK: of each token's rows.
+        order: from `sort_by_expert`.
+    """
+    return _Combine.apply(y_RD, weights_MK.to(y_RD.dtype), order)
+
+
+def permute_rows(x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """Return x[index] for an index that is a permutation, so that backward gathers too and adds up nothing.
+
+    Args:
+        x_RD: rows.
+        index_R: the permutation.
+        inverse_R: its inverse, for backward.
+    """
+    return _Permute.apply(x_RD, index_R, inverse_R)
+
+
+def grouped_way(dtype: torch.dtype, device: torch.device, *widths: int) -> str:
+    """How the products of all experts are made: "kernel", torch's grouped one, or "loop", expert by expert."""
+    if dtype not in _KERNEL_TYPES.get(device.type, ()):
+        return "loop"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return "loop"
+    aligned = all(width * dtype.itemsize % _ALIGNMENT_BYTES == 0 for width in widths)
+    return "kernel" if aligned and hasattr(torch.nn.functional, "grouped_mm") else "loop"
+
+
+def told_ends(ends_E: Tensor, *stacks: Tensor) -> Ends:
+    """Return what `grouped_linear` takes as `ends_E` of all these stacks: on the host where they need it there, once.
+
+    Args:
+        ends_E: number of rows up to each expert.
+        stacks: matrices for each expert.
+    """
+    return ends_E.tolist() if all(_way(weights) == "loop" for weights in stacks) else ends_E
+
+
+def grouped_linear(x_RD: Tensor, weights_EFD: Tensor, ends_E: Ends) -> Tensor:
+    """Compute x @ w[e].T for the rows of each expert e; (R, F).
+
+    Args:
+        x_RD: rows, by expert.
+        weights_EFD: a matrix for each expert.
+        ends_E: number of rows up to each expert, the last is R.
+    """
+    way = _way(weights_EFD)
+    if torch.is_autocast_enabled(x_RD.device.type):
+        dtype = torch.get_autocast_dtype(x_RD.device.type)
+        x_RD, weights_EFD = x_RD.to(dtype), weights_EFD.to(dtype)
+    if way == "loop":
+        return _Loop.apply(x_RD, weights_EFD, ends_E.tolist() if isinstance(ends_E, Tensor) else ends_E)
+    assert isinstance(ends_E, Tensor), "ends were told for stacks that all go expert by expert"
+    return torch.nn.functional.grouped_mm(x_RD, weights_EFD.transpose(1, 2), offs=ends_E)
+
+
+def _way(weights_EFD: Tensor) -> str:
+    device, (_, dim_out, dim_in) = weights_EFD.device, weights_EFD.shape
+    autocasts = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocasts else weights_EFD.dtype
+    return grouped_way(dtype, device, dim_in, dim_out)
+
+
+def _pairs(rows_RD: Tensor, order: ByExpert) -> Tensor:
+    """The row of each pair of token and place, (M, K, D); zeros where it has none."""
+    num_rows, dim = rows_RD.shape
+    if num_rows < order.place_MK.numel():
+        rows_RD = torch.cat((rows_RD, rows_RD.new_zeros(1, dim)))
+    return rows_RD.index_select(0, order.place_MK.view(-1)).view(*order.place_MK.shape, dim)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MD: Tensor, order: ByExpert) -> Tensor:
+        ctx.order = order
+        return x_MD.index_select(0, order.source_R // order.top_k)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
+        return _pairs(grad_RD, ctx.order).sum(1), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, weights_MK: Tensor, order: ByExpert) -> Tensor:
+        ctx.save_for_backward(y_RD, weights_MK)
+        ctx.order = order
+        return torch.bmm(weights_MK[:, None], _pairs(y_RD, order))[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, Tensor, None]:
+        y_RD, weights_MK = ctx.saved_tensors
+        order: ByExpert = ctx.order
+        shares_R = weights_MK.reshape(-1).index_select(0, order.source_R)
+        grad_y_RD = grad_MD.index_select(0, order.source_R // order.top_k) * shares_R[:, None]
+        grad_w_MK = torch.bmm(_pairs(y_RD, order), grad_MD[:, :, None])[:, :, 0]
+        return grad_y_RD, grad_w_MK, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.inverse = inverse_R
+        return x_RD.index_select(0, index_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None]:
+        return grad_RD.index_select(0, ctx.inverse), None, None
+
+
+class _Loop(torch.autograd.Function):
+    """One product for each expert.
+
+    In forward also for those without rows, and each into memory of its own: selective recompute keeps products by
+    their number, and must find them unchanged.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, weights_EFD: Tensor, ends: Sequence[int]) -> Tensor:
+        ctx.save_for_backward(x_RD, weights_EFD)
+        ctx.sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        parts = x_RD.split(ctx.sizes)
+        return torch.cat([torch.mm(part, weights.t()) for part, weights in zip(parts, weights_EFD, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_RD, weights_EFD = ctx.saved_tensors
+        grad_x = torch.empty_like(x_RD) if ctx.needs_input_grad[0] else None
+        grad_w = torch.empty_like(weights_EFD) if ctx.needs_input_grad[1] else None
+        start = 0
+        for expert, size in enumerate(ctx.sizes):
+            rows = slice(start, start := start + size)
+            if grad_x is not None and size:
+                torch.mm(grad_RF[rows], weights_EFD[expert], out=grad_x[rows])
+            if grad_w is not None:
+                torch.mm(grad_RF[rows].t(), x_RD[rows], out=grad_w[expert])
+        return grad_x, grad_w, None
+
+
+# A feed-forward layer of experts, in plain PyTorch: every token visits the K experts that its router chooses.
+
+
+class Routing(NamedTuple):
+    """Where tokens go: ids of experts (E: nowhere), and what each expert's output is multiplied with."""
+
+    ids_BTK: Tensor
+    weights_BTK: Tensor
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token. Its products are made in float32 at least.
+
+    bias_ppm: with balance="bias", added to the scores for choosing alone, in millionths (int64).
+    span: how sequences lie on ranks. aux_scale: gradient of the auxiliary loss, summed over tokens; None: one over the
+    tokens of the call, as suits a loss that is their mean. `TrainStep` sets it, to a 0-d tensor where only the device
+    knows it.
+    """
+
+    bias_ppm: Tensor | None
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.spec = spec
+        self.weight = nn.Parameter(torch.empty(spec.num_experts, spec.dim))
+        has_bias = spec.balance == "bias"
+        # Never on the meta device, with whose models it would be lost: it is small, and nothing says what it holds.
+        bias_ppm = torch.zeros(spec.num_experts, dtype=torch.int64, device="cpu") if has_bias else None
+        self.register_buffer("bias_ppm", bias_ppm)
+        self.load = Load(spec.num_experts)
+        self.span = Span()
+        self.aux_scale: float | Tensor | None = None
+
+    def reset_buffers(self) -> None:
+        """Set the buffers as they are before training."""
+        if self.bias_ppm is not None:
+            self.bias_ppm.zero_()
+
+    def forward(self, x_BTD: Tensor) -> Routing:
+        """Choose, balance and drop."""
+        spec = self.spec
+        dtype = torch.promote_types(x_BTD.dtype, torch.float32)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            logits_BTE = F.linear(x_BTD.to(dtype), self.weight.to(dtype))
+        scores_BTE = logits_BTE.softmax(-1) if spec.router == "softmax" else logits_BTE.sigmoid()
+        with torch.no_grad():
+            ranked_BTE = scores_BTE if self.bias_ppm is None else scores_BTE + self.bias_ppm.to(dtype) * BIAS_UNIT
+            ids_BTK = ranked_BTE.topk(spec.top_k, dim=-1).indices
+        weights_BTK = scores_BTE.gather(-1, ids_BTK)
+        if spec.normalise_top_k:
+            weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+        if self.training and torch.is_grad_enabled():
+            weights_BTK = self._balance(ids_BTK, weights_BTK, scores_BTE)
+        if spec.capacity_factor:
+            with torch.no_grad():
+                keep_BTK = keep_within(ids_BTK, spec.num_experts, spec.capacity_factor, self.span)
+                ids_BTK = ids_BTK.masked_fill(~keep_BTK, spec.num_experts)
+        return Routing(ids_BTK, weights_BTK * spec.route_scale)
+
+    def _balance(self, ids_BTK: Tensor, weights_BTK: Tensor, scores_BTE: Tensor) -> Tensor:
+        spec = self.spec
+        tokens_BE = count_tokens(ids_BTK, spec.num_experts)
+        if spec.balance == "aux_loss":
+            probs_BTE = scores_BTE if spec.router == "softmax" else scores_BTE / scores_BTE.sum(-1, keepdim=True)
+            aux_sum = sequence_loss(tokens_BE, probs_BTE, spec.top_k, self.span)
+        else:
+            aux_sum = scores_BTE.new_zeros(())
+        num_tokens = math.prod(ids_BTK.shape[:2])
+        scale = spec.balance_rate * (1 / num_tokens if self.aux_scale is None else self.aux_scale)
+        return attach(weights_BTK, aux_sum, scale, tokens_BE.sum(0), self.load)
+
+
+class Experts(nn.Module):
+    """SwiGLU layers with stacked weights: gate_up (E, 2F, D) and down (E, D, F), as Hugging Face stacks them."""
+
+    stacks_experts = True
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.drops = spec.capacity_factor > 0
+        self.gate_up = nn.Parameter(torch.empty(spec.num_experts, 2 * spec.expert_width, spec.dim))
+        self.down = nn.Parameter(torch.empty(spec.num_experts, spec.dim, spec.expert_width))
+
+    def forward(self, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
+        """Return the weighted sum of what each token's experts give; (M, D).
+
+        Args:
+            x_MD: tokens.
+            ids_MK: the experts of each; E for none.
+            weights_MK: of each expert's output.
+        """
+        order = sort_by_expert(ids_MK, self.gate_up.shape[0], self.drops)
+        return combine_rows(self.run(spread_rows(x_MD, order), order.ends_E), weights_MK, order)
+
+    def run(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
+        """Run the experts on rows in their order; (R, D). ends_E: number of rows up to each expert."""
+        ends = told_ends(ends_E, self.gate_up, self.down)
+        gate_RF, up_RF = grouped_linear(x_RD, self.gate_up, ends).chunk(2, -1)
+        return grouped_linear(F.silu(gate_RF) * up_RF, self.down, ends)
+
+
+class MoE(nn.Module):
+    """Router, experts, and where the model has them shared experts, as one layer beside them."""
+
+    def __init__(self, spec: DecoderSpec, shared: nn.Module | None = None):
+        super().__init__()
+        self.router = Router(spec)
+        self.experts = Experts(spec)
+        self.shared = shared
+
+    # How many rows an expert has is known only when the router has chosen, and the host must know it.
+    @uncompiled
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Compute the layer: (B, T, D) to (B, T, D)."""
+        routing = self.router(x_BTD)
+        ids_MK, weights_MK = (part.flatten(0, 1) for part in routing)
+        y_BTD = self.experts(x_BTD.flatten(0, 1), ids_MK, weights_MK).view_as(x_BTD)
+        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+
+
+def routers(model: nn.Module) -> Iterator[Router]:
+    """Yield the routers of a model, in its order."""
+    return (module for module in model.modules() if isinstance(module, Router))

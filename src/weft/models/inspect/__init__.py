@@ -1,0 +1,1 @@
+"""Reading any model: blocks, layers, layouts, cost. Changes nothing."""

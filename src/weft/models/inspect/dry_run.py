@@ -1,0 +1,523 @@
+"""One forward of a model on the meta device: shapes without numbers, whatever its size."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeGuard, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, IterableDataset
+
+from weft.errors import LayoutError, ModelError
+from weft.lazy import named_object
+from weft.models.inspect import hugging_face
+from weft.models.inspect.blocks import Site, has_params, is_never_called, join_path
+from weft.models.inspect.layers import is_linear, weight_of
+from weft.models.inspect.private_torch import children
+from weft.private_torch import tree_leaves, tree_map
+
+#: Tokens of the shortest sequence that `Inputs` are made for.
+SHORTEST = 8
+T = TypeVar("T")
+
+
+def in_some_format(attempt: Callable[[torch.dtype | None], T]) -> T:
+    """What `attempt` gives with the model's own format, or else with bfloat16, which some kernels insist on."""
+    try:
+        return attempt(None)
+    except (LayoutError, ModelError) as error:
+        try:
+            return attempt(torch.bfloat16)
+        except (LayoutError, ModelError):
+            raise error from None
+
+
+def call_without_numbers(
+    model: nn.Module, moved: Any, mode: AbstractContextManager[Any], dtype: torch.dtype | None = None
+) -> Any:
+    """The model's output for what `without_numbers` gave, called under a mode and in evaluation. The model stays.
+
+    dtype: of all floats; None: the model's own. Raises ModelError where forward asks for numbers, or fails.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    meta = {name: _on_meta(tensor.detach(), dtype or tensor.dtype) for name, tensor in named}
+    args, kwargs = as_arguments(moved)
+    try:
+        with (
+            _unchanged(model), hugging_face.experts_at_once(model), torch.no_grad(), torch.device("meta"),
+            _layer_by_layer(), mode,
+        ):  # fmt: skip
+            model.eval()
+            return torch.func.functional_call(model, meta, args, kwargs, tie_weights=True)
+    except Exception as error:  # the model's own code, called with what it may not expect
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ModelError(f"{type(model).__name__} cannot be traced on the meta device: {first}.") from error
+
+
+def call_traced(
+    model: nn.Module, example: Any, watch: Callable[[Any], AbstractContextManager[Any]], *, training: bool = False
+) -> Any:
+    """Return the output of one forward under a watch, with the gradients' graph. The model stays as it is.
+
+    The forward runs on the meta device, in the model's format or else in bfloat16. If that fails, as with branches
+    that depend on numbers, it runs with numbers.
+
+    Args:
+        model: any.
+        example: arguments of the forward.
+        watch: makes what observes one forward, from its inputs.
+        training: whether modules keep their mode; otherwise all are in evaluation.
+
+    Raises:
+        ModelError: if the forward fails in each of these ways.
+    """
+    first: ModelError | None = None
+    for dtype, on_meta in ((None, True), (torch.bfloat16, True), (None, False)):
+        if not on_meta and any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            continue
+        try:
+            return _call_once(model, example, watch, dtype, on_meta, training)
+        except ModelError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _call_once(
+    model: nn.Module, example: Any, watch: Callable[[Any], AbstractContextManager[Any]], dtype: torch.dtype | None,
+    on_meta: bool, training: bool,
+) -> Any:  # fmt: skip
+    device = "meta" if on_meta else next((str(param.device) for param in model.parameters()), "cpu")
+    wanted = dtype or next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device, wanted if leaf.is_floating_point() else None) if isinstance(leaf, torch.Tensor) else leaf
+
+    inputs = tree_map(moved, example)
+    args, kwargs = as_arguments(inputs)
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        copied = tensor.detach().to(device, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+        is_buffer = not isinstance(tensor, nn.Parameter)
+        copied = copied.clone() if is_buffer and not on_meta else copied
+        state[name] = copied.detach().requires_grad_(tensor.requires_grad)
+    try:
+        with (
+            _same_draws(), _unchanged(model), hugging_face.experts_at_once(model),
+            torch.enable_grad(), torch.device(device), _layer_by_layer(), watch(inputs),
+        ):  # fmt: skip
+            if not training:
+                model.eval()
+            return torch.func.functional_call(model, state, args, kwargs, tie_weights=True)
+    except Exception as error:  # the model's own code, called with what it may not expect
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ModelError(f"{type(model).__name__} cannot be traced: {first}.") from error
+
+
+def _same_draws() -> AbstractContextManager[Any]:
+    """Inside, numbers may be drawn; afterwards the CPU draws what it would have drawn before."""
+    untyped: Any = torch.random
+    return untyped.fork_rng(devices=[])
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Generator[None]:
+    """Afterwards modules have the attributes of before: what a forward keeps for the next one, and who is training."""
+    before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for held, content in contents:
+                if not _is_same(held, content):
+                    held.clear()
+                    held.update(content) if isinstance(held, dict) else held.extend(content)
+
+
+def _contents(module: nn.Module) -> list[tuple[dict[Any, Any] | list[Any], Any]]:
+    """What lists and dicts of a module hold, its buffers among them."""
+    return [(held, held.copy()) for held in module.__dict__.values() if isinstance(held, dict | list)]
+
+
+def _is_same(held: dict[Any, Any] | list[Any], content: Any) -> bool:
+    """Return whether nothing was exchanged, as in a dict that refuses it."""
+    if len(held) != len(content):
+        return False
+    if isinstance(held, dict):
+        return all(name in held and held[name] is value for name, value in content.items())
+    return all(one is other for one, other in zip(held, content, strict=True))
+
+
+@contextlib.contextmanager
+def _layer_by_layer() -> Generator[None]:
+    """Without the fused kernel that torch's transformer layers call in evaluation: it shows no linear layer."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def without_numbers(example: Any, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    """The example on the meta device. dtype: of its floats; None: the model's."""
+    if dtype is None:
+        dtype = next((param.dtype for param in model.parameters() if param.is_floating_point()), torch.float32)
+    wanted = dtype
+
+    def moved(leaf: Any) -> Any:
+        return _on_meta(leaf, wanted) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(moved, example)
+
+
+def _on_meta(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to("meta", dtype) if tensor.is_floating_point() else tensor.to("meta")
+
+
+def is_named(value: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether these are values by name."""
+    return isinstance(value, dict)
+
+
+class LoadedSamples:
+    """The samples of a user's DataLoader in the order of its dataset, from its start again when it is at its end.
+
+    It may be called as a batch_fn(step, size).
+    """
+
+    def __init__(self, loader: DataLoader[Any]):
+        self._dataset: Any = loader.dataset
+        #: Makes a batch of a list of samples.
+        self.collate = cast(Callable[[list[Any]], Any], loader.collate_fn)  # pyright: ignore[reportUnknownMemberType] - torch leaves it untyped
+
+    def samples(self, step: int, size: int) -> list[Any]:
+        """Those of one step."""
+        return [self._dataset[number % len(self._dataset)] for number in range(step * size, (step + 1) * size)]
+
+    def __call__(self, step: int, size: int) -> Any:
+        return self.collate(self.samples(step, size))
+
+
+def is_placed(value: Any) -> TypeGuard[tuple[Any, ...]]:
+    """Whether these are values in order."""
+    return isinstance(value, tuple)
+
+
+def as_arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example (a tensor, a tuple, or a dict) as what a forward is called with."""
+    if is_named(example):
+        return (), example
+    return example if is_placed(example) else (example,), {}
+
+
+def example_of(model: nn.Module, batch: int = 2) -> Any:
+    """Arguments that fit the model: every input of one of transformers, else ids, an image, sound or features."""
+    name = getattr(model, "main_input_name", None)
+    ids = torch.zeros(batch, 8, dtype=torch.int64)
+    if name is not None and name in (shapes := hugging_face.input_shapes(model, 8)):
+        numbers = {each: torch.zeros(batch, *shape) for each, shape in shapes.items()}
+        return {each: ids if each in hugging_face.TOKENS else zeros for each, zeros in numbers.items()}
+    if name == "input_ids":
+        return {"input_ids": ids}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return (ids,)
+        if isinstance(module, nn.Conv2d):
+            return (_image(model, module.in_channels, batch),)
+        if isinstance(module, nn.Conv1d):
+            return (torch.zeros(batch, module.in_channels, 4096),)
+        if is_linear(module):
+            return (torch.zeros(batch, 8, weight_of(module).shape[1]),)
+    raise LayoutError(
+        f"layout: {type(model).__name__} does not begin with an embedding, convolution or linear layer, so Weft "
+        "cannot tell what its input is. Give example=, the arguments of a forward."
+    )
+
+
+def _image(model: nn.Module, channels: int, batch: int) -> torch.Tensor:
+    """An image of the first common size that the model takes, or of 64 pixels."""
+    named = (getattr(model, name, None) for name in ("image_size", "img_size"))
+    sizes = [size for size in named if isinstance(size, int)]
+    for size in (*sizes, 64, 32, 16, 224, 28, 8, 48, 96, 128, 256):
+        image = torch.zeros(batch, channels, size, size)
+        try:
+            call_without_numbers(model, without_numbers(image, model), contextlib.nullcontext())
+        except ModelError:
+            continue
+        return image
+    return torch.zeros(batch, channels, 64, 64)
+
+
+class Inputs:
+    """What the model is called with, for any batch and sequence."""
+
+    def __init__(self, model: nn.Module, example: Any):
+        self.given = example is not None
+        made = example_of(model) if example is None else example(0, 2) if callable(example) else example
+        if callable(example):  # as the training step calls a model with its batch
+            made = _model_inputs(made)
+        self.example = tree_map(_to_meta, made)
+        tensors = [leaf for leaf in tree_leaves(self.example) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        if not tensors:
+            raise ModelError("its example holds no tensor. Return (model, example), with the arguments of a forward")
+        self._batch = tensors[0].shape[0]
+        ids = [each for each in tensors if not each.is_floating_point() and each.dim() == 2]
+        bands = {module.in_channels for module in model.modules() if isinstance(module, nn.Conv1d)}  # before frames
+        features = [
+            each for each in tensors if each.is_floating_point() and each.dim() == 3 and each.shape[1] not in bands
+        ]
+        self.seq_len = (ids or features)[0].shape[1] if ids or features else 0
+        self._sure = bool(ids)
+
+    def call(self, model: nn.Module, batch: int, seq: int) -> Any:
+        """Run the model on so many samples of so many tokens."""
+        with torch.device("meta"):
+            made = tree_map(partial(self._sized, batch=batch, seq=seq), self.example)
+            args, kwargs = as_arguments(made)
+            return model(*args, **kwargs)
+
+    def _sized(self, leaf: Any, batch: int, seq: int) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return leaf
+        shape = list(leaf.shape)
+        shape[0] = batch if shape[0] == self._batch else shape[0]
+        if seq and len(shape) > 1 and shape[1] == self.seq_len:
+            shape[1] = seq
+        return torch.zeros(shape, dtype=leaf.dtype, device="meta")
+
+    def sequence_step(self, model: nn.Module, longest: int | None = None) -> int:
+        """Tokens of the shortest sequence to trace; 0 where the model reads none.
+
+        longest: that it reads; a trace takes sequences of four times the shortest.
+        """
+        step = max(1, min(SHORTEST, (longest or 4 * SHORTEST) // 4))
+        if not self.seq_len or self._sure:
+            return step if self.seq_len else 0
+        try:  # three dims of features may be a sequence; a model that has a fixed second dim takes no other
+            with torch.no_grad():
+                self.call(model, 2, self.seq_len + 1)
+        except (RuntimeError, ValueError, IndexError, AssertionError):
+            return 0
+        return step
+
+
+def _model_inputs(made: Any) -> Any:
+    """What of a batch a training step calls the model with."""
+    first = made[0] if is_placed(made) else made
+    return {name: each for name, each in first.items() if name != "labels"} if is_named(first) else first
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+#: Sizes of images that are tried if the model refuses the usual example.
+_SIDES = (224, 32, 28, 16, 8)
+
+
+class CallOrder:
+    """Calls of modules in order, and the modules whose weights were read outside of their calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[nn.Module] = []
+        self._first: dict[nn.Module, int] = {}
+        self._uses: set[tuple[nn.Module, tuple[nn.Module, ...]]] = set()
+
+    def add(self, module: nn.Module) -> None:
+        """Note the begin of a call."""
+        self._first.setdefault(module, len(self.calls))
+        self.calls.append(module)
+
+    def add_use(self, owner: nn.Module, running: tuple[nn.Module, ...]) -> None:
+        """Note that a module was called, or a weight of it read, during these calls."""
+        self._uses.add((owner, running))
+
+    def is_read(self, module: nn.Module) -> bool:
+        """Return whether a weight of a module, or a part of it, was used outside of the module's calls."""
+        inside = set(module.modules())
+        return any(owner in inside and module not in running for owner, running in self._uses)
+
+    def is_called(self, module: nn.Module) -> bool:
+        """Return whether a module was called, or nothing in it was."""
+        return module in self._first or not any(part in self._first for part in module.modules())
+
+    def called(self, sites: list[Site]) -> list[Site]:
+        """Return the sites, with the modules that are called in place of a module that is not."""
+        found: list[Site] = []
+        for site in sites:
+            inside = [
+                Site(site.module, key, join_path(site.path, key))
+                for key, child in children(site.module).items()
+                if child is not None and has_params(child)
+            ]
+            is_opened = site.module not in self._first and any(part in self._first for part in site.module.modules())
+            found += self.called(inside) if is_opened and not self._has_own(site.module) else [site]
+        return found
+
+    def sorted(self, sites: list[Site]) -> list[Site]:
+        """Return the sites in the order of their first calls. What is never called keeps its position."""
+        called = [site for site in sites if site.module in self._first]
+        ordered = iter(sorted(called, key=lambda site: self._first[site.module]))
+        return [next(ordered) if site.module in self._first else site for site in sites]
+
+    def positions(self, site: Site, units: list[Site]) -> list[int]:
+        """Return after how many of the blocks a module is called, once for each different number."""
+        modules = {unit.module for unit in units}
+        seen: set[nn.Module] = set()
+        found: dict[int, None] = {}
+        for module in self.calls:
+            if module in modules:
+                seen.add(module)
+            elif module is site.module:
+                found.setdefault(sum(unit.module in seen for unit in units))
+        return list(found)
+
+    @staticmethod
+    def _has_own(module: nn.Module) -> bool:
+        return any(True for _ in module.named_parameters(recurse=False))
+
+
+def call_order(model: nn.Module) -> CallOrder | None:
+    """Call a model without numbers and return the order of calls; None if it cannot be called so.
+
+    The example is made up (`example_of`). The model stays as it is.
+    """
+    try:
+        example = example_of(model)
+    except (LayoutError, ModelError):
+        return None
+    for attempt in (example, *_of_other_sizes(example), *_with_more(model, example)):
+        order = CallOrder()
+        watch = _Watch(model, order)
+        hooks = watch.hooks()
+        try:
+            call_without_numbers(model, without_numbers(attempt, model), watch)
+        except (LayoutError, ModelError):
+            continue
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return order
+    return None
+
+
+def _of_other_sizes(example: Any) -> list[Any]:
+    image = _only(example)
+    if image is None or image.dim() != 4:
+        return []
+    return [(torch.zeros(1, image.shape[1], side, side),) for side in _SIDES]
+
+
+def _only(example: Any) -> torch.Tensor | None:
+    """The tensor of an example that is one tensor."""
+    found: list[Any] = list(example) if is_placed(example) else []
+    return found[0] if len(found) == 1 else None
+
+
+def _with_more(model: nn.Module, example: Any) -> list[Any]:
+    """The example with numbers of samples for the other arguments that forward requires: steps of noise, classes."""
+    takes = inspect.signature(model.forward).parameters.values()
+    required = sum(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in takes)
+    given = _only(example)
+    if given is None or not 1 < required <= 3:
+        return []
+    more = [torch.zeros(len(given), dtype=dtype) for dtype in (torch.int64, torch.float32)]
+    others = itertools.product(more, repeat=required - 1)
+    return [(*first, *rest) for rest in others for first in (example, *_of_other_sizes(example))]
+
+
+class _Watch(TorchFunctionMode):
+    """Notes calls, and weights that are read outside of them; answers yes to questions about numbers."""
+
+    def __init__(self, model: nn.Module, order: CallOrder):
+        super().__init__()
+        self._model, self._order = model, order
+        self._running: list[nn.Module] = []
+        self._owners: dict[int, list[nn.Module]] = {}
+
+    def hooks(self) -> list[Any]:
+        """Register the hooks that note calls."""
+        modules = [module for module in self._model.modules() if not is_never_called(module)]
+        before = [module.register_forward_pre_hook(self._enter) for module in modules]
+        return before + [module.register_forward_hook(self._leave, always_call=True) for module in modules]
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        del args
+        if module is self._model:  # its tensors are stand-ins for this call
+            self._owners = {}
+            for part in module.modules():
+                for each in part.parameters(recurse=False):
+                    self._owners.setdefault(id(each), []).append(part)
+        else:
+            self._order.add(module)
+            self._order.add_use(module, (*self._running, module))
+        self._running.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self._running.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.item, torch.Tensor.__bool__) and args[0].is_meta:
+            return True
+        for each in args:
+            owners = self._owners.get(id(each), [])
+            if not any(owner in self._running for owner in owners):
+                for owner in owners:
+                    self._order.add_use(owner, tuple(self._running))
+        return func(*args, **(kwargs or {}))
+
+
+# Models by `package.module:function`: importing and calling it, and what is said where that fails.
+
+
+def call_function(source: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Return the model that a function gives, and what it gives beside it, a DataLoader as `LoadedSamples`.
+
+    The working folder can be imported from.
+
+    Raises:
+        ModelError: where it cannot be imported or called, or gives no model.
+    """
+    try:
+        function = named_object(source)
+    except Exception as error:  # code of the user's may raise anything
+        rule = f"it cannot be imported ({error})"
+        raise ModelError(
+            f"model={source}: {rule}. Write package.module:function, importable from this folder."
+        ) from None
+    if not callable(function):
+        rule = f"it is of type {type(function).__name__} and cannot be called"
+        raise ModelError(f"model={source}: {rule}. Name a function without arguments that returns a model.")
+    try:
+        made = function()
+    except Exception as error:
+        rule = f"it raised {type(error).__name__} ({error})"
+        raise ModelError(f"model={source}: {rule}. Call it in Python without arguments, to see where.") from error
+    model, *rest = made if is_placed(made) else (made,)
+    if not isinstance(model, nn.Module):
+        rule = f"it returned {type(model).__name__}, not an nn.Module"
+        raise ModelError(f"model={source}: {rule}. Return a model, or it and an example or a batch_fn.")
+    if rest and isinstance(rest[0], DataLoader):
+        rest[0] = _loaded(source, cast(DataLoader[Any], rest[0]))
+    return model, tuple(rest)
+
+
+def _loaded(source: str, loader: DataLoader[Any]) -> LoadedSamples:
+    dataset = cast(Any, loader.dataset)
+    if isinstance(dataset, IterableDataset) or not len(dataset):
+        raise ModelError(
+            f"model={source}: its loader's dataset has no samples that can be read by their number. "
+            f"Return a DataLoader of a map-style dataset, or batch_fn(step, size)."
+        )
+    return LoadedSamples(loader)

@@ -1,0 +1,234 @@
+"""Does a layout say what stands between the layers that it cuts? Parameters there see a part of the features.
+
+Such a parameter's gradient is a partial sum (the norm of queries is the common case), which no shape tells: where the
+layout leaves it out, or calls it whole, training goes on with wrong gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from weft.config.layout import Layout
+from weft.errors import LayoutError
+from weft.models.inspect.blocks import repeated_blocks
+from weft.models.inspect.layers import KnownModel, find_lm_head, input_embeddings, parent_of
+from weft.models.inspect.layout_trace import FoundLayout, trace_layout, works_on_parts
+from weft.models.inspect.token_flow import mixing
+from weft.private_torch import named_modules
+
+#: Styles that answer for whatever a module holds.
+_ANSWERS = ("partial", "replicate", "expert")
+
+
+def uncovered(around: str, styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the modules inside `around` that have parameters of their own and that no style answers for.
+
+    Args:
+        around: the path of a module that holds layers cut by columns.
+        styles: names of styles by path.
+        modules: all of the model's by path.
+    """
+    prefix = f"{around}." if around else ""
+    for name, module in named_modules(modules[around]):
+        path = f"{prefix}{name}"
+        if not name or path in styles or next(module.parameters(recurse=False), None) is None:
+            continue
+        above = (path[:place] for place, letter in enumerate(path) if letter == "." and place > len(around))
+        if not any(styles.get(each) in _ANSWERS for each in above):
+            yield path
+
+
+def says_too_little(layout: Layout, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module with parameters stands beside layers cut by columns and by rows, and the layout leaves it out.
+
+    It may work on this rank's heads: only tracing tells. Some families have norms of queries and keys only where
+    their config asks for them, and publish one plan for both.
+    """
+    styles = _names(layout, modules)
+    for around in {parent_of(path) for path, style in styles.items() if style == "colwise"} - {""}:
+        inside = (styles.get(f"{around}.{name}") for name, _ in named_modules(modules[around]))
+        if "rowwise" in inside and next(uncovered(around, styles, modules), None) is not None:
+            return True
+    return False
+
+
+def expect_parts_named(model: nn.Module, layout: Layout, example: Any = None) -> None:
+    """Refuse a layout by hand that does not call partial what works on a part of what it cuts.
+
+    Args:
+        model: the whole; it is called once without numbers where a module may work on a part.
+        layout: as the user wrote it.
+        example: arguments of a forward, for a model that takes neither ids nor images.
+
+    Raises:
+        LayoutError: names the module, and the style to add.
+    """
+    modules = dict(named_modules(model))
+    styles = _names(layout, modules)
+    around = {parent_of(path) for path, style in styles.items() if style == "colwise"}
+    whole = [path for path, style in styles.items() if style == "replicate" and _within(path, around)]
+    doubtful = [path for each in sorted(around) for path in uncovered(each, styles, modules)]
+    if not whole and not doubtful:
+        return
+    try:
+        found = works_on_parts(model, example)
+    except LayoutError as error:
+        beside = [path for path in doubtful if parent_of(path) in around - {""}]
+        if beside:
+            why = str(error).removeprefix("layout: ").partition(" Give example=")[0].rstrip(".")
+            raise LayoutError(
+                f"layout: {_listed(beside)} parameters beside cut layers, no pattern of the layout covers them, and "
+                f"the model cannot be traced to see what they work on ({why}). {_remedy(beside)}"
+            ) from None
+        return
+    missing = {
+        path: cut
+        for path, sources in found.items()
+        if not _is_partial(path, styles) and (cut := sorted(one for one in sources if styles.get(one) == "colwise"))
+    }
+    if not missing:
+        return
+    first = next(iter(missing))
+    said = "calls it replicate" if first in whole else "leaves it out"
+    others = f", and so do {', '.join(list(missing)[1:])}" if len(missing) > 1 else ""
+    replaced = [path for path in missing if path in whole]
+    added = " ".join(f"{path}=partial" for path in missing)
+    raise LayoutError(
+        f"layout: {first} works on features of {missing[first][0]}, which the layout cuts, and the layout {said}"
+        f"{others}. Each rank's gradient would be a part of the sum. Add {added}"
+        f"{' in place of replicate' if replaced else ''}."
+    )
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return f"{', '.join(paths)} {'has' if len(paths) == 1 else 'have'}"
+
+
+def _remedy(paths: Sequence[str]) -> str:
+    return (
+        f"Give example=, or add {' '.join(f'{path}=replicate' for path in paths)} to the layout, with partial for each "
+        "that works on this rank's heads or features."
+    )
+
+
+def _names(layout: Layout, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    return {path: style.name for path in modules if (style := layout.style(path)) is not None}
+
+
+def _is_partial(path: str, styles: Mapping[str, str]) -> bool:
+    return any(style == "partial" and (path == each or path.startswith(f"{each}.")) for each, style in styles.items())
+
+
+def _within(path: str, around: set[str]) -> bool:
+    return any(not each or path.startswith(f"{each}.") for each in around)
+
+
+# Find the layout of a model: the project's own families, Hugging Face's own plans, else by tracing.
+
+#: How the styles of a `base_model_tp_plan` of transformers are called here.
+_HF_STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "replicated_with_grad_allreduce": "partial",
+}
+
+
+def find_layout(model: nn.Module, example: Any = None) -> Layout:
+    """Return the layout of any model. example: arguments of a forward, or None for invented ones.
+
+    Raises:
+        LayoutError: if nothing is found that can be cut.
+    """
+    return model.tensor_layout() if isinstance(model, KnownModel) else explain_layout(model, example).layout
+
+
+def explain_layout(model: nn.Module, example: Any = None) -> FoundLayout:
+    """Return the layout with its reasons.
+
+    example: arguments of a forward, for a model that takes neither ids nor images.
+    """
+    if isinstance(model, KnownModel):
+        reasons: Mapping[str, str] = {} if model.has_routers else trace_layout(model).reasons
+        return FoundLayout(model.tensor_layout(), f"the project's own layout of {model.family}", reasons)
+    found = _from_tp_plan(model)
+    if found is None:
+        found = trace_layout(model, example)
+    elif _whole_attention(model, found.layout):
+        found = _with_attention(model, example, found)
+    whole = _whole_attention(model, found.layout)
+    if any("norm" in type(child).__name__.lower() for module in whole for child in module.children()):
+        found = _with_attention(model, example, found, across_norms=True)
+    return found
+
+
+def _whole_attention(model: nn.Module, layout: Layout) -> list[nn.Module]:
+    """Attention of blocks that a layout leaves whole on every rank, as plans published for latent attention do."""
+    cut = [path for path, _ in named_modules(model) if layout.match(path) in ("colwise", "rowwise")]
+    return [
+        module
+        for path, block in repeated_blocks(model).items()
+        for name, module in named_modules(block)
+        if name and mixing(module) == "attention" and not any(each.startswith(f"{path}.{name}.") for each in cut)
+    ]
+
+
+def _with_attention(model: nn.Module, example: Any, found: FoundLayout, across_norms: bool = False) -> FoundLayout:
+    """What tracing finds where that cuts all that `found` does, and more; else `found`."""
+    try:
+        traced = trace_layout(model, example, across_norms)
+    except LayoutError:
+        return found
+    paths = [path for path, _ in named_modules(model)]
+    kept = all(
+        (traced.layout.match(path) or "").partition(":")[0] == style
+        for path in paths
+        if (style := found.layout.match(path)) in ("colwise", "rowwise", "vocab")
+    )
+    return traced if kept else found
+
+
+def _from_tp_plan(model: nn.Module) -> FoundLayout | None:
+    """The layout that a Hugging Face model brings along; None without one, or with styles that say too little."""
+    plan: dict[str, str] = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
+    paths = dict(named_modules(model))
+    ids_table = input_embeddings(model)
+    pairs: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for short, style in plan.items():
+        pattern = prefix + short
+        # The table of ids is cut by vocabulary below, experts by expert parallelism.
+        if short.endswith("embed_tokens") or "experts" in short or paths.get(pattern, model) is ids_table:
+            continue
+        if Layout(((pattern, "replicate"),)).unused(paths):
+            continue
+        if style not in _HF_STYLES:
+            return None
+        pairs[pattern] = _HF_STYLES[style]
+        reasons[pattern] = f"{style} in the model's base_model_tp_plan"
+    if not pairs or says_too_little(Layout(tuple(pairs.items())), paths):
+        return None
+    return FoundLayout(_with_vocab(model, pairs, reasons), "the model's own base_model_tp_plan", reasons)
+
+
+def _with_vocab(model: nn.Module, pairs: dict[str, str], reasons: dict[str, str]) -> Layout:
+    """Add the embedding of the ids and the head."""
+    names = {id(module): path for path, module in named_modules(model)}
+    head = find_lm_head(model)
+    embed = input_embeddings(model)
+    ordered: dict[str, str] = {}
+    if embed is not None and id(embed) in names:
+        ordered[names[id(embed)]] = "vocab"
+        reasons[names[id(embed)]] = "the model's input embeddings"
+    ordered |= pairs
+    if isinstance(head, nn.Linear) and id(head) in names:
+        ordered[names[id(head)]] = "vocab"
+        reasons[names[id(head)]] = "the model's output embeddings"
+    try:
+        return Layout(tuple(ordered.items()))
+    except LayoutError:
+        return Layout(tuple(pairs.items()))

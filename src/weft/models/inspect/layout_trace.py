@@ -1,0 +1,395 @@
+"""The layout of any module, found by following the features of its linear layers through one forward without numbers.
+
+Two linear layers with nothing between them that mixes features (pointwise operations, attention by heads) are a pair:
+the first is cut by columns, the second by rows. The embedding that reads the ids, and the linear layer with as many
+outputs as that has entries, are cut by vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.config.layout import Layout
+from weft.errors import LayoutError, ModelError
+from weft.models.inspect.blocks import repeated_blocks
+from weft.models.inspect.dry_run import call_traced, example_of, is_named
+from weft.models.inspect.feature_flow import FeatureFlow, Mark
+from weft.models.inspect.layers import (
+    Heads,
+    KnownModel,
+    input_embeddings,
+    is_linear,
+    own_parameters,
+    parent_of,
+    weight_of,
+)
+from weft.models.inspect.rms_norm import rms_form
+from weft.private_torch import named_modules, tree_leaves
+
+#: Styles of layers that are no first layer of a pair.
+ENDS = ("rowwise", "vocab", "partial")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayout:
+    """A layout, and for a person where it comes from; reasons by pattern."""
+
+    layout: Layout
+    source: str
+    reasons: Mapping[str, str]
+
+
+def trace_layout(model: nn.Module, example: Any = None, across_norms: bool = False) -> FoundLayout:
+    """Find the layout of `model` by one forward on the meta device: shapes only, whatever its size.
+
+    Args:
+        model: any.
+        example: arguments of the forward; None: token ids, an image or features, by what the model begins with.
+        across_norms: cut layers whose features a norm by the mean square takes together; the norm is then cut along,
+            and ranks add up its sums in each call.
+
+    Raises:
+        LayoutError: where the forward fails without numbers, or nothing is found.
+    """
+    example = example_of(model) if example is None else example
+    trace = _Trace(model, across_norms).run(example)
+    styles, reasons = trace.styles()
+    if not styles:
+        raise LayoutError(
+            f"layout: nothing in {type(model).__name__} can be cut: no two linear layers with only pointwise or "
+            f"attention operations between them, and no vocabulary. Use tp=1, or give a layout."
+        )
+    modules = dict(named_modules(model))
+    pairs, why = generalise(styles, reasons, (*modules, *own_parameters(modules)))
+    return FoundLayout(Layout(tuple(pairs.items())), "found by tracing one forward", why)
+
+
+def works_on_parts(model: nn.Module, example: Any = None) -> dict[str, frozenset[str]]:
+    """Return the modules with parameters that work on features of linear layers piece by piece, and those layers.
+
+    example: as for `trace_layout`. Raises LayoutError where the forward fails without numbers.
+    """
+    example = example_of(model) if example is None else example
+    return _Trace(model).run(example).pieces()
+
+
+class _Trace:
+    """One forward under watch."""
+
+    def __init__(self, model: nn.Module, across_norms: bool = False):
+        self.model, self.across_norms = model, across_norms
+        self.paths = {id(module): path for path, module in named_modules(model)}
+        self._begin(None)
+
+    def _begin(self, inputs: Any) -> FeatureFlow:
+        """Start a forward, of which nothing is known yet."""
+        is_vetted = isinstance(self.model, KnownModel) or hasattr(self.model, "base_model_prefix")
+        self.flow = FeatureFlow(is_vetted)
+        self.order: list[str] = []
+        self.beside: dict[str, int] = {}  # ids of parameters that modules hold beside linear layers
+        self.own: list[str] = []  # parameters that modules hold beside linear layers
+        self.ends: dict[str, frozenset[str]] = {}  # row-cut candidates: the layers whose features they read
+        self.sizes: dict[str, tuple[int, int]] = {}
+        self.inside: dict[str, frozenset[str]] = {}  # modules with parameters that work on marked features
+        self.gives: dict[str, frozenset[str]] = {}  # modules around linear layers, and whose features they give out
+        self.normed: dict[str, frozenset[str]] = {}  # norms that take features together, and of which layers
+        table = input_embeddings(self.model)
+        self.embedding: str | None = None if table is None else self.paths.get(id(table))
+        self.ids = [
+            leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()
+        ]
+        return self.flow
+
+    def run(self, example: Any) -> _Trace:
+        """Call the model; afterwards `styles` knows."""
+        handles = [hook for module in self.model.modules() for hook in self._watch(module)]
+        try:
+            output = call_traced(self.model, example, self._begin)
+        except ModelError as error:
+            raise LayoutError(
+                f"layout: {error} Give example=, the arguments of a forward that works, or layout=, with paths of this "
+                "model as `weft layout` prints them."
+            ) from error
+        finally:
+            self.flow.is_over = True
+            for handle in handles:
+                handle.remove()
+        self._outputs = {id(leaf) for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)}
+        for leaf in tree_leaves(_plain(output)):
+            if (mark := self.flow.of(leaf)) is not None:
+                self.flow.end(mark, "its features are the model's output")
+        return self
+
+    def _watch(self, module: nn.Module) -> Iterable[Any]:
+        if Heads.of(module).count:
+            yield module.register_forward_pre_hook(self._before_heads)
+            yield module.register_forward_hook(self._after_heads)
+        if is_linear(module):
+            yield module.register_forward_pre_hook(self._before_linear)
+            yield module.register_forward_hook(self._after_linear)
+        elif isinstance(module, nn.Embedding):
+            yield module.register_forward_pre_hook(self._before_embedding)
+            yield module.register_forward_hook(self._after_embedding)
+        elif self.across_norms and rms_form(module) is not None:
+            yield module.register_forward_pre_hook(self._before_norm)
+            yield module.register_forward_hook(self._after_norm)
+        else:
+            if next(module.parameters(recurse=False), None) is not None:
+                yield module.register_forward_pre_hook(self._before_other, with_kwargs=True)
+            if any(is_linear(child) for child in module.children()):
+                yield module.register_forward_pre_hook(self._before_around)
+                yield module.register_forward_hook(self._after_around)
+
+    def _before_heads(self, module: nn.Module, args: Any) -> None:
+        """Numbers of heads in attributes become those of a rank."""
+        del module, args
+        self.flow.trusted += 1
+
+    def _after_heads(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args, output
+        self.flow.trusted -= 1
+
+    def _before_linear(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        path, mark = self.paths[id(module)], self.flow.of(args[0]) if args else None
+        if mark is not None and mark.dim == args[0].dim() - 1:
+            self.ends[path] = self.ends.get(path, mark.sources) | mark.sources
+        elif mark is not None:
+            self.flow.end(mark, f"its features are not the last dim of what {path} reads")
+        else:
+            self.ends.setdefault(path, frozenset())
+        self.flow.inside = True
+
+    def _after_linear(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        del args
+        self.flow.inside = False
+        path, (outputs, inputs) = self.paths[id(module)], weight_of(module).shape
+        if path in self.sizes:
+            self.flow.broken.setdefault(path, "it is called twice")
+        else:
+            self.order.append(path)
+        self.sizes[path] = (outputs, inputs)
+        self.flow.mark(output, Mark(frozenset((path,)), output.dim() - 1, outputs))
+
+    def _before_embedding(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # The wrapper of meta tensors may have made a new object; the ids are told by being the first that are read.
+        if self.embedding is None and args and any(args[0] is ids for ids in self.ids):
+            self.embedding = self.paths[id(module)]
+
+    def _after_embedding(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        """A table that does not read the ids may have a column for each head, as T5's relative positions do."""
+        del args
+        assert isinstance(module, nn.Embedding)
+        path = self.paths[id(module)]
+        if path != self.embedding:
+            if path in self.sizes:
+                self.flow.broken.setdefault(path, "it is called twice")
+            else:
+                self.order.append(path)
+            self.sizes[path] = (module.embedding_dim, module.num_embeddings)
+            self.flow.mark(output, Mark(frozenset((path,)), output.dim() - 1, module.embedding_dim))
+
+    def _before_norm(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        mark = self.flow.of(args[0])
+        if mark is None or mark.dim != args[0].dim() - 1:
+            self._before_other(module, args, {})
+            return
+        path = self.paths[id(module)]
+        self.normed[path] = self.normed.get(path, frozenset()) | mark.sources
+        self.flow.inside = True
+
+    def _after_norm(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if self.flow.inside and (mark := self.flow.of(args[0])) is not None:
+            self.flow.inside = False
+            if mark.segment is not None:
+                self.flow.end(mark, f"{self.paths[id(module)]} takes a segment of its features together")
+            else:
+                self.flow.mark(output, mark)
+
+    def _before_other(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.flow.params |= {id(param) for param in module.parameters(recurse=False)}
+        for leaf in tree_leaves((args, kwargs)):
+            if (mark := self.flow.of(leaf)) is not None:
+                path = self.paths[id(module)]
+                self.inside[path] = self.inside.get(path, frozenset()) | mark.sources
+
+    def _before_around(self, module: nn.Module, args: Any) -> None:
+        """Its own parameters may have a number a head, as sinks of attention do: they are cut with the heads."""
+        del args
+        for path, param in own_parameters({self.paths[id(module)]: module}).items():
+            self.flow.params.add(id(param))
+            self.beside[path] = id(param)
+            if not param.dim() or param.shape[0] == 1:
+                continue
+            if path not in self.own:
+                self.own.append(path)
+            self.flow.mark(param, Mark(frozenset((path,)), 0, param.shape[0]))
+
+    def _after_around(self, module: nn.Module, args: Any, output: Any) -> None:
+        del args
+        first = next((leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, torch.Tensor)), None)
+        mark = self.flow.of(first)
+        self.gives[self.paths[id(module)]] = frozenset() if mark is None else mark.sources
+
+    def pieces(self) -> dict[str, frozenset[str]]:
+        """Modules with parameters that read features of layers whose features stay apart there."""
+        return dict(self.inside)
+
+    def styles(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Style and reason of each module that is cut, or works on what is cut, in the order of the forward."""
+        styles: dict[str, str] = {}
+        reasons: dict[str, str] = {}
+        self._vocabulary(styles, reasons)
+        families = self._families()
+        blocks = tuple(f"{block}." for block in repeated_blocks(self.model))
+        for path in self.order:
+            sources = self.ends.get(path, frozenset())
+            if path in styles or not sources or any(styles.get(source, "colwise") in ENDS for source in sources):
+                continue  # a head, or the first layer is the second of another pair
+            family = frozenset[str]().union(*(families[source] for source in sources))
+            if path.startswith(blocks) and not all(source.startswith(blocks) for source in family):
+                continue  # a pair of a layer outside of the blocks, such as a condition's, and one inside
+            if any(source in self.flow.broken or styles.get(source) in ENDS for source in family):
+                continue
+            names = ", ".join(sorted({source.rpartition(".")[2] for source in family.difference(self.own)}))
+            for source in sorted(family - styles.keys(), key=(*self.order, *self.own).index):
+                styles[source], reasons[source] = self._column(source, path)
+            styles[path] = "rowwise"
+            reasons[path] = f"reads the outputs of {names}, with nothing between that mixes features"
+            self._between(styles, reasons, family, names)
+        around = {parent_of(path) for path, style in styles.items() if style.startswith("colwise")}
+        for path in self.beside:
+            if parent_of(path) in around and path not in styles:
+                styles[path], reasons[path] = "replicate", "works on no features that are divided"
+        self._ahead(styles, reasons)
+        modules = dict(named_modules(self.model))
+        position = {path: place for place, path in enumerate((*modules, *own_parameters(modules)))}
+        ordered = sorted(styles, key=lambda path: position[path])
+        return {path: styles[path] for path in ordered}, reasons
+
+    def _between(self, styles: dict[str, str], reasons: dict[str, str], family: frozenset[str], names: str) -> None:
+        """Add what works on the features of a family of layers."""
+        for inner, seen in self.inside.items():
+            if seen & family:
+                styles[inner] = "partial"
+                reasons[inner] = f"works on the outputs of {names} piece by piece"
+        for inner, number in self.beside.items():
+            if self.flow.met.get(number, frozenset()) & family and inner not in styles:
+                styles[inner], reasons[inner] = "partial", f"works on the outputs of {names} piece by piece"
+        for inner, seen in self.normed.items():
+            if seen & family:
+                read = ", ".join(sorted(source.rpartition(".")[2] for source in seen))
+                styles[inner], reasons[inner] = "colwise", f"norms the outputs of {read}: ranks add up its sums"
+
+    def _ahead(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
+        """Linear layers that stay whole within a cut part: latent attention makes queries and keys of all heads so.
+
+        What the part gives out is the sum over ranks, and what comes in feeds the heads of one: all that stands between
+        has partial gradients.
+        """
+        modules = dict(named_modules(self.model))
+        columns: dict[str, list[str]] = {}
+        for path, style in styles.items():
+            if style.startswith("colwise"):
+                columns.setdefault(parent_of(path), []).append(path.rpartition(".")[2])
+        for row in [path for path, style in styles.items() if style == "rowwise"]:
+            around = parent_of(row)
+            cut = columns.get(around)
+            if not around or not cut or self.gives.get(around) != frozenset((row,)):
+                continue
+            rest = [
+                path
+                for name, module in named_modules(modules[around])
+                if (path := f"{around}.{name}") not in styles and name
+                if next(module.parameters(recurse=False), None) is not None
+            ]
+            if any(path in self.sizes for path in rest):
+                for path in rest:
+                    styles[path], reasons[path] = "partial", f"makes what {', '.join(sorted(cut))} read, for all heads"
+
+    def _families(self) -> dict[str, frozenset[str]]:
+        """Layers whose features meet each other piece by piece: they are cut alike or not at all."""
+        families = {path: frozenset((path,)) for path in (*self.order, *self.own)}
+        for group in self.flow.together:
+            joined = frozenset[str]().union(*(families[path] for path in group))
+            for path in joined:
+                families[path] = joined
+        return families
+
+    def _column(self, source: str, end: str) -> tuple[str, str]:
+        if source in self.own:
+            return "colwise", f"a number for each head, whose features reach {end.rpartition('.')[2]}"
+        outputs = self.sizes[source][0]
+        segments = sorted(self.flow.segments.get(source, ()))
+        count = self.flow.counts[source]
+        heads = f", in {count} heads" if count < outputs and not segments else ""
+        reason = f"its outputs reach {end.rpartition('.')[2]} one by one{heads}"
+        if not segments:
+            return "colwise", reason
+        sizes = [size for _, size in segments]
+        equal = len(set(sizes)) == 1
+        text = str(len(sizes)) if equal else "+".join(map(str, sizes))
+        return f"colwise:{text}", f"{len(sizes)} segments; {reason}"
+
+    def _vocabulary(self, styles: dict[str, str], reasons: dict[str, str]) -> None:
+        if self.embedding is None:
+            return
+        modules = dict(named_modules(self.model))
+        table = modules[self.embedding]
+        assert isinstance(table, nn.Embedding)
+        for path, module in modules.items():  # T5 reads ids by two tables that are tied to a third
+            if isinstance(module, nn.Embedding) and module.weight is table.weight:
+                styles[path], reasons[path] = "vocab", f"reads the token ids, {table.num_embeddings} entries"
+        for path in reversed(self.order):
+            if not is_linear(modules[path]):
+                continue
+            tied = modules[path].weight is table.weight
+            if tied or self.sizes[path][0] == table.num_embeddings:
+                styles[path] = "vocab"
+                what = "tied to the embedding" if tied else "as many outputs as the embedding has entries"
+                reasons[path] = f"the head: {what}"
+                return
+
+
+def generalise(
+    styles: dict[str, str], reasons: dict[str, str], paths: Iterable[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Patterns in the place of paths: `*` for numbers where all blocks are alike, `{q,k}` for siblings of one style.
+
+    paths: all that there are.
+    """
+    by_pattern: dict[str, list[str]] = {}
+    for path in paths:
+        by_pattern.setdefault(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path), []).append(path)
+    pairs: dict[str, str] = {}
+    why: dict[str, str] = {}
+    for path, style in styles.items():
+        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+        alike = all(styles.get(other) == style for other in by_pattern[pattern])
+        pairs[pattern if alike else path] = style
+        why[pattern if alike else path] = reasons[path]
+    joined: dict[tuple[str, str], list[str]] = {}
+    for pattern, style in pairs.items():
+        prefix, _, name = pattern.rpartition(".")
+        joined.setdefault((prefix, style if prefix else name), []).append(name)
+    result: dict[str, str] = {}
+    result_why: dict[str, str] = {}
+    for (prefix, _), names in joined.items():
+        if "*" in names or len(names) == 1 or not prefix:
+            short = [f"{prefix}.{name}" if prefix else name for name in names]
+        else:
+            short = [f"{prefix}.{{{','.join(names)}}}"]
+        for pattern, name in zip(short, names, strict=False):
+            first = f"{prefix}.{name}" if prefix else name
+            result[pattern] = pairs[first]
+            result_why[pattern] = why[first]
+    return result, result_why
+
+
+def _plain(output: Any) -> Any:
+    return dict(output) if is_named(output) else output

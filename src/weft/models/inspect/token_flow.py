@@ -1,0 +1,146 @@
+"""Where tokens of a sequence meet: as the class of a module says, and as one forward on small inputs shows.
+
+Sequence parallelism leaves each rank its own tokens, so blocks must treat each token by itself outside of modules that
+get all of them. `find_regions` runs the model once and follows the tokens from where they are divided to where they are
+gathered. It accepts what `token_rules.py` lists and refuses every other operation by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import nn
+
+from weft.errors import LayoutError, ModelError
+from weft.models.inspect import hugging_face
+from weft.models.inspect.blocks import has_params, repeated_blocks
+from weft.models.inspect.dry_run import example_of
+from weft.models.inspect.layers import KnownModel
+from weft.models.inspect.token_trace import TokenDivision, TokenRegions, TokenTrace, hidden_place
+from weft.private_torch import named_modules
+
+__all__ = ["TokenDivision", "TokenRegions", "find_regions", "hidden_place", "mixing", "why_fixed_attention"]
+
+#: What the names of classes say of tokens: attention lets them meet, and beside it states that go from token to token,
+#: convolutions, and what reads several tokens at once.
+_ATTENTION = ("attention", "attn")
+_OTHERS = (
+    "mamba", "ssm", "rnn", "lstm", "gru", "mixer", "shortconv", "deltanet", "recurrent", "rglru", "rwkv", "lightning",
+    "fourier", "compressor",
+)  # fmt: skip
+#: Families carry such a word in the names of all their modules.
+_NEVER = ("norm", "mlp", "embedding", "embeddings")
+
+
+def mixing(module: nn.Module) -> str:
+    """By what a module with weights mixes the tokens of a sequence, as its class says: "attention", "convolution" over
+    two dims or of a causal kernel, "other", or "" where it is none of those."""
+    if isinstance(module, nn.Conv1d | nn.RNNBase):
+        return "" if isinstance(module, nn.Conv1d) and set(module.kernel_size) == {1} else "other"
+    if not has_params(module):
+        return ""
+    kind = type(module).__name__.lower()
+    if not kind.endswith(_NEVER):
+        for what, words in (("other", _OTHERS), ("attention", _ATTENTION), ("convolution", ("conv1d",))):
+            if any(word in kind for word in words):
+                return what
+    return "convolution" if isinstance(module, nn.Conv2d) else ""
+
+
+def find_regions(
+    model: nn.Module, blocks: Sequence[Sequence[str]], division: TokenDivision, example: Any = None
+) -> TokenRegions:
+    """Return where the tokens of a model can be divided so that they do not meet.
+
+    They stay divided from the first block to the last if the model allows it. Otherwise they are gathered after each
+    block, so that code between the blocks gets all of them.
+
+    Args:
+        model: the full model.
+        blocks: paths of the blocks of each chain, in the order of the modules.
+        division: how tokens are divided.
+        example: arguments of a forward, or None for invented ones.
+
+    Raises:
+        LayoutError: if an operation inside a block mixes tokens or is not known, or the model cannot be traced.
+    """
+    runs = tuple((chain[0], chain[-1]) for chain in blocks)
+    every = tuple(path for chain in blocks for path in chain)
+    if isinstance(model, KnownModel):
+        return TokenRegions(runs, every)
+    example = example_of(model, batch=2) if example is None else example
+    flow = _traced(model, TokenRegions(runs, every), division, example)
+    if flow.problem is None:
+        return TokenRegions(runs, every, flow.summed)
+    first, units = flow.problem, _called_units(model, every, flow.called, division)
+    if units and not division.has_own_loss:
+        apart = TokenRegions(tuple((path, path) for path in units), units)
+        flow = _traced(model, apart, division, example)
+        if flow.problem is None:
+            return TokenRegions(apart.runs, units, flow.summed, first)
+    problem = flow.problem or first
+    if not units:
+        problem = (
+            f"{every[0]} ({type(model.get_submodule(every[0])).__name__}) is not called as one module, so there is no "
+            "block from whose entry to whose end tokens could be divided. Give the layers of a block to a module with "
+            "a forward of its own, or"
+        )
+        raise LayoutError(f"{division.where}: {problem} {division.remedy[:1].lower()}{division.remedy[1:]}")
+    raise LayoutError(f"{division.where}: {problem} {division.remedy}")
+
+
+def _traced(model: nn.Module, regions: TokenRegions, division: TokenDivision, example: Any) -> TokenTrace:
+    """Follow the tokens in evaluation, and in training if a model of the user's trains."""
+    flow = TokenTrace(model, regions, division)
+    try:
+        flow.follow(example, training=False)
+        if flow.problem is None and model.training and not hasattr(model, "base_model_prefix"):
+            flow.follow(example, training=True)
+    except (LayoutError, ModelError) as error:
+        reason = str(error).removeprefix("layout: ").partition(". Give")[0].rstrip(".")
+        flow.problem = flow.problem or f"{reason}, so Weft cannot check that its blocks keep tokens apart."
+    return flow
+
+
+def _called_units(
+    model: nn.Module, blocks: Sequence[str], called: Collection[str], division: TokenDivision
+) -> tuple[str, ...]:
+    """Return the outermost modules of the blocks that the model calls and that hold cut layers."""
+    modules = dict(named_modules(model))
+    cut = [path for path, style in division.styles.items() if style.name in ("colwise", "rowwise")]
+    found: list[str] = []
+
+    def look_into(path: str) -> None:
+        if not any(one.startswith(f"{path}.") for one in cut):
+            return
+        if path in called:
+            if not division.is_full(path):  # such a module gets all tokens, and divides none
+                found.append(path)
+            return
+        for name, _ in modules[path].named_children():
+            look_into(f"{path}.{name}")
+
+    for path in blocks:
+        look_into(path)
+    return tuple(found)
+
+
+def why_fixed_attention(model: Any) -> str:
+    """Why calls of attention of this model of transformers cannot be replaced; "" where they can."""
+    kind = type(model).__name__
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"the attention of {kind} cannot be replaced from outside (_supports_attention_backend is not set)"
+    if hugging_face.attention_heads(model) is None:
+        return f"{kind} gives no single number of attention heads"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{kind} takes no position_ids"
+    if getattr(getattr(model, "config", None), "trigram_input", False):
+        return f"{kind} reads the embeddings of neighbouring tokens together (trigram_input)"
+    for path, block in repeated_blocks(model).items():
+        for name, module in named_modules(block):
+            if mixing(module) == "other":
+                place = f"{path}.{name}" if name else path
+                return f"{place} ({type(module).__name__}) mixes tokens by something other than attention"
+    return ""

@@ -1,0 +1,192 @@
+"""Adapters in peft's format: adapter_config.json and adapter_model.safetensors in one folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from weft.errors import CheckpointError, ModelError
+from weft.models.adapters import Adapted, AdapterKind, adapt_layers, adapted, chosen_layers
+
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+#: What this format calls the parameters of a layer, by our names.
+_SUFFIXES = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+#: Settings of other adapters than these, which change what a layer computes.
+_UNKNOWN = (
+    "alpha_pattern", "rank_pattern", "modules_to_save", "layer_replication", "trainable_token_indices",
+    "target_parameters", "lora_bias", "use_qalora", "use_bdlora", "arrow_config", "alora_invocation_tokens",
+)  # fmt: skip
+
+
+def save_adapter(
+    model: nn.Module, folder: str | Path, tensors: Mapping[str, Tensor] | None = None, *, base: str | None = None
+) -> None:
+    """Write a model's adapter as peft does. On one process; of a parallelized model give its whole tensors.
+
+    Args:
+        model: with an adapter.
+        folder: made where it is not there; files of an adapter in it are replaced.
+        tensors: whole, by the model's names, such as `run.full_state_dict(model)`; None: the model's own.
+        base: name or folder of the model without the adapter, for those who load it.
+
+    Raises:
+        ModelError: where the model has no adapter, or trains other parameters too.
+    """
+    found = dict(model.named_parameters()) if tensors is None else tensors
+    record = _expected(model)
+    own = {f"{path}.{name}" for path, name in record.params()}
+    if more := [name for name, param in model.named_parameters() if param.requires_grad and name not in own]:
+        raise ModelError(
+            f"parameter {more[0]!r}: it is trained beside the adapter, and files of an adapter cannot hold it. Save "
+            "the whole model: run.save_pretrained, or merged_tensors."
+        )
+    named = getattr(getattr(model, "config", None), "_name_or_path", None)
+    task = "CAUSAL_LM" if hasattr(model, "generate") else None
+    write_adapter(record, folder, found, base=base or named or None, task_type=task)
+
+
+def write_adapter(
+    record: Adapted,
+    folder: str | Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    base: str | None = None,
+    task_type: str | None = None,
+) -> None:
+    """Write an adapter in peft's format without its model.
+
+    Args:
+        record: what `adapted` gives of the model.
+        folder: as `save_adapter` takes it.
+        tensors: whole, by the model's names; those of the base are left out.
+        base: as `save_adapter` takes it.
+        task_type: what peft calls the model's task.
+    """
+    wanted = {f"{path}.{name}": f"{_PREFIX}{path}.{_SUFFIXES[name]}" for path, name in record.params()}
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {theirs: tensors[ours].detach().cpu().contiguous() for ours, theirs in wanted.items()}
+    # Both are written beside the old ones first: a folder never holds half of each.
+    save_file(whole, folder / f"{TENSORS_FILE}.new", {"format": "pt"})
+    (folder / f"{CONFIG_FILE}.new").write_text(json.dumps(_config(record, base, task_type), indent=2) + "\n")
+    for name in (TENSORS_FILE, CONFIG_FILE):
+        (folder / f"{name}.new").replace(folder / name)
+
+
+def load_adapter(model: nn.Module, folder: str | Path) -> nn.Module:
+    """Give a model the adapter that peft or `save_adapter` wrote, in place, as `add_adapter` does.
+
+    Args:
+        model: the base that the adapter was trained on, whole on this process and not parallelized.
+        folder: with adapter_config.json and adapter_model.safetensors.
+
+    Returns:
+        The same model.
+
+    Raises:
+        CheckpointError: for files that are missing or damaged, and for an adapter of another model or kind.
+        ModelError: as `add_adapter` raises it.
+    """
+    folder = Path(folder)
+    config, tensors = _read(folder)
+    _refuse_unknown(folder, config)
+    paths = {path for path, _ in _names_in(folder, tensors)}
+    modules, usable = dict(model.named_modules()), chosen_layers(model)
+    for path in sorted(paths - usable.keys()):
+        if path not in modules:
+            raise CheckpointError(
+                f"{folder}: an adapter of another model: it adapts {path!r}, which this model does not have. "
+                "Give the base that the adapter was trained on."
+            )
+        raise CheckpointError(
+            f"{folder}: it adapts {path!r} ({type(modules[path]).__name__}), which takes no adapter in Weft. "
+            "Merge it with peft, and load the merged model."
+        )
+    kind = "dora" if config.get("use_dora") else "rslora" if config.get("use_rslora") else "lora"
+    adapter = AdapterKind(config["r"], config["lora_alpha"], kind, float(config.get("lora_dropout", 0.0)))
+    adapt_layers(model, {path: layer for path, layer in usable.items() if path in paths}, adapter, seed=0)
+    own = dict(model.named_parameters())
+    for path, name in _expected(model).params():
+        theirs, param = f"{_PREFIX}{path}.{_SUFFIXES[name]}", own[f"{path}.{name}"]
+        saved = tensors.get(theirs)
+        if saved is None or saved.shape != param.shape:
+            said = "is missing" if saved is None else f"has shape {tuple(saved.shape)}, not {tuple(param.shape)}"
+            raise CheckpointError(
+                f"{folder}: tensor {theirs!r} {said}. Give the base that the adapter was trained on, and whole files."
+            )
+        with torch.no_grad():
+            param.copy_(saved)
+    return model
+
+
+def _expected(model: nn.Module) -> Adapted:
+    record = adapted(model)
+    if record is None:
+        raise ModelError(f"model of type {type(model).__name__}: it has no adapter. Call add_adapter first.")
+    return record
+
+
+def _config(record: Adapted, base: str | None, task_type: str | None) -> dict[str, Any]:
+    kind = record.kind
+    return {
+        "peft_type": "LORA",
+        "task_type": task_type,
+        "base_model_name_or_path": base,
+        "r": kind.rank,
+        "lora_alpha": kind.alpha,
+        "lora_dropout": kind.dropout,
+        "use_rslora": kind.kind == "rslora",
+        "use_dora": kind.kind == "dora",
+        "target_modules": list(record.layers),
+        "fan_in_fan_out": any(record.layers.values()),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    for name in (CONFIG_FILE, TENSORS_FILE):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: it holds no {name}. Give the folder of an adapter in peft's format.")
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: it is no adapter's config ({error}). Copy it again.") from error
+    try:
+        tensors = load_file(folder / TENSORS_FILE)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{folder / TENSORS_FILE}: damaged ({error}). Copy it again.") from error
+    return {**config, "r": rank, "lora_alpha": alpha}, tensors
+
+
+def _refuse_unknown(folder: Path, config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise CheckpointError(
+            f"{folder}: an adapter of type {config.get('peft_type')}. Weft reads LORA, with rsLoRA and DoRA."
+        )
+    for name in _UNKNOWN:
+        if config.get(name):
+            raise CheckpointError(f"{folder}: {name} is set, which Weft does not read. Merge the adapter with peft.")
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(f"{folder}: it trains biases, which Weft does not read. Merge the adapter with peft.")
+
+
+def _names_in(folder: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """(Path of the layer, our name of the parameter) of each tensor."""
+    for full in tensors:
+        found = next((name for name, suffix in _SUFFIXES.items() if full.endswith(f".{suffix}")), None)
+        if found is None or not full.startswith(_PREFIX):
+            raise CheckpointError(
+                f"{folder}: tensor {full!r} is none of an adapter on linear layers. Use peft to load it."
+            )
+        yield full.removeprefix(_PREFIX).removesuffix(f".{_SUFFIXES[found]}"), found

@@ -1,0 +1,197 @@
+"""Formats of a frozen base: int8 and NF4, in blocks of 64 weights of one row that have one scale.
+
+A packed weight is one matrix of bytes, (F, blocks * bytes of a block): each block is its codes, then its scale as the
+bytes of a float32. So a part of a weight along either dim is a part of the bytes, and takes its scales along; and bytes
+are never rounded to a plan's precision. A last block of fewer weights is filled with zeros.
+
+Method: Dettmers et al. 2023, arXiv 2305.14314 (QLoRA: NF4 in blocks of 64; its scales are not quantised again here).
+
+F features that come out, D features that go in, N blocks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.errors import ModelError
+from weft.models.inspect import layers
+from weft.models.inspect.blocks import become, revert
+from weft.private_torch import Function
+
+#: Weights that share a scale.
+BLOCK = 64
+#: Elements that are unpacked at once: what that needs beside the result stays small.
+_AT_ONCE = 2**23
+
+#: Quantiles of the normal distribution on both sides of an exact zero, scaled to 1: appendix E of the paper.
+NF4_CODES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFormat:
+    """One way to keep frozen weights. name: "int8" or "nf4". code_bytes: of the codes of one block."""
+
+    name: str
+    code_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block with its scale."""
+        return self.code_bytes + 4
+
+    def row_bytes(self, width: int) -> int:
+        """Return the bytes of a row of so many weights."""
+        return -(-width // BLOCK) * self.block_bytes
+
+    @torch.no_grad()
+    def pack(self, weight_FD: Tensor) -> Tensor:
+        """Return a weight's bytes, uint8; each block is rounded by itself, so parts give parts of the same bytes."""
+        rows, width = weight_FD.shape
+        if weight_FD.is_meta:
+            return torch.empty(rows, self.row_bytes(width), dtype=torch.uint8, device="meta")
+        padded = torch.nn.functional.pad(weight_FD.to(torch.float32), (0, -width % BLOCK))
+        blocks = padded.view(rows, -1, BLOCK)
+        most = blocks.abs().amax(2, keepdim=True)
+        if self.name == "int8":
+            scale = most / 127
+            # What rounding makes of the largest quotient may lie above 127.
+            codes = (blocks / scale.where(scale > 0, 1.0)).round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
+        else:
+            scale, table = most, torch.tensor(NF4_CODES, device=most.device)
+            nearest = torch.bucketize(blocks / scale.where(scale > 0, 1.0), (table[1:] + table[:-1]) / 2)
+            codes = (nearest[..., 0::2] << 4 | nearest[..., 1::2]).to(torch.uint8)
+        return torch.cat([codes, scale.contiguous().view(torch.uint8)], 2).view(rows, -1)
+
+    @torch.no_grad()
+    def unpack(self, packed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """Return the weights that bytes stand for, (F, width).
+
+        Args:
+            packed: rows of whole blocks.
+            width: weights in a row.
+            dtype: of the result; the product of code and scale is made in float32, or in float64 for that.
+        """
+        rows = packed.shape[0]
+        out = torch.empty(rows, width, dtype=dtype, device=packed.device)
+        if packed.is_meta:
+            return out
+        made = torch.promote_types(dtype, torch.float32)
+        step = max(1, _AT_ONCE // max(width, 1))
+        for first in range(0, rows, step):
+            some = packed[first : first + step].view(-1, packed.shape[1] // self.block_bytes, self.block_bytes)
+            scale = some[..., self.code_bytes :].contiguous().view(torch.float32).to(made)
+            values = (self._values(some[..., : self.code_bytes], made) * scale).view(some.shape[0], -1)
+            out[first : first + step] = values[:, :width]
+        return out
+
+    def _values(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.name == "int8":
+            return codes.contiguous().view(torch.int8).to(dtype)
+        table = torch.tensor(NF4_CODES, dtype=torch.float32, device=codes.device).to(dtype)
+        return torch.stack([table[(codes >> 4).int()], table[(codes & 15).int()]], -1).flatten(-2)
+
+
+BASE_FORMATS = {one.name: one for one in (BaseFormat("int8", BLOCK), BaseFormat("nf4", BLOCK // 2))}
+
+
+# Linear layers whose frozen weight is kept as bytes, and unpacked in each product.
+
+
+class PackedLinear(nn.Module):
+    """Base of the classes that layers with packed weights are given; beside it stands their own."""
+
+    #: For `structure.layers.is_linear`: the layer is what it was without this class.
+    is_adapter = True
+
+    weight: nn.Parameter
+    in_features: int
+    _weft_format: BaseFormat
+    #: Of the weight before it was packed.
+    _weft_stored: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the layer: (..., D) to (..., F)."""
+        return self.times_weight(x, layers.bias_of(self))
+
+    def times_weight(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiply with the unpacked weight, which lives no longer than that."""
+        product: Tensor = _PackedProduct.apply(x, self.weight, self._weft_format, self._width)
+        return product if bias is None else product + bias
+
+    def unpacked_weight(self) -> Tensor:
+        """Return the weight that the bytes stand for, (F, D), in float32 or what it was stored in above that."""
+        kind = torch.promote_types(self._weft_stored, torch.float32)
+        return self._weft_format.unpack(self.weight.detach(), self._width, kind)
+
+    @property
+    def _width(self) -> int:
+        """Inputs of what is here: of a layer cut by rows some blocks."""
+        return min(self.in_features, self.weight.shape[1] // self._weft_format.block_bytes * 64)
+
+
+class _PackedProduct(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, kept: BaseFormat, width: int) -> Tensor:
+        ctx.save_for_backward(packed)
+        ctx.kept, ctx.width = kept, width
+        return F.linear(x, kept.unpack(packed, width, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        [packed] = ctx.saved_tensors
+        return grads[0] @ ctx.kept.unpack(packed, ctx.width, grads[0].dtype), None, None, None
+
+
+@torch.no_grad()
+def pack_layers(model: nn.Module, chosen: Mapping[str, nn.Module], base: str) -> dict[str, int]:
+    """Keep the weights of linear layers as bytes, in place.
+
+    Args:
+        model: whose layers they are.
+        chosen: layers by path.
+        base: "int8" or "nf4".
+
+    Returns:
+        The inputs of each layer, by path.
+
+    Raises:
+        ModelError: for another format, and for a layer that keeps its weight transposed.
+    """
+    if base not in BASE_FORMATS:
+        raise ModelError(f"base={base}: a base is kept as stored, int8 or nf4. Use base=nf4.")
+    kept, widths = BASE_FORMATS[base], dict[str, int]()
+    for path, layer in chosen.items():
+        if layers.is_transposed(layer):
+            raise ModelError(
+                f"base={base}: {path} keeps its weight as (inputs, outputs), and blocks are of an output's inputs. "
+                "Use base=stored."
+            )
+    for path, layer in chosen.items():
+        weight = layers.stored_weight(layer)
+        widths[path] = weight.shape[1]
+        layer.weight = nn.Parameter(kept.pack(weight), requires_grad=False)
+        become(layer, PackedLinear, format=kept, stored=weight.dtype)
+    return widths
+
+
+@torch.no_grad()
+def unpack_layer(layer: nn.Module) -> None:
+    """Give a packed layer a weight again, in place: what its bytes stand for, in the format that was stored."""
+    assert isinstance(layer, PackedLinear)
+    layer.weight = nn.Parameter(layer.unpacked_weight().to(layer._weft_stored), requires_grad=False)
+
+
+def leave_packed(layer: nn.Module) -> None:
+    """Give a layer that `unpack_layer` unpacked, and that nothing stands in front of any more, its own class back."""
+    del layer._weft_format, layer._weft_stored
+    revert(layer, PackedLinear)

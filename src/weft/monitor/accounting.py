@@ -1,0 +1,354 @@
+"""What a device costs by time, as people write it: 2.5usd/h."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.errors import ConfigError
+from weft.monitor.events import number
+from weft.units import format_seconds
+
+_PRICE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]{3}|[$€£¥])\s*/\s*(s|min|h|d)")
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SIGNS = {"$": "USD", "€": "EUR", "£": "GBP", "¥": "JPY"}
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Money for one device and one second. currency: three letters, in capitals."""
+
+    per_s: float
+    currency: str
+
+    @classmethod
+    def parse(cls, text: str) -> Price:
+        """Read such as "2.5usd/h" or "$30/d".
+
+        Raises:
+            ConfigError: where it is no price.
+        """
+        swapped = re.sub(r"^\s*([$€£¥])\s*([\d.]+)", r"\2\1", text)
+        match = _PRICE.fullmatch(swapped.strip())
+        if match is None:
+            raise ConfigError(
+                f"price={text}: a price is a number, a currency and a time, for one device. Use such as 2.5usd/h."
+            )
+        return cls(float(match[1]) / _SECONDS[match[3]], _SIGNS.get(match[2], match[2].upper()))
+
+    def of(self, device_s: float) -> float:
+        """Return what so many seconds of one device cost."""
+        return self.per_s * device_s
+
+    def text(self, device_s: float) -> str:
+        """Return that in words: "12.50 USD"."""
+        return f"{self.of(device_s):,.2f} {self.currency}"
+
+
+# The ledger of a run: each second of its life under one cause, event by event, over all its starts.
+
+PRODUCTIVE = "productive"
+#: In the order of a run's life; "productive" is none of them.
+CAUSES = ("start", "compile", "data", "evaluation", "tracing", "checkpoint", "lost work", "held", "restart", "other")
+#: Events that the loop writes when it has done something; others come from threads, at any moment.
+_OF_THE_LOOP = frozenset({"start", "step", "eval", "trace", "end"})
+
+
+@dataclass
+class TimeLedger:
+    """Adds up events in their order; may be asked at any time. first, last: times of its first and last event (s)."""
+
+    first: float = math.nan
+    last: float = math.nan
+    failures: int = 0
+    starts: int = 0
+    _seconds: dict[str, float] = field(default_factory=dict)
+    _devices: int = 1
+    _device_s: float = 0.0
+    _step: array[int] = field(default_factory=lambda: array("q"))
+    _work: array[float] = field(default_factory=lambda: array("d"))
+    _data: array[float] = field(default_factory=lambda: array("d"))
+    _kept: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    _first_steps: list[tuple[float, bool]] = field(default_factory=list)
+    _looped: float = math.nan
+    _compiles: bool = False
+    _waits_for_first: bool = False
+    _state: str = ""
+    _typical: tuple[int, float] = (0, 0.0)
+
+    def feed(self, event: Mapping[str, Any]) -> None:
+        """Add one event."""
+        kind, when = event.get("event"), number(event.get("time"))
+        if not math.isfinite(when) or kind == "resume":
+            return
+        if kind == "start":
+            self._begin(event, when)
+        elif self.starts:
+            self._go_on(str(kind), event, when)
+        if self.starts:
+            self.last = when if math.isnan(self.last) else max(self.last, when)
+
+    def feed_all(self, events: Iterable[Mapping[str, Any]]) -> TimeLedger:
+        """Add many, and return this ledger."""
+        for event in events:
+            self.feed(event)
+        return self
+
+    def seconds(self) -> dict[str, float]:
+        """Return seconds by cause, "productive" first; all causes are there."""
+        found = {PRODUCTIVE: self._kept[0], **dict.fromkeys(CAUSES, 0.0)}
+        for cause, seconds in self._seconds.items():
+            found[cause] += seconds
+        found["data"] += self._kept[1]
+        # A wait for a save that no gap between two steps holds was inside of a step.
+        found[PRODUCTIVE], found["other"] = found[PRODUCTIVE] + min(0.0, found["other"]), max(0.0, found["other"])
+        typical = self._typical_step()
+        for took, compiles in self._first_steps:
+            more = min(max(0.0, took - typical), found[PRODUCTIVE]) if typical else 0.0
+            found[PRODUCTIVE] -= more
+            found["compile" if compiles else "start"] += more
+        return found
+
+    @property
+    def wall_s(self) -> float:
+        """All seconds that have a cause."""
+        return sum(self._seconds.values()) + sum(self._kept)
+
+    @property
+    def share(self) -> float:
+        """Of the time, what made steps that count; 0 to 1."""
+        return self.seconds()[PRODUCTIVE] / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def device_s(self) -> float:
+        """Seconds times devices, over starts that may have had different numbers of them."""
+        return self._device_s
+
+    def _begin(self, event: Mapping[str, Any], when: float) -> None:
+        if self._state in ("runs", "failed"):
+            # The launcher's word of a failure may be missing: it was killed itself.
+            self.failures += self._state == "runs"
+            self._spend("restart", when - self._looped)
+        elif self._state == "held":
+            self._spend("held", when - self._looped)
+        elif self._state == "told to go on":
+            self._spend("restart", when - self._looped)
+        if math.isnan(self.first):
+            self.first = when
+        devices = event.get("world_size")
+        self._forget_beyond(_step_of(event) or 0)
+        self._devices = devices if type(devices) is int and 0 < devices < 2**31 else 1
+        self._compiles = "compile" in str(event.get("plan", ""))
+        self._state, self._looped, self._waits_for_first = "runs", when, True
+        self.starts += 1
+
+    def _go_on(self, kind: str, event: Mapping[str, Any], when: float) -> None:
+        if kind in _OF_THE_LOOP:
+            took = max(0.0, when - self._looped)
+            self._looped = max(self._looped, when)
+            if kind == "step":
+                self._add_step(event, took)
+            else:
+                self._spend({"eval": "evaluation", "trace": "tracing"}.get(kind, "other"), took)
+            if kind == "end":
+                self._state = "held" if self._state == "will be held" else "ended"
+        elif kind == "failure":
+            self.failures += 1
+            self._state = "failed"
+        elif kind == "held":
+            self._spend("other" if self._state in ("ended", "held") else "restart", when - self._looped)
+            self._looped, self._state = when, "held"
+        elif kind == "go_on":
+            self._spend("held", when - self._looped)
+            self._looped, self._state = when, "told to go on"
+        elif kind == "action" and event.get("action") == "hold":
+            self._state = "will be held"
+        elif kind in ("checkpoint", "copy"):
+            stall = number(event.get("stall_s", 0.0))
+            # The wait came between two events of the loop, or comes before the next one.
+            if math.isfinite(stall) and stall > 0:
+                self._seconds["checkpoint"] = self._seconds.get("checkpoint", 0.0) + stall
+                self._seconds["other"] = self._seconds.get("other", 0.0) - stall
+
+    def _add_step(self, event: Mapping[str, Any], took: float) -> None:
+        # Called for each step of logs with millions of them: nothing here is more general than it must be.
+        parts = event.get("seconds")
+        total = data = 0.0
+        if isinstance(parts, dict):
+            total, data = parts.get("total", 0.0), parts.get("data", 0.0)
+            total = total if type(total) is float else number(total)
+            data = data if type(data) is float else number(data)
+        if not 0 < total < took:  # nan too
+            total = took
+        if not data > 0:
+            data = 0.0
+        elif data > total:
+            data = total if data < math.inf else 0.0
+        if took > total:
+            self._spend("start" if self._waits_for_first else "other", took - total)
+        self._device_s += total * self._devices
+        if self._waits_for_first:
+            self._first_steps.append((total - data, self._compiles))
+            self._waits_for_first = False
+        step = _step_of(event)
+        if event.get("skipped") or step is None:
+            self._seconds["lost work"] = self._seconds.get("lost work", 0.0) + total
+            return
+        if self._step and self._step[-1] >= step:
+            self._forget_beyond(step - 1)
+        self._step.append(step)
+        self._work.append(total - data)
+        self._data.append(data)
+        self._kept[0] += total - data
+        self._kept[1] += data
+
+    def _forget_beyond(self, step: int) -> None:
+        """What was done beyond this step is done again."""
+        while self._step and self._step[-1] > step:
+            self._step.pop()
+            work, data = self._work.pop(), self._data.pop()
+            self._kept[0] -= work
+            self._kept[1] -= data
+            self._seconds["lost work"] = self._seconds.get("lost work", 0.0) + work + data
+
+    def _spend(self, cause: str, seconds: float) -> None:
+        if seconds > 0:
+            self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
+            self._device_s += seconds * self._devices
+
+    def _typical_step(self) -> float:
+        """The median of a step's work; of the last thousands of a long run."""
+        count = len(self._work)
+        if count < 3:
+            return 0.0
+        if not self._typical[0] or count >= self._typical[0] * 1.1 or count < self._typical[0]:
+            self._typical = (count, float(statistics.median(self._work[-10_000:])))
+        return self._typical[1]
+
+
+def _step_of(event: Mapping[str, Any]) -> int | None:
+    step = event.get("step")
+    return step if type(step) is int and abs(step) < 2**62 else None
+
+
+# Which share of a run's time made steps that count, what took the rest, and how often to save.
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Seconds of a run, over all its starts.
+
+    wall_s: from the first start to the end, without the time between an orderly stop and the next start. steps_s: of
+    steps that count, as `TimeLedger` has them. redone_s: of steps that a later start did again. stalls_s: training
+    waited for saves, and for copies in memory. away_s: from the last sign of a start that failed to the next one.
+    stall_s, step_s: of one save and one step, medians.
+    """
+
+    wall_s: float = 0.0
+    steps_s: float = 0.0
+    redone_s: float = 0.0
+    stalls_s: float = 0.0
+    away_s: float = 0.0
+    failures: int = 0
+    stall_s: float = 0.0
+    step_s: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """Of the time, what made steps that count; 0 to 1."""
+        return self.steps_s / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def between_failures_s(self) -> float:
+        """Mean time from one failure to the next; infinite where there was none."""
+        return self.wall_s / self.failures if self.failures else math.inf
+
+    def best_every(self) -> int | None:
+        """Return the steps between saves that would have cost least; None without a failure or a save."""
+        if not self.failures or self.stall_s <= 0 or self.step_s <= 0:
+            return None
+        return max(1, round(best_interval(self.stall_s, self.between_failures_s) / self.step_s))
+
+    def lines(self, every: int) -> list[str]:
+        """Return what to print at the end of a run with failures. every: steps between its saves (checkpoint.every)."""
+        if not self.failures:
+            return []
+        count = f"{self.failures} failure{'s' if self.failures > 1 else ''}"
+        lost = {"steps done again": self.redone_s, "starting again": self.away_s, "waiting for saves": self.stalls_s}
+        parts = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in lost.items() if seconds > 0)
+        told = [f"goodput {self.share:.0%} of {format_seconds(self.wall_s)} made steps that count; {count}: {parts}"]
+        best = self.best_every()
+        if best is not None:
+            told.append(
+                f"        checkpoint.every={best} would have cost least (now {every}): a save stalls training for "
+                f"{format_seconds(self.stall_s)}, and a failure came every {format_seconds(self.between_failures_s)}"
+            )
+        return told
+
+
+def best_interval(stall_s: float, between_failures_s: float) -> float:
+    """Return the seconds of training between two saves that lose least time to saves and to steps done again.
+
+    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006, equation 37; its
+    first term is Young's sqrt(2 stall M) of 1974. stall_s: what one save costs. between_failures_s: the mean time.
+    """
+    if stall_s >= 2 * between_failures_s:
+        return between_failures_s
+    ratio = stall_s / (2 * between_failures_s)
+    return math.sqrt(2 * stall_s * between_failures_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
+
+
+def goodput(events: Iterable[Mapping[str, Any]]) -> Goodput:
+    """Add up a run's events.jsonl.
+
+    A start that ends without an "end", or with a failure after it, has failed; the failures that the launcher noted and
+    those that only the next start shows (the launcher itself was killed) count alike.
+    """
+    ledger = TimeLedger()
+    kept: dict[int, float] = {}
+    all_steps, stalls = [0.0], [0.0]
+    wall = away = last = copies = 0.0
+    failures, in_order, begun = 0, True, False
+    for event in events:
+        ledger.feed(event)
+        kind, when = event.get("event"), number(event.get("time"))
+        if kind == "resume" or not math.isfinite(when):
+            continue  # the next start writes "resume" just before its "start"
+        if kind == "go_on":
+            last = when  # while it was held nobody waited for it
+            continue
+        if kind == "start":
+            if begun and not in_order:
+                failures += 1
+                away += max(0.0, when - last)
+                wall += max(0.0, when - last)
+            kept = {step: seconds for step, seconds in kept.items() if step <= int(event["step"])}
+            begun, in_order = True, False
+        elif begun:
+            wall += max(0.0, when - last)
+            in_order = kind == "end" or (in_order and kind != "failure")
+        if kind == "step":
+            seconds = number(event.get("seconds", {}).get("total", 0.0))
+            kept[int(event["step"])] = seconds
+            all_steps.append(seconds)
+        elif kind == "checkpoint":
+            stalls.append(number(event.get("stall_s", 0.0)))
+        elif kind == "copy":
+            copies += number(event.get("stall_s", 0.0))
+        last = when
+    saves, steps = stalls[1:] or [0.0], all_steps[1:] or [0.0]
+    return Goodput(
+        wall_s=wall,
+        steps_s=ledger.seconds()[PRODUCTIVE],
+        redone_s=sum(all_steps) - sum(kept.values()),
+        stalls_s=sum(stalls) + copies,
+        away_s=away,
+        failures=failures,
+        stall_s=statistics.median(saves),
+        step_s=statistics.median(steps),
+    )

@@ -1,0 +1,412 @@
+"""What judges remember: for how long something has been so, and what is usual."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from itertools import pairwise
+
+from weft.config import conditions as kinds
+from weft.config.conditions import Condition, RunSpan
+from weft.config.metrics import FIGURES
+from weft.monitor.metrics import FigureReading
+from weft.units import format_bytes, format_seconds
+
+#: Readings that a window keeps at most; of a longer span every n-th stands for the others.
+MOST_KEPT = 1000
+#: Readings that must be there before a median or a deviation says anything.
+_LEAST = 20
+#: What is usual is asked anew once this part of a window is new.
+_REFRESHED = 25
+#: Median absolute deviations of a normal distribution in one standard deviation.
+_MAD = 1.4826
+#: A deviation is at least this share of the median: figures that hardly move are no reason to alert.
+_LEAST_DEVIATION = 1e-3
+
+
+class Streak:
+    """For how long something has been so."""
+
+    def __init__(self, span: RunSpan | None):
+        self._span = span
+        self._count = 0
+        self._began = 0.0
+        self.since: int | None = None
+
+    def see(self, is_so: bool, reading: FigureReading) -> bool:
+        """Whether it has been so for the whole span."""
+        if not is_so:
+            self._count, self.since = 0, None
+            return False
+        if not self._count:
+            self._began, self.since = reading.time, reading.step
+        self._count += 1
+        if self._span is None:
+            return True
+        if self._span.unit == "s":
+            return reading.time - self._began >= self._span.amount
+        return self._count >= self._span.amount
+
+
+class TimeWindow:
+    """The last readings of a span, without those that were out of bounds."""
+
+    def __init__(self, span: RunSpan):
+        self._span = span
+        self._stride = max(1, math.ceil(span.amount / MOST_KEPT)) if span.unit != "s" else 1
+        self._values: deque[tuple[float, float]] = deque()
+        self._number = 0
+        self._least = _LEAST if span.unit == "s" else max(2, min(_LEAST, int(span.amount)))
+        self._known: tuple[float, float, float] | None = None
+        self._new = 0
+
+    def add(self, value: float, time: float) -> None:
+        """Take a reading."""
+        self._number += 1
+        if self._number % self._stride:
+            return
+        self._new += 1
+        if self._new * _REFRESHED >= len(self._values):
+            self._known, self._new = None, 0  # what is usual moves slowly: sorting it at each step would cost more
+        self._values.append((time, value))
+        if self._span.unit == "s":
+            while self._values and self._values[0][0] < time - self._span.amount:
+                self._values.popleft()
+        most = MOST_KEPT if self._span.unit == "s" else math.ceil(self._span.amount / self._stride)
+        if len(self._values) > most:
+            # Of a span of time too many readings: the older half thins out.
+            if self._span.unit == "s":
+                half = len(self._values) // 2
+                self._values = deque([*list(self._values)[:half:2], *list(self._values)[half:]])
+            else:
+                self._values.popleft()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._values.clear()
+        self._known = None
+
+    def usual(self) -> tuple[float, float, float] | None:
+        """(median, median of the newest fifth, deviation from it); None while too few readings are known."""
+        if len(self._values) < self._least:
+            return None
+        if self._known is None:
+            values = [value for _, value in self._values]
+            middle = statistics.median(values)
+            # From one reading to the next: a curve that falls would make the deviation from its median large.
+            moves = statistics.median(abs(after - before) for before, after in pairwise(values))
+            recent = statistics.median(values[-max(_LEAST, len(values) // 5) :])
+            self._known = middle, recent, max(_MAD * moves / math.sqrt(2), _LEAST_DEVIATION * abs(recent))
+        return self._known
+
+
+# What decides whether a condition holds: one judge for each, fed with a run's readings and events in their order.
+
+#: Parts that a trend's span is divided into, and quarters that must all go the same way.
+_BUCKETS, _QUARTERS = 64, 4
+
+
+class Judge:
+    """Base of all judges.
+
+    holds: whether the condition is true now. said: why, in words. since: first step of it, where known. figures: names
+    of the figures that it wants to see.
+    """
+
+    figures: frozenset[str] = frozenset()
+
+    def __init__(self) -> None:
+        self.holds = False
+        self.said = ""
+        self.since: int | None = None
+
+    def take(self, reading: FigureReading) -> None:
+        """See a reading of one of its figures."""
+
+    def hear(self, event: str, time: float) -> None:
+        """Hear of an event, before its readings."""
+
+    def tick(self, now: float) -> None:
+        """Hear what time it is, where no event says so."""
+
+    def all(self) -> Iterator[Judge]:
+        """Yield it and those that it is made of."""
+        yield self
+
+
+class _CompareJudge(Judge):
+    def __init__(self, condition: kinds.Compare):
+        super().__init__()
+        self._condition = condition
+        name = condition.series.name
+        self.figures = frozenset({name, "planned"} if condition.of == "plan" else {name})
+        self._streaks: dict[str, Streak] = {}
+        self._windows: dict[str, TimeWindow] = {}
+        self._out: dict[str, int] = {}
+        self._true: dict[str, tuple[str, int | None]] = {}
+        self._planned: float | None = None
+
+    def take(self, reading: FigureReading) -> None:
+        condition = self._condition
+        if reading.name != condition.series.name:
+            if reading.label == condition.series.name:
+                self._planned = reading.value
+            return
+        if condition.series.label and reading.label != condition.series.label:
+            return
+        high = condition.operator.startswith(">")
+        value, who = (reading.high, reading.at_high) if high else (reading.low, reading.at_low)
+        bound, base = self._bound(reading.label, value, reading)
+        is_so = bound is not None and _compared(value, condition.operator, bound)
+        streak = self._streaks.setdefault(reading.label, Streak(condition.hold))
+        if streak.see(is_so, reading):
+            self._true[reading.label] = (self._text(reading, value, who, base), streak.since)
+        else:
+            self._true.pop(reading.label, None)
+        self.holds = bool(self._true)
+        if self._true:
+            self.said, self.since = next(iter(self._true.values()))
+
+    def _bound(self, label: str, value: float, reading: FigureReading) -> tuple[float | None, str]:
+        """What the value is compared with, and that in words."""
+        condition = self._condition
+        if condition.of == "":
+            return condition.value, ""
+        if condition.of == "plan":
+            planned = self._planned
+            return (None, "") if planned is None else (condition.value * planned, f"planned {_shown(reading, planned)}")
+        assert condition.over is not None
+        window = self._windows.setdefault(label, TimeWindow(condition.over))
+        usual = window.usual()
+        bound, level = None, math.nan
+        if usual is not None:
+            way = 1.0 if condition.operator.startswith(">") else -1.0
+            middle, recent, spread = usual
+            level = recent if condition.of == "sigma" else middle
+            bound = level + way * condition.value * spread if condition.of == "sigma" else condition.value * level
+        if bound is None or not _compared(value, condition.operator, bound):
+            self._out[label] = 0
+            if math.isfinite(value):
+                window.add(value, reading.time)
+        else:
+            # What is out of bounds is no part of what is usual, until it has become usual itself.
+            self._out[label] = self._out.get(label, 0) + 1
+            most = condition.over.amount if condition.over.unit != "s" else MOST_KEPT
+            if self._out[label] > most:
+                window.clear()
+        return bound, "" if usual is None else f"usually {_shown(reading, level)}"
+
+    def _text(self, reading: FigureReading, value: float, who: str, base: str) -> str:
+        of = f" on {who}" if who else ""
+        return f"{reading.series} is {_shown(reading, value)}{of}{f', {base}' if base else ''}"
+
+
+class _StateJudge(Judge):
+    def __init__(self, condition: kinds.State):
+        super().__init__()
+        self._condition, self._streaks = condition, dict[str, Streak]()
+        self.figures = frozenset({condition.series.name})
+        self._true: dict[str, int | None] = {}
+
+    def take(self, reading: FigureReading) -> None:
+        condition = self._condition
+        if condition.series.label and reading.label != condition.series.label:
+            return
+        values = (reading.value, reading.low, reading.high)
+        is_nan, is_inf = any(map(math.isnan, values)), any(map(math.isinf, values))
+        is_so = {"nan": is_nan, "inf": is_inf, "not finite": is_nan or is_inf}[condition.state]
+        streak = self._streaks.setdefault(reading.label, Streak(condition.hold))
+        if streak.see(is_so, reading):
+            self._true[reading.label] = streak.since
+            self.said = f"{reading.series} is {'nan' if is_nan else 'inf'}"
+        else:
+            self._true.pop(reading.label, None)
+        self.holds = bool(self._true)
+        self.since = next(iter(self._true.values()), None)
+
+
+class _StuckJudge(Judge):
+    def __init__(self, condition: kinds.Stuck):
+        super().__init__()
+        self._condition = condition
+        self.figures = frozenset({condition.series.name})
+        self._best: float | None = None
+        self._best_at: tuple[int | None, float] = (None, 0.0)
+        self._number = 0
+
+    def take(self, reading: FigureReading) -> None:
+        condition = self._condition
+        if condition.series.label and reading.label != condition.series.label:
+            return
+        self._number += 1
+        if self._is_better(reading.value):
+            self._best, self._best_at, self._number = reading.value, (reading.step, reading.time), 0
+        passed = reading.time - self._best_at[1] if condition.span.unit == "s" else self._number
+        self.holds = self._best is not None and passed >= condition.span.amount
+        if self.holds and self._best is not None:
+            self.since = self._best_at[0]
+            at = f" of step {self.since}" if self.since is not None else ""
+            self.said = (
+                f"{reading.series} is {_shown(reading, reading.value)}; the best is {_shown(reading, self._best)}{at}"
+            )
+
+    def _is_better(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self._best is None:
+            return True
+        gain = self._condition.by * abs(self._best) if self._condition.relative else self._condition.by
+        return value > self._best + gain if self._condition.way == "higher" else value < self._best - gain
+
+
+class _TrendJudge(Judge):
+    def __init__(self, condition: kinds.Trend):
+        super().__init__()
+        self._condition = condition
+        self.figures = frozenset({condition.series.name})
+        self._buckets: dict[str, deque[tuple[float, float, int]]] = {}  # (when, sum, count)
+        self._numbers: dict[str, int] = {}
+        self._true: dict[str, str] = {}
+
+    def take(self, reading: FigureReading) -> None:
+        condition = self._condition
+        if condition.series.label and reading.label != condition.series.label:
+            return
+        value = reading.high if condition.rises else reading.low
+        number = self._numbers[reading.label] = self._numbers.get(reading.label, -1) + 1
+        if not math.isfinite(value):
+            return
+        at, width = (reading.time if condition.span.unit == "s" else float(number)), condition.span.amount / _BUCKETS
+        buckets = self._buckets.setdefault(reading.label, deque())
+        if buckets and at < buckets[-1][0] + width:
+            when, total, count = buckets[-1]
+            buckets[-1] = (when, total + value, count + 1)
+        else:
+            buckets.append((at, value, 1))
+        while buckets and buckets[0][0] < at - condition.span.amount - width:
+            buckets.popleft()
+        moved = self._moved(buckets, at)
+        if moved is not None and moved >= condition.by:
+            how = f"{moved:.0%}" if condition.relative else _shown(reading, moved)
+            way = "rose" if condition.rises else "fell"
+            self._true[reading.label] = (
+                f"{reading.series} {way} by {how} over {condition.span}, to {_shown(reading, value)}"
+            )
+        else:
+            self._true.pop(reading.label, None)
+        self.holds = bool(self._true)
+        self.said = next(iter(self._true.values()), self.said)
+
+    def _moved(self, buckets: deque[tuple[float, float, int]], at: float) -> float | None:
+        """How far it went over the span; None while too little of it is known, and where it went to and fro."""
+        if len(buckets) < 2 * _QUARTERS or at - buckets[0][0] < 0.97 * self._condition.span.amount:
+            return None
+        values = [total / count for _, total, count in buckets]
+        size = len(values) / _QUARTERS
+        middles = [statistics.median(values[round(n * size) : round((n + 1) * size)]) for n in range(_QUARTERS)]
+        way = 1.0 if self._condition.rises else -1.0
+        if any(way * (after - before) <= 0 for before, after in pairwise(middles)):
+            return None
+        # The middles of the first and the last quarter are three quarters of the span apart.
+        moved = way * (middles[-1] - middles[0]) * _QUARTERS / (_QUARTERS - 1)
+        return moved / max(abs(middles[0]), 1e-12) if self._condition.relative else moved
+
+
+class _MissingJudge(Judge):
+    def __init__(self, condition: kinds.Missing):
+        super().__init__()
+        self._condition = condition
+        self.figures = frozenset({condition.series.name})
+        self._last: float | None = None
+        self._step: int | None = None
+
+    def take(self, reading: FigureReading) -> None:
+        if self._condition.series.label in ("", reading.label):
+            self._last, self._step, self.holds = reading.time, reading.step, False
+
+    def hear(self, event: str, time: float) -> None:
+        # Between an end and the next first step nothing is missing: starting takes its time.
+        if event in ("end", "held", "failure", "start"):
+            self._last, self.holds = None, False
+
+    def tick(self, now: float) -> None:
+        if self._last is None or now - self._last < self._condition.span.amount:
+            return
+        self.holds, self.since = True, self._step
+        self.said = f"no {self._condition.series} since {format_seconds(now - self._last)}"
+
+
+class _HappenedJudge(Judge):
+    def __init__(self, condition: kinds.Happened):
+        super().__init__()
+        self._event = condition.event
+
+    def hear(self, event: str, time: float) -> None:
+        self.holds = event == self._event
+        self.said = f"the run's event: {event}"
+
+
+class _JoinedJudge(Judge):
+    """holds is asked of the parts each time."""
+
+    def __init__(self, parts: tuple[Condition, ...], *, every: bool):
+        self._parts = [judge_of(part) for part in parts]
+        self._every = every
+        self.figures = frozenset[str]()
+
+    @property
+    def holds(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
+        found = [part.holds for part in self._parts]
+        return all(found) if self._every else any(found)
+
+    @property
+    def said(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
+        return "; ".join(dict.fromkeys(part.said for part in self._parts if part.holds))
+
+    @property
+    def since(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]  # it is only read
+        return min((part.since for part in self._parts if part.holds and part.since is not None), default=None)
+
+    def all(self) -> Iterator[Judge]:
+        yield self
+        for part in self._parts:
+            yield from part.all()
+
+
+def judge_of(condition: Condition) -> Judge:
+    """Return the judge of a condition."""
+    if isinstance(condition, kinds.Every | kinds.Any_):
+        return _JoinedJudge(condition.parts, every=isinstance(condition, kinds.Every))
+    if isinstance(condition, kinds.Compare):
+        return _CompareJudge(condition)
+    if isinstance(condition, kinds.State):
+        return _StateJudge(condition)
+    if isinstance(condition, kinds.Stuck):
+        return _StuckJudge(condition)
+    if isinstance(condition, kinds.Trend):
+        return _TrendJudge(condition)
+    return _MissingJudge(condition) if isinstance(condition, kinds.Missing) else _HappenedJudge(condition)
+
+
+def _compared(value: float, operator: str, bound: float) -> bool:
+    if math.isnan(value):
+        return False
+    if operator == ">":
+        return value > bound
+    if operator == ">=":
+        return value >= bound
+    return value < bound if operator == "<" else value <= bound
+
+
+def _shown(reading: FigureReading, value: float) -> str:
+    """A value as people read it, by the figure's unit."""
+    unit = FIGURES[reading.name].unit
+    if not math.isfinite(value):
+        return str(value)
+    if unit.startswith("bytes"):
+        return format_bytes(value) + ("/s" if unit.endswith("/s") else "")
+    if unit == "s":
+        return format_seconds(value)
+    return f"{value:.4g}{ {'W': ' W', 'C': ' C'}.get(unit, '') }"

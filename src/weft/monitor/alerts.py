@@ -1,0 +1,540 @@
+"""A held run: who waits leaves a note in the run folder, and a person's word comes back through it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from weft.config.conditions import STANDARD, parse_condition
+from weft.config.files import format_config, parse_config
+from weft.config.run_config import RunConfig
+from weft.config.sections import AlertSection
+from weft.errors import ConfigError, WeftError, did_you_mean
+from weft.monitor.alert_conditions import Judge, judge_of
+from weft.monitor.channels import AlertMessage, Mailroom
+from weft.monitor.events import EventLog, number
+from weft.monitor.metrics import readings
+from weft.monitor.redact import without_secrets
+from weft.monitor.sinks.base import SinkJob
+from weft.monitor.sinks.pump import EventFollower, Pump
+from weft.monitor.sinks.registry import make_sink
+from weft.units import format_seconds, parse_seconds
+
+#: Made by a person who wants a held run to go on (`touch`, `weft resume`); settings to change, one a line.
+GO_ON = "go_on"
+#: There while the run is held.
+HELD = "held.json"
+
+
+class HoldPlace:
+    """The files by which a launcher and a person speak about a held run. folder: of the run."""
+
+    def __init__(self, folder: Path):
+        self._word, self._note = folder / GO_ON, folder / HELD
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a launcher waits there, as far as its note says."""
+        return self._note.is_file()
+
+    def begin(self, why: str, step: int | None) -> None:
+        """Leave the note; a word from before does not count."""
+        self._word.unlink(missing_ok=True)
+        note = {"since": round(time.time(), 3), "step": step, "why": why, "pid": os.getpid()}
+        with contextlib.suppress(OSError):  # the disk may be full, and the run waits all the same
+            self._note.write_text(json.dumps(note, indent=1) + "\n")
+
+    def word(self) -> list[str] | None:
+        """Return the settings of a person's word, and take the word away; None where there is none yet."""
+        try:
+            text = self._word.read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+        self._word.unlink(missing_ok=True)
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+    def say(self, settings: Sequence[str]) -> None:
+        """Give the word, whole or not at all."""
+        draft = self._word.with_name(f".{GO_ON}.{os.getpid()}")
+        draft.write_text("".join(f"{one}\n" for one in settings))
+        os.replace(draft, self._word)
+
+    def end(self) -> None:
+        """Take the note away."""
+        self._note.unlink(missing_ok=True)
+
+
+def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """Return the config with settings on top, checked like those of a command line.
+
+    Raises:
+        ConfigError: for a setting that breaks a rule.
+    """
+    return parse_config(format_config(config), "", settings).config if settings else config
+
+
+# wishes.jsonl: what a person, an alert or a page asks of a run. Who may write the run folder may ask.
+
+WISHES = "wishes.jsonl"
+RunAction = Literal["checkpoint", "hold", "stop", "lower_lr", "skip_data", "roll_back", "tell"]
+#: What a run can be asked for; "tell" shows a line and nothing else.
+RUN_ACTIONS: tuple[str, ...] = get_args(RunAction)
+#: What lower_lr multiplies the learning rate by where nobody says.
+_USUAL_FACTOR = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One request.
+
+    why: in words, for people. by: who asks: "alert NAME", "a person". since: the first step of the trouble, counted
+    from 1; None: the last one. factor: of lower_lr.
+    """
+
+    action: str
+    why: str = ""
+    by: str = "a person"
+    since: int | None = None
+    factor: float = _USUAL_FACTOR
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Wish:
+        """Read what `ask` wrote; unknown keys are passed over.
+
+        Raises:
+            ValueError: for what is no wish.
+        """
+        known = {field.name: found[field.name] for field in fields(cls) if field.name in found}
+        wish = cls(**known)
+        since_fits = wish.since is None or (type(wish.since) is int and wish.since >= 0)
+        factor_fits = isinstance(wish.factor, int | float) and 0 < wish.factor <= 1
+        if wish.action not in RUN_ACTIONS or not since_fits or not factor_fits:
+            raise ValueError("not a wish")
+        return wish
+
+    def as_json(self) -> dict[str, object]:
+        """Return it as `from_json` reads it."""
+        return asdict(self)
+
+
+def ask(folder: Path, wish: Wish) -> None:
+    """Ask the run in a folder for something; it hears of it within a second, if it trains.
+
+    Raises:
+        ConfigError: for an unknown action, and where the folder cannot be written.
+    """
+    if wish.action not in RUN_ACTIONS:
+        raise ConfigError(
+            f"action={wish.action}: a run cannot do this.{did_you_mean(wish.action, RUN_ACTIONS)} "
+            f"Use one of {', '.join(RUN_ACTIONS)}."
+        )
+    line = json.dumps({"time": round(time.time(), 3), **wish.as_json()}) + "\n"
+    try:
+        mode = folder.stat().st_mode & 0o666  # as private as its folder
+        handle = os.open(folder / WISHES, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, mode)
+        try:
+            os.write(handle, line.encode())
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot ask this run for anything ({error.strerror}). Check the path.") from error
+
+
+class WishBox:
+    """Reads the wishes of one run, each once, over its starts: a file beside them keeps what was heard.
+
+    Args:
+        folder: of the run.
+        since: what was asked before (s since 1970) was meant for an earlier command.
+    """
+
+    def __init__(self, folder: Path, since: float = 0.0):
+        self._path, self._heard = folder / WISHES, folder / f".{WISHES}.heard"
+        self._since = since
+        try:
+            self._offset = min(int(self._heard.read_text()), self._size())
+        except (OSError, ValueError):
+            self._offset = 0
+
+    def _size(self) -> int:
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+    def new(self) -> list[Wish]:
+        """Return what was asked since the last call; a line that is none is passed over."""
+        if self._size() <= self._offset:
+            return []
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        with contextlib.suppress(OSError):  # of a full disk: the next start may hear it again
+            self._heard.write_text(f"{self._offset}\n")
+        return [wish for line in whole.splitlines() if (wish := _read(line, self._since)) is not None]
+
+
+def action_line(step: int, wish: Wish) -> str:
+    """Return what the terminal shows of a wish that all ranks have heard."""
+    does = {
+        "checkpoint": "saves a checkpoint",
+        "hold": "saves and is held",
+        "stop": "saves and stops",
+        "lower_lr": f"goes on with the learning rate times {wish.factor:g}",
+        "skip_data": "goes back, and leaves out the data of the steps since",
+        "roll_back": "goes back to an older checkpoint",
+    }
+    why = f": {wish.why}" if wish.why else ""
+    if wish.action == "tell":
+        return f"{wish.by}{why}"
+    return f"step {step}: the run {does[wish.action]}, as {wish.by} asks{why}"
+
+
+def _read(line: bytes, since: float) -> Wish | None:
+    try:
+        found = json.loads(line)
+        if not isinstance(found, dict) or found.get("time", since) < since:
+            return None
+        return Wish.from_json(cast(Mapping[str, Any], found))
+    except (ValueError, TypeError):
+        return None
+
+
+# All alerts of a run: fed with its events, it says what fires and what has ended.
+
+#: Steps that "the last good figures" are looked for among.
+_REMEMBERED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRule:
+    """One alert as it is judged. quiet_s: how long it sends nothing after it has. says: advice for its reader."""
+
+    name: str
+    when: str
+    severity: Literal["info", "warning", "critical"] = "warning"
+    actions: Sequence[str] = ()
+    until: str | None = None
+    quiet_s: float = 1800.0
+    after_step: int = 0
+    factor: float = 0.5
+    says: str = ""
+
+    @classmethod
+    def of(cls, section: AlertSection) -> AlertRule:
+        """Return the rule of a table [[alert]]."""
+        return cls(
+            name=section.name,
+            when=section.when,
+            severity=section.severity,
+            actions=section.actions,
+            until=section.until,
+            quiet_s=parse_seconds(section.quiet),
+            after_step=section.after_step,
+            factor=section.factor,
+            says=section.says,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """An alert that fires or has ended.
+
+    step, time: of the event that showed it. since: first step of the trouble. said: what was found. good: the last good
+    figures before, by name. sends: False while it is quiet.
+    """
+
+    rule: AlertRule
+    state: Literal["fired", "ended"]
+    said: str
+    step: int | None
+    time: float
+    since: int | None = None
+    good: Mapping[str, float] = field(default_factory=dict)
+    sends: bool = True
+
+    def as_json(self) -> dict[str, object]:
+        """Return one line of alerts.jsonl."""
+        found: dict[str, object] = {"time": round(self.time, 3), "event": "alert", "name": self.rule.name}
+        found |= {"state": self.state, "severity": self.rule.severity, "said": self.said, "when": self.rule.when}
+        found |= {"step": self.step, "since": self.since, "actions": [*self.rule.actions], "sends": self.sends}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def rules_of(config: RunConfig) -> list[AlertRule]:
+    """Return the alerts of a run: those of the standard set, which all channels hear of, and its own by name."""
+    own = [AlertRule.of(section) for section in config.alert]
+    if config.alerts == "none":
+        return own
+    channels = tuple(channel.name for channel in config.channel if channel.standard)
+    names = {rule.name for rule in own}
+    standard = [
+        AlertRule(one.name, one.when, one.severity, channels, after_step=one.after_step, says=one.says)
+        for one in STANDARD
+        if one.name not in names
+    ]
+    return [*standard, *own]
+
+
+class _Watched:
+    """One alert between its rule and its judges."""
+
+    def __init__(self, rule: AlertRule):
+        self.rule = rule
+        self.judge = judge_of(parse_condition(rule.when))
+        self.until = judge_of(parse_condition(rule.until)) if rule.until else None
+        self.fires = False
+        self.sent_at = -math.inf
+
+    def judges(self) -> list[Judge]:
+        return [*self.judge.all(), *(self.until.all() if self.until else ())]
+
+
+class AlertDesk:
+    """Judges a run's events in their order.
+
+    Args:
+        rules: the alerts.
+    """
+
+    def __init__(self, rules: Sequence[AlertRule]):
+        self._alerts = [_Watched(rule) for rule in rules]
+        self._judges = [judge for alert in self._alerts for judge in alert.judges()]
+        self._by_figure: dict[str, list[Judge]] = {}
+        for judge in self._judges:
+            for name in judge.figures:
+                self._by_figure.setdefault(name, []).append(judge)
+        self._step = 0
+        self._good: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=_REMEMBERED)
+        self._evaluated: float | None = None
+
+    def see(self, event: Mapping[str, Any]) -> list[Notice]:
+        """Take one event; return what fires or ends by it."""
+        time = number(event.get("time"))
+        if not math.isfinite(time):
+            return []
+        found = self.tick(time)
+        kind = str(event.get("event"))
+        for judge in self._judges:
+            judge.hear(kind, time)
+        self._remember(kind, event)
+        for reading in readings(event):
+            for judge in self._by_figure.get(reading.name, ()):
+                judge.take(reading)
+        return found + self._changed(time)
+
+    def tick(self, now: float) -> list[Notice]:
+        """Hear what time it is (s since 1970); return what fires because nothing came."""
+        for judge in self._judges:
+            judge.tick(now)
+        return self._changed(now)
+
+    def begin_anew(self) -> None:
+        """Keep what was seen, and take nothing as sent: what the past gave was told to nobody."""
+        for alert in self._alerts:
+            alert.sent_at = -math.inf
+
+    def _changed(self, now: float) -> list[Notice]:
+        found: list[Notice] = []
+        for alert in self._alerts:
+            if alert.fires:
+                ended = alert.until.holds if alert.until else not alert.judge.holds
+                if ended:
+                    alert.fires = False
+                    found.append(self._notice(alert, "ended", now))
+            elif alert.judge.holds and self._step >= alert.rule.after_step:
+                alert.fires = True
+                found.append(self._notice(alert, "fired", now))
+        return found
+
+    def _notice(self, alert: _Watched, state: Literal["fired", "ended"], now: float) -> Notice:
+        judge, rule = alert.judge, alert.rule
+        sends = state == "fired" and now - alert.sent_at >= rule.quiet_s
+        if sends:
+            alert.sent_at = now
+        said = judge.said if state == "fired" else (alert.until.said if alert.until else f"no longer: {rule.when}")
+        return Notice(rule, state, said, self._step or None, now, judge.since, self._good_before(judge.since), sends)
+
+    def _remember(self, kind: str, event: Mapping[str, Any]) -> None:
+        step = event.get("step")
+        if type(step) is int and kind in ("step", "start", "eval"):
+            self._step = step
+        if kind == "eval":
+            self._evaluated = number(event.get("loss"))
+        elif kind == "step":
+            values = {name: number(event.get(name)) for name in ("loss", "grad_norm", "lr")}
+            if all(map(math.isfinite, values.values())):
+                known = self._evaluated is not None and math.isfinite(self._evaluated)
+                more = {"eval.loss": self._evaluated} if known and self._evaluated is not None else {}
+                self._good.append((self._step, {**values, **more}))
+
+    def _good_before(self, since: int | None) -> Mapping[str, float]:
+        for step, values in reversed(self._good):
+            if since is None or step < since:
+                return {"step": step, **values}
+        return {}
+
+
+# What the process beside the ranks does: it follows a run's events, judges its alerts, and feeds its sinks.
+
+ALERTS = "alerts.jsonl"
+#: Bytes of the past that alerts are judged by at a start, without a word about it.
+_PAST_BYTES = 4 << 20
+
+
+class Companion:
+    """One run's alerts and sinks.
+
+    Args:
+        folder: of the run.
+        config: of the run.
+        tell: takes a line for people.
+        pause_s: first pause of what is tried again; None: as usual.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: RunConfig,
+        tell: Callable[[str], None] | None = None,
+        *,
+        pause_s: float | None = None,
+    ):
+        self._folder, self._config = folder, config
+        self._tell = tell or self._tell_run
+        pauses = {} if pause_s is None else {"pause_s": pause_s}
+        # Trackers keep a copy of the config where others may read it.
+        values = without_secrets(config.model_dump(mode="json", by_alias=True, exclude_none=True))
+        self._pumps = [
+            Pump(one.name or one.kind, make_sink, SinkJob(one, folder, config.run.name, values), self._tell, **pauses)
+            for one in config.sink
+        ]
+        self._rooms = {one.name: Mailroom(one, self._tell, **pauses) for one in config.channel}
+        self._desk = AlertDesk(rules_of(config))
+        self._follower = EventFollower(folder / "events.jsonl")
+        self._factors = {alert.name: alert.factor for alert in config.alert}
+
+    @staticmethod
+    def is_wanted(config: RunConfig) -> bool:
+        """Return whether a config has anything for such a process to do."""
+        return bool(config.sink or config.alert or config.alerts != "none")
+
+    def start(self) -> None:
+        """Begin: what the run did before is known, and gives no alerts any more."""
+        for thread in (*self._pumps, *self._rooms.values()):
+            thread.start()
+        self._follower.skip_to_tail(_PAST_BYTES)
+        while self._read(lambda notice: None):
+            pass
+        self._desk.begin_anew()
+
+    def look(self) -> None:
+        """Judge what is new."""
+        while self._read(self._act):
+            pass
+        for notice in self._desk.tick(time.time()):
+            self._act(notice)
+
+    def finish(self, grace_s: float) -> list[str]:
+        """Judge and send what is there, for at most `grace_s`; return the names of sinks that have more to send."""
+        self.look()
+        threads = [*self._pumps, *self._rooms.values()]
+        for thread in threads:
+            thread.finish()
+        end = time.monotonic() + grace_s
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return [pump.name.removeprefix("weft-sink-") for pump in self._pumps if not pump.is_done]
+
+    def _read(self, act: Callable[[Notice], None]) -> bool:
+        events, after = self._follower.read()
+        if after == self._follower.offset:
+            return False
+        self._follower.offset = after
+        for event in events:
+            for notice in self._desk.see(event):
+                act(notice)
+        return True
+
+    def _act(self, notice: Notice) -> None:
+        """Keep a notice, and do what its alert asks for."""
+        try:
+            with EventLog(self._folder / ALERTS) as log:
+                log.write(notice.as_json())
+        except WeftError as full:
+            print(full, flush=True)
+        if not notice.sends:
+            return
+        rule = notice.rule
+        self._tell_run(f"{rule.severity}: {notice.said}", by=f"alert {rule.name}")
+        message = message_of(notice, self._folder, self._config)
+        for action in rule.actions:
+            if action in RUN_ACTIONS:
+                self._ask(Wish(action, notice.said, f"alert {rule.name}", notice.since, rule.factor))
+            elif action in self._rooms:
+                self._rooms[action].put(message)
+
+    def _tell_run(self, text: str, by: str = "monitor") -> None:
+        print(f"{by}: {text}", flush=True)
+        self._ask(Wish("tell", text, by))
+
+    def _ask(self, wish: Wish) -> None:
+        try:
+            ask(self._folder, wish)
+        except WeftError as error:
+            print(error, flush=True)
+
+
+def message_of(notice: Notice, folder: Path, config: RunConfig) -> AlertMessage:
+    """Return what people are sent: what happened, since when, the last good figures, and the command to go on."""
+    rule = notice.rule
+    at = f" at step {notice.step}" if notice.step is not None else ""
+    lines = [f"Run {config.run.name}{at}: {notice.said}.", f"Alert: {rule.name} ({rule.severity}), when {rule.when}"]
+    if notice.since is not None:
+        lines.append(f"Since step {notice.since}.")
+    lines.append(f"Time: {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(notice.time))}")
+    if notice.good:
+        figures = ", ".join(f"{name} {value:.5g}" for name, value in notice.good.items())
+        lines.append(f"Last good figures: {figures}")
+    does = [action for action in rule.actions if action in RUN_ACTIONS]
+    if does:
+        lines.append(f"The run does: {', '.join(does)}")
+    if rule.says:
+        lines.append(rule.says.replace("RUN", str(folder)))
+    resume = f"weft resume {folder}"
+    lines.append(f"To go on: {resume} [key=value ...]" if "hold" in does else f"To hold it: weft ask {folder} hold")
+    data = {"run": config.run.name, "folder": str(folder), "good": dict(notice.good), **notice.as_json()}
+    if notice.rule.severity == "critical":
+        data["resume"] = resume
+    return AlertMessage(f"[weft] {rule.severity}: {config.run.name}: {rule.name}", "\n".join(lines), data)
+
+
+def backtest(folder_events: list[dict[str, object]], config: RunConfig) -> list[str]:
+    """Return a line for each time that an alert of the config would have fired or ended, by a run's events."""
+    desk, lines = AlertDesk(rules_of(config)), list[str]()
+    began = next((float(str(event["time"])) for event in folder_events if "time" in event), 0.0)
+    for event in folder_events:
+        for notice in desk.see(event):
+            after = format_seconds(max(0.0, notice.time - began))
+            step = f"step {notice.step}" if notice.step is not None else "-"
+            since = f", since step {notice.since}" if notice.since is not None and notice.state == "fired" else ""
+            does = f" -> {', '.join(notice.rule.actions)}" if notice.state == "fired" and notice.rule.actions else ""
+            quiet = " (quiet)" if notice.state == "fired" and not notice.sends else ""
+            lines.append(
+                f"{after:>9}  {step:<12} {notice.state:<6} {notice.rule.severity:<9} {notice.rule.name}: "
+                f"{notice.said}{since}{does}{quiet}"
+            )
+    return lines

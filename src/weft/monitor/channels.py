@@ -1,0 +1,213 @@
+"""Who hears of alerts: by mail, at a webhook, through apprise, or by a command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import smtplib
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from email.message import EmailMessage
+from typing import Any
+
+from weft.config.sections import ChannelSection
+from weft.errors import MissingExtra, WeftError
+from weft.monitor.sinks.base import Poster, SinkTrouble, address_of, secret_of
+from weft.monitor.sinks.request_limit import OpenSockets, OutOfTime, within
+from weft.units import parse_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class AlertMessage:
+    """What an alert says. title: one line. text: the whole. data: the same for programs."""
+
+    title: str
+    text: str
+    data: Mapping[str, Any]
+
+
+def send_message(channel: ChannelSection, message: AlertMessage) -> None:
+    """Send a message over a channel.
+
+    Raises:
+        SinkTrouble: where it could not be sent now; the text holds no secret.
+        WeftError: where a secret or a package is missing.
+    """
+    {"mail": _mail, "webhook": _webhook, "apprise": _apprise, "command": _command}[channel.kind](channel, message)
+
+
+def _mail(channel: ChannelSection, message: AlertMessage) -> None:
+    mail = EmailMessage()
+    mail["Subject"], mail["From"] = _one_line(message.title), _one_line(channel.sender)
+    mail["To"] = _one_line(", ".join(channel.to))
+    mail.set_content(message.text.encode(errors="replace").decode())
+    host, _, port = channel.server.rpartition(":")
+    host, port = (host, int(port)) if port.isdigit() and host else (channel.server, 0)
+    timeout_s = parse_seconds(channel.timeout)
+    password = secret_of(channel.password, f"channel {channel.name}: password")
+    opened = OpenSockets()
+
+    def send() -> None:
+        with _Mail(opened, host, port, timeout_s, tls=channel.security == "tls") as server:
+            if channel.security == "starttls":
+                server.starttls(context=ssl.create_default_context())
+                if server.sock is not None:
+                    opened.add(server.sock)
+            if password is not None:
+                server.login(channel.user, password)
+            server.send_message(mail)
+
+    try:
+        within(timeout_s, send, opened.end)
+    except OutOfTime:
+        raise SinkTrouble(f"mail through {channel.server} failed (not sent within {channel.timeout})") from None
+    except (OSError, smtplib.SMTPException) as error:
+        # The server's words may repeat what it was sent.
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+        code = getattr(error, "smtp_code", "")
+        raise SinkTrouble(f"mail through {channel.server} failed ({f'{code} ' if code else ''}{reason})") from None
+
+
+class _Mail(smtplib.SMTP):
+    """A connection to a mail server whose socket is known, so that another thread can end it."""
+
+    def __init__(self, opened: OpenSockets, host: str, port: int, timeout_s: float, *, tls: bool):
+        self._opened, self._tls = opened, tls
+        self._host = host  # smtplib reads it for the name in a certificate
+        super().__init__(host, port or (465 if tls else 25), timeout=timeout_s)
+
+    def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
+        found = socket.create_connection((host, port), timeout)
+        self._opened.add(found)
+        if self._tls:
+            found = ssl.create_default_context().wrap_socket(found, server_hostname=host, do_handshake_on_connect=False)
+            self._opened.add(found)
+            found.do_handshake()
+        return found
+
+
+def _one_line(text: str) -> str:
+    """Return a text as a header takes it: without line breaks and other control characters."""
+    return " ".join("".join(one if one.isprintable() else " " for one in text).split())
+
+
+def _webhook(channel: ChannelSection, message: AlertMessage) -> None:
+    assert channel.url is not None
+    # Slack, Mattermost and many others show "text"; programs read the rest.
+    body = {"text": f"{message.title}\n{message.text}", "title": message.title, **message.data}
+    poster = Poster(channel.url, {}, parse_seconds(channel.timeout), f"channel {channel.name}: url")
+    poster.post("", body)
+
+
+def _apprise(channel: ChannelSection, message: AlertMessage) -> None:
+    try:
+        import apprise
+    except ImportError as error:
+        raise MissingExtra("apprise", "apprise", "channel.kind=apprise") from error
+    assert channel.url is not None
+    url = address_of(channel.url, f"channel {channel.name}: url")
+    logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # its lines hold addresses
+
+    def send() -> None:
+        speaker = apprise.Apprise()
+        if not speaker.add(url):
+            raise SinkTrouble("apprise does not know an address of this kind")
+        if not speaker.notify(title=_one_line(message.title), body=message.text):
+            raise SinkTrouble("apprise could not send it")
+
+    try:
+        within(parse_seconds(channel.timeout), send)
+    except OutOfTime:
+        raise SinkTrouble(f"apprise did not send it within {channel.timeout}") from None
+
+
+def _command(channel: ChannelSection, message: AlertMessage) -> None:
+    body = json.dumps({"title": message.title, "text": message.text, **message.data}).encode()
+    try:
+        done = subprocess.run(
+            list(channel.command), input=body, timeout=parse_seconds(channel.timeout), check=False,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = error.strerror if isinstance(error, OSError) else type(error).__name__
+        raise SinkTrouble(f"command {channel.command[0]} failed ({reason})") from None
+    if done.returncode:
+        raise SinkTrouble(f"command {channel.command[0]} ended with exit code {done.returncode}")
+
+
+# The thread that sends messages over one channel, tries again, and holds nothing up.
+
+#: Messages that wait at most; the oldest goes, and the next one says how many did.
+_MOST_WAITING = 100
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 300.0
+#: A message that could not be sent for so long (s) is news no more.
+_TOO_OLD_S = 6 * 3600.0
+
+
+class Mailroom(threading.Thread):
+    """Sends over one channel.
+
+    Args:
+        channel: its table in the config.
+        tell: takes a line for people: it cannot be reached.
+        pause_s: first pause between tries.
+    """
+
+    def __init__(self, channel: ChannelSection, tell: Callable[[str], None], *, pause_s: float = _FIRST_PAUSE_S):
+        super().__init__(name=f"weft-channel-{channel.name}", daemon=True)
+        self._channel, self._tell, self._first_pause_s = channel, tell, pause_s
+        self._waiting: deque[tuple[float, AlertMessage]] = deque()
+        self._wake, self._end = threading.Event(), threading.Event()
+        self._num_dropped = 0
+
+    def put(self, message: AlertMessage) -> None:
+        """Take a message; never waits."""
+        self._waiting.append((time.monotonic(), message))
+        while len(self._waiting) > _MOST_WAITING:
+            self._waiting.popleft()
+            self._num_dropped += 1
+        self._wake.set()
+
+    def finish(self) -> None:
+        """Send what is there, and end; the caller waits with `join` as long as it likes."""
+        self._end.set()
+        self._wake.set()
+
+    def run(self) -> None:
+        """Send until `finish`: the thread's own function."""
+        pause_s, is_away = self._first_pause_s, False
+        while self._waiting or not self._end.is_set():
+            if not self._waiting:
+                self._wake.wait(1.0)
+                self._wake.clear()
+                continue
+            when, message = self._waiting[0]
+            try:
+                send_message(self._channel, self._with_dropped(message))
+                self._num_dropped = 0
+            except (SinkTrouble, WeftError) as trouble:
+                if not is_away:
+                    self._tell(f"channel {self._channel.name}: {trouble}. It is tried again")
+                is_away = True
+                if time.monotonic() - when < _TOO_OLD_S:
+                    threading.Event().wait(pause_s)
+                    pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                    continue
+            except Exception as error:  # a channel that is wrong must not end its thread
+                self._tell(f"channel {self._channel.name}: {type(error).__name__}; a message is lost")
+            else:
+                pause_s, is_away = self._first_pause_s, False
+            if self._waiting and self._waiting[0][1] is message:
+                self._waiting.popleft()
+
+    def _with_dropped(self, message: AlertMessage) -> AlertMessage:
+        if not self._num_dropped:
+            return message
+        text = f"{message.text}\n({self._num_dropped} earlier messages were dropped.)"
+        return AlertMessage(message.title, text, message.data)

@@ -1,0 +1,255 @@
+"""Connections of the page: how many there may be, and how long one may take with its request or its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import math
+import resource
+import socket
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+#: How long (s) a connection may take for a request, head and body together, to take more of an answer, or to be idle.
+DEADLINE_S = 10.0
+#: Connections at most, and descriptors that are left for files, the listener and connections that are being closed.
+_MOST, _RESERVED = 1000, 160
+#: How often (s) deadlines are looked at, and a line about a lack of descriptors is written at most.
+_LOOK_S, _TELL_S = 0.5, 60.0
+_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def most_connections() -> int:
+    """Return how many connections fit below this process's limit of descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft - _RESERVED))
+
+
+class _Open:
+    """One connection. since: when it began to wait for its client, inf while the server works for it."""
+
+    __slots__ = ("call", "since")
+
+    def __init__(self, call: socket.socket, since: float):
+        self.call, self.since = weakref.ref(call), since
+
+
+class Connections:
+    """The connections that are open, by descriptor, the oldest first.
+
+    Args:
+        most: how many there may be. One more takes the place of the one that keeps the server waiting longest.
+        deadline_s: how long a connection may wait for its client.
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(self, most: int, deadline_s: float = DEADLINE_S, clock: Callable[[], float] = time.monotonic):
+        self.most, self._deadline_s, self._clock = most, deadline_s, clock
+        self._open: dict[int, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, call: socket.socket) -> None:
+        """Take a new connection, and end another one if there are too many."""
+        self._open.pop(call.fileno(), None)
+        self._open[call.fileno()] = _Open(call, self._clock())
+        if len(self._open) > self.most:
+            self.end_late()
+        if len(self._open) > self.most:
+            number, _ = min(self._open.items(), key=lambda item: item[1].since)
+            self._end(number)
+
+    def waits(self, number: int) -> None:
+        """Note that the server waits for the client of a descriptor."""
+        if number in self._open:
+            self._open[number].since = self._clock()
+
+    def works(self, number: int) -> None:
+        """Note that the server works for the client of a descriptor."""
+        if number in self._open:
+            self._open[number].since = math.inf
+
+    def end_late(self) -> None:
+        """End connections whose clients are late, and forget those that are closed."""
+        end = self._clock() - self._deadline_s
+        for number, one in list(self._open.items()):
+            call = one.call()
+            if call is None or call.fileno() != number:
+                del self._open[number]
+            elif one.since < end:
+                self._end(number)
+
+    def _end(self, number: int) -> None:
+        # Only shut down: the event loop closes it, and the descriptor is not given to another file before.
+        call = self._open.pop(number).call()
+        if call is not None:
+            try:
+                call.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return
+
+
+class CountedListener(socket.socket):
+    """A listening socket whose connections are counted from the moment they are accepted, before any TLS handshake."""
+
+    connections: Connections
+
+    @classmethod
+    def of(cls, listening: socket.socket, connections: Connections) -> CountedListener:
+        """Take over a listening socket."""
+        found = cls(fileno=listening.detach())
+        found.connections = connections
+        return found
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """As `socket.accept`."""
+        call, address = super().accept()
+        self.connections.add(call)
+        return call, address
+
+
+def protocol_of(connections: Connections) -> type[H11Protocol]:
+    """Return uvicorn's protocol for HTTP, which tells `connections` when it waits for the client."""
+
+    class Protocol(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            found = transport.get_extra_info("socket")
+            self._number: int = found.fileno() if found is not None else -1
+            super().connection_made(transport)
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self.conn.their_state in (h11.DONE, h11.MUST_CLOSE) and not self.flow.write_paused:
+                connections.works(self._number)
+
+        def on_response_complete(self) -> None:
+            connections.waits(self._number)
+            super().on_response_complete()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            connections.waits(self._number)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            connections.works(self._number)
+
+    return Protocol
+
+
+class PageServer(uvicorn.Server):
+    """uvicorn's server with deadlines, which reports a lack of descriptors once a minute.
+
+    Args:
+        config: of uvicorn.
+        connections: those of its listener.
+    """
+
+    def __init__(self, config: uvicorn.Config, connections: Connections):
+        super().__init__(config)
+        self._connections = connections
+        self._told = -math.inf
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and to look at deadlines."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_error)
+        await super().startup(sockets)
+        self._look(loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._connections.end_late()
+        loop.call_later(_LOOK_S, self._look, loop)
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, ConnectionError | TimeoutError):
+            return  # the client's
+        if not (isinstance(error, OSError) and error.errno in _LACKING):
+            loop.default_exception_handler(context)
+            return
+        if time.monotonic() - self._told > _TELL_S:
+            self._told = time.monotonic()
+            print(
+                f"weft watch: new connections wait ({error.strerror}; {len(self._connections)} are open). "
+                "Raise the limit with ulimit -n.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+# Limits on guesses of the page's token: by address, and over all addresses together.
+
+#: Wrong tokens that an address may show before it has to wait, the first wait (s), and the longest.
+_FREE, _FIRST_WAIT_S, _LONGEST_WAIT_S = 5, 1.0, 60.0
+#: Wrong tokens of all addresses together within so many seconds.
+_OF_ALL, _WINDOW_S = 100, 60.0
+#: An address that was wrong is remembered for so long (s), and at most so many of them.
+_REMEMBERED_S, _MOST_ADDRESSES = 900.0, 1000
+
+
+@dataclass(slots=True)
+class _Wrong:
+    count: int = 0
+    last: float = -math.inf
+
+
+class GuessLimit:
+    """Counts wrong tokens. While an address has to wait, its tokens are not even compared.
+
+    Args:
+        clock: seconds; replaced in tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._wrong: dict[str, _Wrong] = {}
+        self._of_all: deque[float] = deque(maxlen=_OF_ALL)
+
+    def wait_s(self, address: str) -> float:
+        """Return how long this address has to wait before its next guess, 0 if it need not."""
+        now, known = self._clock(), self._wrong.get(_network(address))
+        wait = self._of_all[0] + _WINDOW_S - now if len(self._of_all) == _OF_ALL else 0.0
+        if known is not None and known.count >= _FREE and now - known.last < _REMEMBERED_S:
+            pause = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2.0 ** min(known.count - _FREE, 10))
+            wait = max(wait, known.last + pause - now)
+        return max(0.0, wait)
+
+    def note(self, address: str, *, right: bool) -> None:
+        """Record a guess.
+
+        Args:
+            address: of the visitor.
+            right: True if it was the token.
+        """
+        key, now = _network(address), self._clock()
+        known = self._wrong.pop(key, None)
+        if right:
+            return
+        if known is None or now - known.last >= _REMEMBERED_S:
+            known = _Wrong()
+        known.count, known.last = known.count + 1, now
+        while len(self._wrong) >= _MOST_ADDRESSES:
+            del self._wrong[next(iter(self._wrong))]  # the one that was wrong longest ago
+        self._wrong[key] = known
+        self._of_all.append(now)
+
+
+def _network(address: str) -> str:
+    """Return what counts as one visitor: an IPv4 address, or the 64 bits of an IPv6 network."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(ipaddress.ip_network((found, 64), strict=False)) if found.version == 6 else str(found)

@@ -1,0 +1,478 @@
+"""One run as the page shows it, fed by its log."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.errors import ConfigError
+from weft.monitor.accounting import TimeLedger
+from weft.monitor.dashboard.history import BoundedSeries, LogTail, Marks, RankHeat, StepColumns, decode
+from weft.monitor.dashboard.timed_calls import Late, TimedCalls
+from weft.monitor.events import number, open_regular
+from weft.monitor.metrics import readings
+
+#: StepColumns of a step beside its phases; what a run counts per second is called "rate", whatever its unit.
+_OF_STEP = ("loss", "lr", "grad_norm", "update_ratio", "samples_per_s", "mfu", "memory_bytes", "loss_scale")
+_PHASE = "phase "
+#: Series of figures that one run may have; a log that names more is not ours.
+_MOST_SERIES = 400
+_MOST_PHASES = 16
+#: Without a word for so long (s), and for so many steps' time, a run counts as silent.
+_SILENT_S, _SILENT_STEPS = 90.0, 10.0
+#: A log of more bytes is long: so many of its beginning and of its end are shown before the rest.
+_LONG_LOG, _BEGIN_BYTES, _NEWEST_BYTES = 8 * 2**20, 256 * 1024, 1024 * 1024
+_LONGEST_MEASURED = 2**20
+
+
+class RunState:
+    """All that the page shows of one run, fed with its events in their order."""
+
+    def __init__(self) -> None:
+        self.steps, self.evals = StepColumns(), StepColumns()
+        self.figures: dict[str, BoundedSeries] = {}
+        self.heat = RankHeat()
+        self.marks = Marks()
+        self.ledger = TimeLedger()
+        self.start: dict[str, Any] = {}
+        self.planned: dict[str, Any] = {}
+        self.actual: dict[str, Any] = {}
+        self.rate_unit = "tokens"
+        self.num_events = 0
+        self.last_time = math.nan
+        self._state, self._reason = "starting", ""
+        self._bad: set[int] = set()
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        if len(self.steps):
+            return int(self.steps.steps[-1])
+        begun = self.start.get("step")
+        return begun if type(begun) is int else 0
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps that the run is to have."""
+        config = self.start.get("config")
+        found = config.get("train") if isinstance(config, dict) else None
+        wanted = found.get("steps") if isinstance(found, dict) else None
+        return wanted if type(wanted) is int and 0 < wanted < 2**62 else None
+
+    @property
+    def bad_steps(self) -> list[int]:
+        """Steps whose loss was not finite."""
+        return sorted(self._bad)
+
+    @property
+    def phases(self) -> list[str]:
+        """Parts of a step that the first rank measures."""
+        return [name.removeprefix(_PHASE) for name in self.steps.names if name.startswith(_PHASE)]
+
+    def phase(self, name: str) -> np.ndarray:
+        """Return the seconds of one part, by row."""
+        return self.steps.values(_PHASE + name)
+
+    def step_s(self) -> float | None:
+        """Return the median of the last steps' seconds."""
+        total = self.phase("total")[-200:]
+        finite = total[np.isfinite(total)]
+        return float(np.median(finite)) if len(finite) else None
+
+    def state(self, now: float | None = None) -> tuple[str, str]:
+        """Return ("running", "") or what else it is and why: starting, silent, held, failed, stopped, finished."""
+        if self._state in ("running", "starting"):
+            quiet = (time.time() if now is None else now) - self.last_time
+            if quiet > max(_SILENT_S, _SILENT_STEPS * (self.step_s() or 0.0)):
+                return "silent", ""
+        return self._state, self._reason
+
+    def feed(self, events: Sequence[dict[str, Any]], *, with_ledger: bool = True) -> None:
+        """Add events.
+
+        Args:
+            events: the next ones.
+            with_ledger: add up where their time went too.
+        """
+        if with_ledger:
+            self.ledger.feed_all(events)
+        batch: list[dict[str, Any]] = []
+        for event in events:
+            if event.get("event") == "step" and _step_of(event) is not None:
+                batch.append(event)
+                continue
+            if batch:
+                self._add_steps(batch)
+                batch = []
+            self._add(event)
+        if batch:
+            self._add_steps(batch)
+        self.num_events += len(events)
+
+    def _add_steps(self, batch: list[dict[str, Any]]) -> None:
+        speed = next((key for key in batch[-1] if key.endswith("_per_s") and key != "samples_per_s"), "tokens_per_s")
+        self.rate_unit = speed.removesuffix("_per_s")
+        parts = [found if isinstance(found := event.get("seconds"), dict) else {} for event in batch]
+        columns: dict[str, list[Any]] = {"rate": [event.get(speed) for event in batch]}
+        for name in _OF_STEP:
+            column = [event.get(name) for event in batch]
+            if name in self.steps.names or any(value is not None for value in column):
+                columns[name] = column
+        known = dict.fromkeys(self.phases)
+        for part in (parts[0], parts[-1]):
+            known.update(dict.fromkeys(part))
+        for name in list(known)[:_MOST_PHASES]:
+            columns[_PHASE + str(name)] = [part.get(name) for part in parts]
+        steps = [event["step"] for event in batch]
+        times: list[Any] = [event.get("time") for event in batch]
+        self.steps.append(steps, times, columns)
+        for event in batch:
+            if isinstance(event.get("loss"), str) and len(self._bad) < 1000:
+                self._bad.add(event["step"])
+        self._state = "running" if self._state != "held" else self._state
+        self._heard(times[-1])
+
+    def _add(self, event: dict[str, Any]) -> None:
+        kind, step = event.get("event"), _step_of(event)
+        self._heard(event.get("time"))
+        self.marks.add(event)
+        if kind in ("start", "resume"):
+            self._go_back(step or 0)
+        if kind == "start":
+            self.start = {**event, "step": step or 0}
+            self._state, self._reason = "starting", ""
+            self.planned, self.actual = {}, {}
+        elif kind == "eval" and step is not None:
+            found = {key: value for key, value in event.items() if key not in ("event", "time", "step")}
+            self.evals.append(
+                [step], [number(event.get("time"))], {key: [one] for key, one in list(found.items())[:40]}
+            )
+        elif kind == "figures":
+            self._add_figures(event)
+        elif kind == "plan":
+            self.planned = event
+        elif kind == "actual":
+            self.actual = event
+        elif (kind == "action" and event.get("action") == "hold") or kind == "held":
+            self._state, self._reason = "held", str(event.get("why", ""))
+        elif kind == "go_on":
+            self._state, self._reason = "starting", ""
+        elif kind == "failure":
+            self._state, self._reason = "failed", str(event.get("text", event.get("cause", "")))
+        elif kind == "end" and self._state != "held":
+            reason = str(event.get("reason", ""))
+            self._state, self._reason = ("finished", "") if reason == "finished" else ("stopped", reason)
+
+    def _add_figures(self, event: Mapping[str, Any]) -> None:
+        for one in readings(event):
+            name = one.series
+            if name not in self.figures:
+                if len(self.figures) >= _MOST_SERIES:
+                    continue
+                self.figures[name] = BoundedSeries()
+            at_step = self.step if one.step is None or abs(one.step) >= 2**62 else one.step
+            when = one.time if math.isfinite(one.time) else 0.0
+            self.figures[name].add(at_step, when, (one.low, one.value, one.high), (one.at_low, one.at_high))
+        by_rank = event.get("by_rank")
+        busy = by_rank.get("busy_s") if isinstance(by_rank, Mapping) else None
+        if isinstance(busy, list) and len(busy) <= 100_000:
+            step = _step_of(event)
+            self.heat.add(self.step if step is None else step, busy)
+
+    def _go_back(self, step: int) -> None:
+        self.steps.cut_beyond(step)
+        self.evals.cut_beyond(step)
+        self._bad = {one for one in self._bad if one <= step}
+
+    def _heard(self, when: object) -> None:
+        found = number(when)
+        if math.isfinite(found):
+            self.last_time = found if math.isnan(self.last_time) else max(self.last_time, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """Lines that were read. void: all before is void. old: lines of the part that is read in the background."""
+
+    lines: list[bytes]
+    void: bool = False
+    old: list[bytes] = field(default_factory=list)
+    old_void: bool = False
+    measured: dict[str, Any] | None = None
+
+
+class RunIndex(RunState):
+    """Reads a run's events.jsonl once and then what is appended. All its methods may be called by any thread.
+
+    Of a long log the beginning and the end come first, so that the newest step is shown at once. The rest is read into
+    a second state in the background, which then replaces the first.
+
+    Args:
+        folder: of the run.
+        name: what the page calls it.
+    """
+
+    def __init__(self, folder: Path, name: str):
+        super().__init__()
+        self.folder, self.name = folder, name
+        self.lock = threading.RLock()
+        self.version = 0
+        self.measured: dict[str, Any] = {}
+        self.tail = LogTail(folder / "events.jsonl")
+        self._old: LogTail | None = None
+        self._old_state = RunState()
+        self._trouble, self._measured_at = "", 0
+
+    def refresh(self) -> bool:
+        """Read the next piece of the log, and return True if there was anything new."""
+        found = self.fetch()
+        return found is not None and self.take(found)
+
+    def fetch(self) -> _Fetched | None:
+        """Read the next piece without changing what is shown, or return None if there is none. One thread calls it.
+
+        Everything that touches the file system is here, so that a call which hangs holds no lock.
+        """
+        measured = self._new_measured()
+        if not self.tail.changed() and self._old is None:
+            return None if measured is None else _Fetched([], measured=measured)
+        if self.tail.offset == 0 and self.tail.size > _LONG_LOG:
+            begin, _ = LogTail(self.tail.path).read(_BEGIN_BYTES)
+            self.tail.skip_to_last(_NEWEST_BYTES)
+            newest, _ = self.tail.read()
+            self._old = LogTail(self.tail.path)
+            return _Fetched(begin + newest, measured=measured)
+        lines, void = self.tail.read()
+        if void or self._old is None:
+            return _Fetched(lines, void, measured=measured)
+        return _Fetched(lines, void, *self._old.read(), measured=measured)
+
+    def take(self, found: _Fetched) -> bool:
+        """Add what `fetch` returned; returns True if it changed anything."""
+        events, old = decode(found.lines), decode(found.old)
+        trouble = self.tail.trouble
+        if trouble and trouble == self._trouble and not found.void and found.measured is None:
+            return False
+        with self.lock:
+            self._trouble = trouble
+            if found.void or found.old_void:
+                self._begin_again(found)
+            self.feed(events, with_ledger=self._old is None)
+            if self._old is not None and not found.void:
+                self._old_state.feed(old)
+                self.ledger = self._old_state.ledger
+                if self._old.offset >= self.tail.offset:
+                    vars(self).update(vars(self._old_state))
+                    self.tail, self._old, self._old_state = self._old, None, RunState()
+            if found.measured is not None:
+                self.measured = found.measured
+            self.version += 1
+        return True
+
+    def set_trouble(self, text: str) -> None:
+        """Show that the log cannot be read, until it can."""
+        if text != self._trouble:
+            with self.lock:
+                self._trouble = text
+                self.version += 1
+
+    def _begin_again(self, found: _Fetched) -> None:
+        """Forget everything: another file is there."""
+        vars(self).update(vars(RunState()))
+        self._old, self._old_state = None, RunState()
+        if found.old_void:
+            self.tail = LogTail(self.tail.path)
+
+    def _new_measured(self) -> dict[str, Any] | None:
+        """Return the run's measured.json, or None if it is the same as at the last call."""
+        path = self.folder / "measured.json"
+        try:
+            written = path.stat().st_mtime_ns
+        except OSError:
+            written = 0
+        if written == self._measured_at:
+            return None
+        self._measured_at = written
+        try:
+            with open_regular(path) as file:
+                text = file.read(_LONGEST_MEASURED + 1)
+            found = json.loads(text) if len(text) <= _LONGEST_MEASURED else None
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def read_share(self) -> float:
+        """How much of the log is read: 0 to 1."""
+        offset, size = (self._old or self.tail).offset, self.tail.size
+        return min(1.0, offset / size) if size else 1.0
+
+    def state(self, now: float | None = None) -> tuple[str, str]:
+        """Return ("running", "") or what else it is and why: starting, silent, held, failed, stopped, finished.
+
+        "unreadable" if its log cannot be read now.
+        """
+        return ("unreadable", f"events.jsonl: {self._trouble}") if self._trouble else super().state(now)
+
+
+def _step_of(event: Mapping[str, Any]) -> int | None:
+    step = event.get("step")
+    return step if type(step) is int and 0 <= step < 2**62 else None
+
+
+# All runs below a folder, and the thread that keeps reading them.
+
+#: Seconds between two looks for runs, and between two looks into their logs.
+_SCAN_S, _LOOK_S = 5.0, 0.4
+#: How long (s) a look into one folder may take.
+_LIMIT_S = 2.0
+#: Runs that one page lists: the newest.
+_MOST_RUNS = 500
+
+
+class Shelf:
+    """The runs of a folder: the folder itself, or those in it and in its folders.
+
+    Args:
+        root: a run folder, or a folder of such.
+
+    Raises:
+        ConfigError: where there is no run.
+    """
+
+    def __init__(self, root: Path):
+        self.root = Path(root)
+        self._calls = TimedCalls(_LIMIT_S)
+        try:
+            self.is_one = self._calls.call("root", (self.root / "events.jsonl").is_file)
+        except Late:
+            raise ConfigError(
+                f"{str(root)!r}: this folder does not answer within {_LIMIT_S:.0f} s. Check its file system."
+            ) from None
+        self._runs: dict[str, RunIndex] = {}
+        self._wanted: str | None = None
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.scan()
+        if not self._runs:
+            raise ConfigError(
+                f"{str(root)!r}: there is no run in it (no events.jsonl). Give a run folder, such as runs/quickstart, "
+                f"or the folder of your runs; `weft train` writes both."
+            )
+
+    @property
+    def runs(self) -> dict[str, RunIndex]:
+        """By the path below the folder, newest first."""
+        return dict(self._runs)
+
+    def get(self, name: str) -> RunIndex | None:
+        """Return one run, and read it before the others; None where none is called so."""
+        found = self._runs.get(name)
+        if found is not None:
+            self._wanted = name
+        return found
+
+    def scan(self) -> None:
+        """Look for runs. A folder that does not answer keeps the runs that are known of it."""
+        if self.is_one:
+            found = {self.root.resolve().name or "run": self.root}
+        else:
+            try:
+                folders = self._calls.call("the root", functools.partial(_folders, self.root))
+            except (Late, OSError):
+                return
+            logs = [log for folder in folders for log in self._logs_in(folder)]
+            newest = sorted(logs, reverse=True, key=lambda one: one[0])[:_MOST_RUNS]
+            found = {path.relative_to(self.root).as_posix(): path for _, path in newest}
+        self._runs = {name: self._runs.get(name) or RunIndex(path, name) for name, path in found.items()}
+
+    def _logs_in(self, folder: Path) -> list[tuple[float, Path]]:
+        try:
+            return self._calls.call(f"logs in {folder}", functools.partial(_logs, folder))
+        except OSError:
+            return []
+        except Late:
+            known = (run.folder for run in self._runs.values())
+            return [(math.inf, one) for one in known if folder in (one, *one.parents)]
+
+    def refresh(self) -> bool:
+        """Read a piece of each run's log, of the wanted one first, and return True if there was anything new."""
+        runs = dict(self._runs)
+        wanted = runs.pop(self._wanted or "", None)
+        changed = False
+        while wanted is not None and not self._end.is_set() and self._refresh(wanted):
+            changed = True
+            if wanted.read_share >= 1:
+                break
+        for run in runs.values():
+            changed = self._refresh(run) or changed
+        return changed
+
+    def _refresh(self, run: RunIndex) -> bool:
+        """Read a piece of one run's log, unless its file system hangs."""
+        try:
+            found = self._calls.call(run.name, run.fetch)
+        except Late:
+            run.set_trouble(f"its file system does not answer within {_LIMIT_S:.0f} s")
+            return False
+        if found is None:
+            run.set_trouble(run.tail.trouble)
+            return False
+        return run.take(found)
+
+    def read_all(self) -> None:
+        """Read every log to its end."""
+        while self.refresh():
+            pass
+
+    def start(self) -> None:
+        """Keep reading in a thread until `close`."""
+        self._thread = threading.Thread(target=self._keep_reading, name="weft-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join(5.0)
+        self._calls.close()
+
+    def _keep_reading(self) -> None:
+        scanned = time.monotonic()
+        while not self._end.is_set():
+            try:
+                changed = self.refresh()
+                if time.monotonic() - scanned > _SCAN_S:
+                    self.scan()
+                    scanned = time.monotonic()
+            except Exception:  # A log that cannot be read must not end the page of the others.
+                traceback.print_exc()
+                changed = False
+            self._end.wait(0.005 if changed else _LOOK_S)
+
+
+def _folders(root: Path) -> list[Path]:
+    """Return the folders in a folder; links count as what they lead to once they are looked into."""
+    with os.scandir(root) as entries:
+        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False) or entry.is_symlink()]
+
+
+def _logs(folder: Path) -> list[tuple[float, Path]]:
+    """Return the run folders in `folder`, itself included: when each log was last written, and the run's path."""
+    found: list[tuple[float, Path]] = []
+    for run in (folder, *_folders(folder)):
+        with contextlib.suppress(OSError):
+            found.append(((run / "events.jsonl").stat().st_mtime, run))
+    return found

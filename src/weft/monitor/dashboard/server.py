@@ -1,0 +1,346 @@
+"""Who may look and who may ask: hosts, origins, tokens, and what a browser is allowed to do with the page."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib
+import ipaddress
+import math
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.errors import ConfigError, LaunchError
+from weft.lazy import named_object
+from weft.monitor.accounting import Price
+from weft.monitor.dashboard.connections import GuessLimit
+from weft.monitor.dashboard.run_index import Shelf
+
+COOKIE = "weft_watch"
+CSRF_HEADER = "x-weft-csrf"
+_SHORTEST = 16
+#: Scripts, styles and data come from this server alone, and no other page may frame it.
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; font-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+@dataclass(frozen=True)
+class AccessRules:
+    """What one server asks of a request.
+
+    hosts: names, without ports, by which it may be called; what else a Host header says is a page of a stranger that
+    had its name point here. token: what a visitor must know; None: whoever reaches this address may look. secure: it
+    speaks TLS. csrf: what only this server's own page knows. guesses: counts wrong tokens.
+    """
+
+    hosts: frozenset[str]
+    token: str | None = field(default=None, repr=False)
+    secure: bool = False
+    csrf: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    guesses: GuessLimit = field(default_factory=GuessLimit, repr=False, compare=False)
+
+    @property
+    def cookie(self) -> str:
+        """The value that a visitor's browser keeps: it proves the token and does not hold it."""
+        return hmac.new((self.token or "").encode(), self.csrf.encode(), hashlib.sha256).hexdigest()
+
+    def knows_host(self, header: str | None) -> bool:
+        """Whether a Host header names this server."""
+        return header is not None and _host_of(header) in self.hosts
+
+    def knows_origin(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request comes from this server's own page; who sends no Origin is no browser's page."""
+        site = headers.get("sec-fetch-site")
+        if site is not None and site not in ("same-origin", "none"):
+            return False
+        origin = headers.get("origin")
+        scheme = "https" if self.secure else "http"
+        return origin is None or origin == f"{scheme}://{headers.get('host', '')}"
+
+    def has_shown_token(self, cookie: str | None) -> bool:
+        """Return True if no token is asked for, or if the cookie proves that this browser has shown it."""
+        return self.token is None or (cookie is not None and _same(cookie, self.cookie))
+
+    def is_token(self, said: str, address: str) -> bool:
+        """Return True if this is the token, and record the guess. Ask `guesses.wait_s` before.
+
+        Args:
+            said: what the visitor shows.
+            address: of the visitor.
+        """
+        right = self.token is not None and _same(said, self.token)
+        self.guesses.note(address, right=right)
+        return right
+
+    def may_ask(self, headers: Mapping[str, str]) -> bool:
+        """Whether a request that changes something comes from the page, by its Origin and its secret."""
+        return self.knows_origin(headers) and _same(headers.get(CSRF_HEADER, ""), self.csrf)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def read_token(path: Path) -> str:
+    """Return the token that a file holds; a file that is missing is made, for its owner alone.
+
+    Raises:
+        ConfigError: where it is too short, or others may read it.
+    """
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_urlsafe(24) + "\n")
+    except FileExistsError:
+        pass
+    except OSError as error:
+        raise ConfigError(
+            f"--token-file={path}: cannot be written ({error.strerror}). Choose another place."
+        ) from error
+    try:
+        mode, token = stat.S_IMODE(path.stat().st_mode), path.read_text(errors="replace").strip()
+    except OSError as error:
+        raise ConfigError(f"--token-file={path}: cannot be read ({error.strerror}). Check the path.") from error
+    if mode & 0o077:
+        raise ConfigError(f"--token-file={path}: other users may read it (mode {mode:o}). Type chmod 600 {path}.")
+    if len(token) < _SHORTEST:
+        raise ConfigError(
+            f"--token-file={path}: the token has {len(token)} characters, and {_SHORTEST} is the least. "
+            f"Delete the file: the next start makes a good one."
+        )
+    return token
+
+
+def _host_of(header: str) -> str:
+    text = header.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.rpartition(":")[0] if text.count(":") == 1 else text
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+# Stands before every address: refuses foreign hosts, foreign pages and visitors without the token.
+
+_READS = frozenset({"GET", "HEAD"})
+#: What a visitor needs to show the token.
+_OPEN = frozenset({"/login", "/static/style.css", "/static/icon.svg"})
+
+
+class Guard:
+    """Middleware.
+
+    Args:
+        app: what it stands before.
+        access: the rules.
+    """
+
+    def __init__(self, app: ASGIApp, access: AccessRules):
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a refusal, or pass the request on; both with the headers that confine the page."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        client = scope.get("client")
+        answer = self._refusal(scope["method"], scope["path"], Headers(scope=scope), client[0] if client else "")
+        await (answer or self.app)(scope, receive, with_headers)
+
+    def _refusal(self, method: str, path: str, headers: Headers, address: str) -> Response | None:
+        access = self.access
+        if not access.knows_host(headers.get("host")):
+            return PlainTextResponse("This server does not go by this name. Start it with --name NAME.", 421)
+        if path not in _OPEN and not access.has_shown_token(_cookie(headers.get("cookie"))):
+            refusal = self._without_cookie(path, headers.get("authorization"), address)
+            if refusal is not None:
+                return refusal
+        if method in _READS:
+            return None
+        if method != "POST":
+            return PlainTextResponse("This address is only read.", 405)
+        # Signing in comes before the page's secret is known; it changes nothing but the browser's own cookie.
+        fits = access.knows_origin(headers) if path == "/login" else access.may_ask(headers)
+        return None if fits else PlainTextResponse("Only this server's own page may ask that.", 403)
+
+    def _without_cookie(self, path: str, authorization: str | None, address: str) -> Response | None:
+        """Return None for a request with the token in its Authorization header, else the refusal."""
+        scheme, _, said = (authorization or "").partition(" ")
+        if scheme.lower() == "bearer":
+            if wait_s := self.access.guesses.wait_s(address):
+                return too_many_guesses(wait_s)
+            if self.access.is_token(said.strip(), address):
+                return None
+        if path == "/":
+            return RedirectResponse("/login", 303)
+        return PlainTextResponse("Show the token at /login first.", 401)
+
+
+def too_many_guesses(wait_s: float) -> Response:
+    """Return the answer to an address that was wrong too often."""
+    seconds = math.ceil(wait_s)
+    text = f"There were too many wrong tokens. Try again in {seconds} s."
+    return PlainTextResponse(text, 429, headers={"retry-after": str(seconds)})
+
+
+def _cookie(header: str | None) -> str | None:
+    try:
+        found = SimpleCookie(header or "").get(COOKIE)
+    except CookieError:
+        return None
+    return found.value if found is not None else None
+
+
+# Starts the page's server.
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How the page is served.
+
+    host, port: where; port 0: one that is free. names: further names by which browsers may call it. token_file: holds
+    what visitors must know. certificate, key: PEM files for TLS. price: of one device. go_on: lets the held run of a
+    folder go on.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8765
+    names: tuple[str, ...] = ()
+    token_file: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    price: Price | None = None
+    go_on: Callable[[Path], None] | None = None
+
+    def access(self) -> AccessRules:
+        """Return who may look; beyond this machine a token and TLS are a must.
+
+        Raises:
+            ConfigError: where they are missing, or a file is.
+        """
+        files = {"--tls-cert": self.certificate, "--tls-key": self.key}
+        for option, path in files.items():
+            if path is not None and not path.is_file():
+                raise ConfigError(f"{option}={path}: there is no such file. Check the path.")
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("--tls-cert, --tls-key: one is of no use without the other. Give both.")
+        if not is_loopback(self.host) and (self.token_file is None or self.certificate is None):
+            raise ConfigError(
+                f"--host={self.host}: others than this machine would reach the page, and it needs a token and TLS "
+                f"then. Add --token-file, --tls-cert and --tls-key, or leave --host out and use ssh -L "
+                f"{self.port}:127.0.0.1:{self.port}."
+            )
+        names = {"localhost", "127.0.0.1", "::1", *(name.lower() for name in self.names)}
+        if self.host not in ("0.0.0.0", "::"):
+            names.add(self.host.lower().strip("[]"))
+        elif not self.names:
+            names.add(socket.gethostname().lower())
+        token = None if self.token_file is None else read_token(self.token_file)
+        return AccessRules(frozenset(names), token, secure=self.certificate is not None)
+
+
+def serve(root: Path, serving: Serving, say: Callable[[str], None]) -> None:
+    """Serve the runs of a folder until Ctrl-C.
+
+    Args:
+        root: a run folder, or a folder of such.
+        serving: how.
+        say: shows the user a line.
+
+    Raises:
+        ConfigError: where there is no run, or the page would be open to others.
+        LaunchError: where the port is taken, or uvicorn is missing.
+    """
+    access, shelf = serving.access(), Shelf(root)
+    try:
+        import uvicorn
+
+        make_app: Any = named_object("weft.monitor.dashboard.routes:make_app")
+        page: Any = named_object("weft.monitor.dashboard.routes:Page")
+        limits: Any = importlib.import_module("weft.monitor.dashboard.connections")
+    except ImportError as error:
+        raise LaunchError(f"weft watch needs {error.name}. Type pip install starlette uvicorn.") from error
+    connections = limits.Connections(limits.most_connections())
+    listening = limits.CountedListener.of(_socket(serving), connections)
+    port = listening.getsockname()[1]
+    shown = "localhost" if is_loopback(serving.host) else (serving.names or (serving.host,))[0]
+    say(f"{'https' if access.secure else 'http'}://{shown}:{port}   Ctrl-C ends the page, not the run")
+    if serving.token_file is not None:
+        say(f"the token that it asks for is in {serving.token_file}")
+    settings = uvicorn.Config(
+        make_app(page(shelf, access, serving.price, serving.go_on, most_streams=max(4, connections.most // 4))),
+        log_level="error",  # a client's bad requests are no news
+        loop="asyncio",
+        http=limits.protocol_of(connections),
+        backlog=min(64, connections.most),
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+        ssl_certfile=serving.certificate,
+        ssl_keyfile=serving.key,
+        ws="none",
+        lifespan="off",
+    )
+    shelf.start()
+    try:
+        limits.PageServer(settings, connections).run(sockets=[listening])
+    finally:
+        shelf.close()
+        listening.close()
+
+
+def _socket(serving: Serving) -> socket.socket:
+    host = "127.0.0.1" if serving.host == "localhost" else serving.host.strip("[]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, serving.port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(128)
+        except (OSError, OverflowError):
+            listening.close()
+            raise
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise LaunchError(
+            f"--port={serving.port}: {serving.host} cannot be listened on ({why}). "
+            f"Use another --port; 0 takes a free one."
+        ) from error
+    return listening

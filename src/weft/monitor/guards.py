@@ -1,0 +1,240 @@
+"""Stop a run before its weights are spoilt."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections import deque
+from types import TracebackType
+
+from weft.errors import TrainingHalted
+
+
+class NonFiniteGuard:
+    """Watches loss and gradient norm, and halts after more than `limit` bad steps in a row.
+
+    limit: train.max_bad_steps; 0 halts at the first bad step.
+    """
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._row: list[tuple[int, str]] = []
+
+    @property
+    def num_bad(self) -> int:
+        """Bad steps in a row, up to the last one observed."""
+        return len(self._row)
+
+    @property
+    def first_bad(self) -> int | None:
+        """The first of them; None after a good step."""
+        return self._row[0][0] if self._row else None
+
+    def observe(self, step: int, loss: float, grad_norm: float, *, loss_scale: float | None = None) -> str | None:
+        """Return why this step must not change the weights, or None when it may.
+
+        Args:
+            step: counts from 1.
+            loss: of this step.
+            grad_norm: of the whole gradient.
+            loss_scale: of fp16. While it is above 1, a gradient that overflowed is the scaler's search for its scale,
+                and does
+                not count against the limit.
+
+        Raises:
+            TrainingHalted: beyond the limit, with a sentence that its catcher ends: where the command resumes.
+        """
+        reason = _reason(loss, grad_norm)
+        if reason is None:
+            self._row.clear()
+            return None
+        if math.isfinite(loss) and loss_scale is not None and loss_scale > 1:
+            return f"{reason} at loss scale {loss_scale:g}"
+        self._row.append((step, "gradient" if math.isfinite(loss) else "loss"))
+        if len(self._row) > self.limit:
+            raise TrainingHalted(self._sentence(reason))
+        return reason
+
+    def _sentence(self, reason: str) -> str:
+        first, last = self._row[0][0], self._row[-1][0]
+        count = len(self._row)
+        kinds = {kind for _, kind in self._row}
+        what = " or ".join(sorted(kinds, reverse=True))
+        where = f"at step {first}" if count == 1 else f"at {count} steps in a row ({first} to {last})"
+        if "loss" in kinds and first <= 1:
+            advice = "No step was finite: check the data and the initial weights, or try precision=fp32"
+        elif "loss" in kinds:
+            advice = "Lower optimizer.lr or lengthen schedule.warmup_steps"
+        else:
+            advice = "Lower optimizer.lr or optimizer.max_grad_norm, or use bf16 or fp32 in place of fp16"
+        return (
+            f"train.max_bad_steps={self.limit}: the {what} was not finite {where}; the last: {reason}."
+            f" {advice}, and run the command again"
+        )
+
+
+def _reason(loss: float, grad_norm: float) -> str | None:
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    if not math.isfinite(grad_norm):
+        return f"the gradient norm is {grad_norm}"
+    return None
+
+
+# SpikeWatch: detect steps at which the loss jumps far above its recent values.
+
+#: Number of recent steps that define the usual loss, and the minimum needed before any alarm.
+WINDOW, _MIN_STEPS = 100, 20
+#: A spike exceeds the median by this many median absolute deviations, and the best median by this factor.
+DEVIATIONS, ABOVE_BEST = 5.0, 1.5
+#: A spike exceeds this fraction of the highest median so far: noise around a converged loss is no spike.
+FLOOR = 0.01
+#: A single step raises an alarm if it exceeds all recent steps by this factor; otherwise two in a row are needed.
+_SINGLE_STEP_FACTOR = 1.5
+#: Steps without another alarm after the first one. The number doubles with every spike that ended by itself.
+QUIET_STEPS = 50
+#: A spike that lasts this many steps raises an alarm even within the quiet steps.
+_LASTING = 20
+
+
+class SpikeWatch:
+    """Detects loss spikes of one run, step by step.
+
+    Losses of a spike do not enter the usual loss. A spike ends when the loss falls below its bound. After a spike of
+    `WINDOW` steps the new level is the usual one.
+    """
+
+    def __init__(self) -> None:
+        self._window: deque[float] = deque(maxlen=WINDOW)
+        self._recent: deque[float] = deque(maxlen=WINDOW)  # with the losses of spikes
+        self._best, self._highest = math.inf, 0.0  # of the medians
+        self._in_a_row = 0
+        self._alarmed = False
+        self._quiet_left, self._quiet = 0, QUIET_STEPS
+
+    def observe(self, loss: float) -> float | None:
+        """Return the usual loss (median) if this step raises an alarm, else None."""
+        if not math.isfinite(loss):
+            return None  # NonFiniteGuard handles these
+        usual, bound = self._bound()
+        highest = max(self._recent, default=loss)
+        self._recent.append(loss)
+        self._quiet_left = max(0, self._quiet_left - 1)
+        if loss <= bound:
+            self._end_spike()
+            self._window.append(loss)
+            return None
+        self._in_a_row += 1
+        if self._in_a_row > WINDOW:
+            self._window.clear()
+            self._best, self._in_a_row, self._alarmed = math.inf, 0, False
+            return None
+        if self._alarmed or not self._is_alarm(loss, highest):
+            return None
+        self._alarmed, self._quiet_left = True, self._quiet
+        return usual
+
+    def _is_alarm(self, loss: float, highest: float) -> bool:
+        if self._quiet_left:
+            return self._in_a_row >= _LASTING
+        return self._in_a_row > 1 or loss > _SINGLE_STEP_FACTOR * highest
+
+    def _end_spike(self) -> None:
+        if self._alarmed:
+            self._quiet *= 2
+        self._in_a_row, self._alarmed = 0, False
+
+    def _bound(self) -> tuple[float, float]:
+        """Return (median, bound). The bound is infinite while too few steps are in the window."""
+        if len(self._window) < _MIN_STEPS:
+            return math.nan, math.inf
+        usual = statistics.median(self._window)
+        self._best, self._highest = min(self._best, usual), max(self._highest, usual)
+        deviation = statistics.median(abs(value - usual) for value in self._window)
+        # The median of a falling curve lags above it, so the best median keeps the bound from being too low.
+        return usual, max(usual + DEVIATIONS * deviation, ABOVE_BEST * self._best, FLOOR * self._highest)
+
+
+# Python's garbage collector in turns that all ranks take at the same step.
+
+
+class GarbageTurns:
+    """While it is open, Python collects garbage after each step whose number is a multiple of `every`, and only then.
+
+    What was there after the first step is left out. Nothing changes where `every` is 0 or the collector was off before.
+
+    Args:
+        every: steps between collections.
+    """
+
+    def __init__(self, every: int):
+        self.every = every
+        self._num_steps = 0
+        self._was_on = self._has_frozen = False
+
+    def __enter__(self) -> GarbageTurns:
+        self._was_on = self.every > 0 and gc.isenabled()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._has_frozen:
+            gc.unfreeze()
+        if self._was_on:
+            gc.enable()
+        self._has_frozen = False
+
+    def after_step(self, step: int | None = None) -> None:
+        """Take a turn where it is due.
+
+        Args:
+            step: its number, the same on all ranks; None: as often as this was called.
+        """
+        self._num_steps += 1
+        if not self._was_on:
+            return  # who turned the collector off wants no turns
+        if self._num_steps == 1:
+            gc.disable()
+            gc.collect()
+            if not gc.get_freeze_count():
+                gc.freeze()
+                self._has_frozen = True
+        elif (self._num_steps if step is None else step) % self.every == 0:
+            gc.collect()
+
+
+# How much arithmetic a token costs, and how much of the device that uses.
+
+
+def flops_per_token(num_params_without_embedding: int, num_layers: int, dim: int, seq_len: int) -> float:
+    """Return the FLOPs to train on one token, forward and backward: `6 * N + 12 * num_layers * dim * seq_len`.
+
+    6 N is 2 N for the forward pass (a multiply and an add) and 4 N for the backward pass. The second term is attention:
+    scores and weighted sum are 2 products of 2 * dim * seq_len FLOPs a layer and token, three times for forward and
+    backward. This is the convention of PaLM (Chowdhery et al. 2022, appendix B) and of Llama's reports: every token is
+    counted as attending to all seq_len.
+    Some count only the causal half, `6 * num_layers * dim * seq_len`; their MFU is lower for the same speed.
+    Recomputed activations are not counted (that would be HFU), nor are norms and element-wise work.
+
+    Args:
+        num_params_without_embedding: N, the parameters that multiply: all but the embedding tables, and including the
+            head (also where it is tied, because its product with the hidden state is done all the same).
+        num_layers: of the model.
+        dim: width of the hidden state.
+        seq_len: tokens of a sequence.
+    """
+    return 6.0 * num_params_without_embedding + 12.0 * num_layers * dim * seq_len
+
+
+def mfu(flops_per_token: float, tokens_per_s: float, peak_flops: float, num_devices: int) -> float:
+    """Return the model FLOPs utilisation, 0 to 1: what the model needs a second over what the devices could do at most.
+
+    Args:
+        flops_per_token: forward and backward.
+        tokens_per_s: over all devices.
+        peak_flops: of one device, dense, in the dtype of the products, in FLOP/s.
+        num_devices: that train.
+    """
+    return flops_per_token * tokens_per_s / (peak_flops * num_devices)

@@ -1,0 +1,482 @@
+"""The numbers of a step, the loss and the remaining time, as people read them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, TextIO, cast
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, ConsoleRenderable, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.text import Text
+
+from weft import env
+from weft.monitor.events import Metrics, StepRecord, last_per_step, number
+from weft.monitor.terminal import LastingStream, is_live, wrapped
+from weft.units import format_bytes, format_count
+
+#: Steps that the remaining time is estimated from; evaluations and saves between them count.
+_ETA_WINDOW = 100
+#: Units that the lines abbreviate.
+_SHORT = {"tokens": "tok"}
+
+
+class Eta:
+    """Seconds that the rest of a run will take, from the wall clock of its last steps.
+
+    The mean of the last steps, with the longest taken for as long as the next: one pause (a stopped process, a laptop
+    that slept, the first step's compiling) leaves no trace, and evaluations and saves, which come back, count.
+    """
+
+    def __init__(self, total_steps: int):
+        self._total = total_steps
+        self._last: tuple[int, float] | None = None
+        self._seconds: deque[float] = deque(maxlen=_ETA_WINDOW)
+
+    def observe(self, step: int) -> None:
+        now = time.monotonic()
+        if self._last is not None and step > self._last[0]:
+            self._seconds.append((now - self._last[1]) / (step - self._last[0]))
+        self._last = (step, now)
+
+    def seconds(self) -> float | None:
+        """None before two steps were seen. Time since the last step is taken off, so that a clock runs down."""
+        if self._last is None or not self._seconds:
+            return None
+        step, ended = self._last
+        *others, _ = sorted(self._seconds)
+        seconds_per_step = (sum(others) + others[-1]) / len(self._seconds) if others else self._seconds[0]
+        since = min(time.monotonic() - ended, seconds_per_step)
+        return max(0.0, (self._total - step) * seconds_per_step - since)
+
+
+def numbers(record: StepRecord) -> Iterator[tuple[str, str]]:
+    """(label, value) pairs of a step, the most wanted first; a value that says what it is has no label."""
+    yield "loss", format_loss(record.loss)
+    yield "lr", f"{record.lr:.1e}"
+    yield "grad", f"{record.grad_norm:.2f}" if abs(record.grad_norm) < 1000 else f"{record.grad_norm:.1e}"
+    yield "", f"{format_count(record.count_per_s)} {_SHORT.get(record.unit, record.unit)}/s"
+    if record.memory_bytes:
+        yield "", format_bytes(record.memory_bytes)
+    if record.mfu is not None:
+        yield "mfu", f"{100 * record.mfu:.1f}%"
+    if record.loss_scale is not None:
+        yield "scale", f"{record.loss_scale:g}"
+
+
+def format_loss(loss: float) -> str:
+    """Three decimals, and more for a small loss: 4.312, 0.0412, nan."""
+    if not math.isfinite(loss) or loss == 0 or abs(loss) >= 0.1:
+        return f"{loss:.3f}"
+    return f"{loss:.3g}"
+
+
+def format_clock(seconds: float | None) -> str:
+    """Seconds as a clock shows them: 41 -> '0:41', 4000 -> '1:06:40', 200000 -> '2d 7:33:20', None -> '-:--'."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}:{minutes:02d}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+# The live panel of a terminal: progress, numbers, and the loss so far as a small curve.
+
+_DRAWS_PER_S = 4
+#: A phase beside training that is over sooner is not named: the line would flicker.
+_PHASE_SHOWS_S = 0.5
+_BARS = "▁▂▃▄▅▆▇█"
+#: Columns that the curve takes at least; a longer text about the evaluation gives way.
+_MIN_CURVE = 16
+#: Losses kept for the curve; when full, neighbours are averaged, so that memory and drawing stay small.
+_MAX_POINTS = 512
+
+
+class LossCurve:
+    """The whole run's losses in a bounded number of points, each the mean of equally many steps."""
+
+    def __init__(self, max_points: int = _MAX_POINTS):
+        self._max_points = max_points
+        self._points: list[float] = []
+        self._stride = 1
+        self._sum, self._count = 0.0, 0
+
+    def add(self, loss: float) -> None:
+        """A loss that is not finite is left out."""
+        if not math.isfinite(loss):
+            return
+        self._sum += loss
+        self._count += 1
+        if self._count < self._stride:
+            return
+        self._points.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self._points) >= self._max_points:
+            pairs = zip(self._points[::2], self._points[1::2], strict=False)
+            self._points = [(left + right) / 2 for left, right in pairs]
+            self._stride *= 2
+
+    def draw(self, width: int) -> str:
+        """The curve as `width` characters or fewer, each the mean of its steps; '' before there are three points."""
+        points = self._points
+        if len(points) < 3 or width < 3:
+            return ""
+        width = min(width, len(points))
+        edges = [position * len(points) // width for position in range(width + 1)]
+        means = [sum(points[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+        low, high = min(means), max(means)
+        scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+        return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+class LiveDisplay:
+    """A few lines that stay at the foot of the terminal; notes and other output scroll by above them.
+
+    The arguments are those of `make_display`.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        total_steps: int,
+        start_step: int,
+        title: Sequence[str] = (),
+        steps_per_epoch: float | None = None,
+        past: Sequence[Mapping[str, Any]] = (),
+        metrics: Mapping[str, str] | None = None,
+    ):
+        self._metrics = metrics or {}
+        self._total = total_steps
+        self._title = title
+        self._steps_per_epoch = steps_per_epoch
+        self._phase, self._phase_began = "", 0.0
+        self._start = start_step
+        self._record: StepRecord | None = None
+        self._curve = LossCurve()
+        self._eta = Eta(total_steps)
+        self._began = time.monotonic()
+        self._evaluations: tuple[str, ...] = ()
+        self._best: tuple[float, int] | None = None
+        self._lock = threading.Lock()
+        self._recall(past)
+        self._console = _TerminalConsole(LastingStream(stream))
+        self._live = _SteadyLive(
+            _Panel(self),
+            console=self._console,
+            refresh_per_second=_DRAWS_PER_S,
+            vertical_overflow="crop",
+            # What others print to the same terminal goes above the panel; what they print to a file stays there.
+            redirect_stdout=_is_terminal(sys.stdout),
+            redirect_stderr=_is_terminal(sys.stderr),
+        )
+        self._live.start()
+
+    def _recall(self, past: Sequence[Mapping[str, Any]]) -> None:
+        """Draw what the run did before it was resumed, as far as `past` reaches."""
+        for event in last_per_step(past):
+            if event["step"] <= self._start:
+                self._curve.add(number(event.get("loss")))
+        for event in last_per_step(past, "eval"):
+            if event["step"] <= self._start:
+                found = [(event.get(name), label) for name, label in self._metrics.items()]
+                metrics = [(value, label) for value, label in found if isinstance(value, float)]
+                self.evaluation(event["step"], number(event.get("loss")), metrics)
+
+    def phase(self, name: str) -> None:
+        with self._lock:
+            self._phase, self._phase_began = name, time.monotonic()
+
+    def step(self, record: StepRecord) -> None:
+        with self._lock:
+            self._record = record
+            self._phase = ""
+            self._curve.add(record.loss)
+            self._eta.observe(record.step)
+        if record.skipped:
+            self.note(f"step {record.step}/{self._total}  skipped: {record.skipped}")
+
+    def evaluation(self, step: int, loss: float, metrics: Metrics = ()) -> None:
+        more = "".join(f" · {format_loss(value)} {label}" for value, label in metrics)
+        with self._lock:
+            if math.isfinite(loss) and (self._best is None or loss < self._best[0]):
+                self._best = (loss, step)
+            best = ""
+            if self._best is not None and self._best[1] != step:
+                best = f" · best {format_loss(self._best[0])} at {self._best[1]}"
+            # From the fullest wording to the shortest: a narrow terminal takes the first that fits.
+            brief = f"eval {format_loss(loss)}"
+            self._evaluations = (f"{brief}{more} at step {step}{best}", f"{brief}{more} at step {step}", brief)
+
+    def note(self, text: str) -> None:
+        self._console.print(Text(wrapped(text, max(20, self._console.width - 1))), soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def __enter__(self) -> LiveDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def lines(self, width: int) -> list[Text | tuple[Text, ProgressBar, Text]]:
+        """The panel's lines for a terminal of `width` columns; none is wider."""
+        with self._lock:
+            record = self._record
+            evaluation = next((text for text in self._evaluations if len(text) + 3 + _MIN_CURVE <= width), "")
+            curve = self._curve.draw(width - (len(evaluation) + 3 if evaluation else 0))
+            waits_long = self._phase and time.monotonic() - self._phase_began > _PHASE_SHOWS_S
+            last = self._phase if waits_long else f"eta {format_clock(self._eta.seconds())}"
+        done = record.step if record else self._start
+        share = min(1.0, done / self._total) if self._total else 1.0
+        head = Text.assemble((f"step {done}/{self._total} ", "bold"))
+        elapsed = format_clock(time.monotonic() - self._began)
+        tail = Text.assemble(f" {100 * share:3.0f}%", (f"  {elapsed}", "dim"), f"  {last}")
+        room = width - cell_len(head.plain) - cell_len(tail.plain)
+        if room < 4:
+            tail, room = Text(""), max(0, width - cell_len(head.plain))
+        lines: list[Text | tuple[Text, ProgressBar, Text]] = [self._head(done, width)] if self._title else []
+        lines.append((head, ProgressBar(total=max(1, self._total), completed=done, width=max(1, room)), tail))
+        if record is not None:
+            lines.append(_number_line(record, width))
+        if curve or evaluation:
+            lines.append(_fit([(curve, "cyan"), (evaluation, "green")], width, gap="   "))
+        return lines
+
+    def _head(self, done: int, width: int) -> Text:
+        """The run and where it is in its data."""
+        epoch = f"epoch {1 + done / self._steps_per_epoch:.2f}" if self._steps_per_epoch else ""
+        name, *rest = self._title
+        return _fit([(name, "bold"), *((part, "dim") for part in [epoch, *rest])], width, gap=" · ")
+
+
+class _SteadyLive(Live):
+    """Takes its old lines away as a whole after a terminal was made narrower, which has broken them into more rows.
+
+    Rich goes up as many rows as it drew. Terminals that cut lines off, in place of breaking them, are left to it.
+    """
+
+    def __init__(self, panel: _Panel, **options: Any):
+        super().__init__(panel, **options)
+        self._panel = panel
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        drawn = self._live_render._shape
+        if drawn is not None and _breaks_lines():
+            width = max(1, self.console.width)
+            rows = sum(max(1, -(-columns // width)) for columns in self._panel.drawn)
+            self._live_render._shape = (drawn[0], max(drawn[1], min(rows, self.console.height)))
+        return super().process_renderables(renderables)
+
+
+def _breaks_lines() -> bool:
+    return not env.get("XTERM_VERSION") and env.get("TERM") != "linux"
+
+
+class _TerminalConsole(Console):
+    """A console that asks its own stream for the terminal's size. Rich asks the standard streams, and those of a rank
+    are its log files."""
+
+    def __init__(self, stream: LastingStream):
+        super().__init__(file=cast(Any, stream), force_terminal=True, highlight=False)
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        try:
+            columns, rows = os.get_terminal_size(self.file.fileno())
+        except (OSError, ValueError):
+            columns, rows = 0, 0
+        return ConsoleDimensions(columns, rows) if columns and rows else super().size
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+class _Panel:
+    """Asks the display for its lines each time rich draws, at the width the terminal has by then."""
+
+    def __init__(self, display: LiveDisplay):
+        self._display = display
+        #: Columns of each line that was drawn last.
+        self.drawn: list[int] = []
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # The last column stays free: some terminals wrap a line that fills it.
+        width = max(10, options.max_width - 1)
+        lines = self._display.lines(width)
+        self.drawn = [width if isinstance(line, tuple) else min(width, cell_len(line.plain)) for line in lines]
+        for position, line in enumerate(lines):
+            if position:
+                yield Segment.line()
+            if isinstance(line, tuple):
+                head, bar, tail = line
+                yield from console.render(_unbroken(head, width), options)
+                yield from bar.__rich_console__(console, options)
+                yield from console.render(_unbroken(tail, width), options)
+            else:
+                yield from console.render(_unbroken(line, width), options)
+
+
+def _unbroken(text: Text, width: int) -> Text:
+    text.truncate(width)
+    text.end = ""
+    text.no_wrap = True
+    return text
+
+
+def _number_line(record: StepRecord, width: int) -> Text:
+    parts: list[tuple[str, str]] = []
+    for label, value in numbers(record):
+        parts.append((f"{label} {value}".strip(), "bold" if label == "loss" else ""))
+    if record.skipped:
+        parts.insert(1, ("skipped", "yellow"))
+    return _fit(parts, width)
+
+
+def _fit(parts: list[tuple[str, str]], width: int, gap: str = "  ") -> Text:
+    """Join parts, leaving out from the end what does not fit; the first is cut rather than left out."""
+    line = Text()
+    for text, style in parts:
+        if not text:
+            continue
+        space = gap if line.plain else ""
+        if line.plain and cell_len(line.plain) + cell_len(space) + cell_len(text) > width:
+            break
+        line.append(space)
+        line.append(text, style=style)
+    line.truncate(width)
+    return line
+
+
+# What a person sees while a run goes on: a live panel on a terminal, plain lines anywhere else.
+
+
+class Display(Protocol):
+    """Shows a run. Every call returns at once; `close` leaves the terminal as it was found, and may be repeated."""
+
+    def step(self, record: StepRecord) -> None:
+        """Show a step."""
+
+    def evaluation(self, step: int, loss: float, metrics: Metrics = ()) -> None:
+        """Show an evaluation.
+
+        Args:
+            step: after which it was made.
+            loss: of the evaluation set.
+            metrics: of the task, beside the loss: (value, its unit or name).
+        """
+
+    def phase(self, name: str) -> None:
+        """Show what the run does besides training: "evaluating", "saving", ...; "" when it trains."""
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+
+    def close(self) -> None:
+        """End the display, and leave the terminal as it was found."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def make_display(
+    stream: TextIO,
+    *,
+    total_steps: int,
+    start_step: int = 0,
+    every: int = 10,
+    is_tty: bool | None = None,
+    title: Sequence[str] = (),
+    steps_per_epoch: float | None = None,
+    past: Sequence[Mapping[str, Any]] = (),
+    metrics: Mapping[str, str] | None = None,
+) -> Display:
+    """Make a live panel when `stream` is a terminal (and no CI's), else plain lines.
+
+    Args:
+        stream: where it is shown.
+        total_steps: of the whole run.
+        start_step: steps done before, by the run that this one resumes.
+        every: steps from one plain line to the next.
+        is_tty: overrules the detection.
+        title: what the panel's first line says, such as the run's name and its plan.
+        steps_per_epoch: None where an epoch means nothing.
+        past: the last events of the run that this one resumes, which the panel's curve goes on from.
+        metrics: of the events of evaluations, the label of each metric by its name.
+    """
+    if is_tty is None:
+        is_tty = is_live(stream)
+    if is_tty:
+        return LiveDisplay(
+            stream,
+            total_steps=total_steps,
+            start_step=start_step,
+            title=title,
+            steps_per_epoch=steps_per_epoch,
+            past=past,
+            metrics=metrics,
+        )
+    return PlainDisplay(stream, total_steps=total_steps, start_step=start_step, every=every)
+
+
+class PlainDisplay:
+    """Whole lines without control characters, for logs and pipes."""
+
+    def __init__(self, stream: TextIO, *, total_steps: int, start_step: int, every: int):
+        self._stream = LastingStream(stream)
+        self._total = total_steps
+        self._first = start_step + 1
+        self._every = max(1, every)
+        self._eta = Eta(total_steps)
+
+    def step(self, record: StepRecord) -> None:
+        self._eta.observe(record.step)
+        place = f"step {record.step:>{len(str(self._total))}}/{self._total}"
+        if record.skipped:
+            self._line(f"{place}  skipped: {record.skipped}")
+        elif record.step % self._every == 0 or record.step in (self._first, self._total):
+            eta = format_clock(self._eta.seconds())
+            self._line(
+                "  ".join([place, *(f"{name} {value}".strip() for name, value in numbers(record)), f"eta {eta}"])
+            )
+
+    def evaluation(self, step: int, loss: float, metrics: Metrics = ()) -> None:
+        more = "".join(f"  {format_loss(value)} {label}" for value, label in metrics)
+        self._line(f"eval {step:>{len(str(self._total))}}/{self._total}  loss {format_loss(loss)}{more}")
+
+    def phase(self, name: str) -> None:
+        """Only what may take minutes has a line: the log of a short phase is the line of what it made."""
+        if name == "compiling":
+            self._line("compiling the model: the first step takes longer")
+
+    def note(self, text: str) -> None:
+        for line in text.splitlines() or [""]:
+            self._line(line)
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _line(self, text: str) -> None:
+        self._stream.write("".join(letter if letter.isprintable() else " " for letter in text) + "\n")
+        self._stream.flush()

@@ -1,0 +1,221 @@
+"""Figures of one GPU through nvidia-ml-py. What a GPU does not tell is left out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+#: Reasons for a slow clock that are trouble: heat, a power brake, a failing supply. A power cap is no trouble.
+_TROUBLE = (
+    "nvmlClocksEventReasonHwThermalSlowdown",
+    "nvmlClocksEventReasonSwThermalSlowdown",
+    "nvmlClocksEventReasonHwPowerBrakeSlowdown",
+)
+_XID_EVENTS = 64  # told at most at each reading
+
+
+class GpuSource:
+    """Reads one GPU.
+
+    Args:
+        uuid: of the GPU, as torch tells it, with or without "GPU-"; or its number for NVML.
+        nvml: in the place of pynvml, for tests.
+        clock: in seconds, for tests.
+    """
+
+    def __init__(self, uuid: str | int, *, nvml: Any = None, clock: Callable[[], float] = time.monotonic):
+        self._uuid, self._clock = uuid, clock
+        self._nvml = nvml
+        self._handle: Any = None
+        self._is_lost = False
+        self._events: Any = None
+        self._num_xid = 0
+        self._nvlink: tuple[float, float] | None = None
+
+    def read(self) -> Mapping[str, float]:
+        """Return the figures that the GPU tells now; {} without a driver or once the GPU is lost."""
+        if self._is_lost or not self._open():
+            return {}
+        found: dict[str, float] = {}
+        for read in (self._utilization, self._memory, self._power, self._temperature, self._clocks, self._throttled,
+                     self._ecc, self._pcie, self._links, self._xid):  # fmt: skip
+            # Each alone: a card without NVLink has a temperature all the same.
+            with contextlib.suppress(self._nvml.NVMLError, AttributeError):
+                found.update(read())
+        return found
+
+    def _open(self) -> bool:
+        if self._handle is not None:
+            return True
+        if self._nvml is None:
+            try:
+                import pynvml
+            except ImportError:
+                self._is_lost = True
+                return False
+            self._nvml = pynvml
+        try:
+            self._nvml.nvmlInit()
+            if isinstance(self._uuid, int):
+                self._handle = self._nvml.nvmlDeviceGetHandleByIndex(self._uuid)
+            else:
+                name = self._uuid if self._uuid.startswith(("GPU-", "MIG-")) else f"GPU-{self._uuid}"
+                self._handle = self._nvml.nvmlDeviceGetHandleByUUID(name)
+        except self._nvml.NVMLError:
+            self._is_lost = True
+            return False
+        with contextlib.suppress(self._nvml.NVMLError, AttributeError):
+            self._events = self._nvml.nvmlEventSetCreate()
+            self._nvml.nvmlDeviceRegisterEvents(self._handle, self._nvml.nvmlEventTypeXidCriticalError, self._events)
+        return True
+
+    def _utilization(self) -> Iterator[tuple[str, float]]:
+        yield "gpu.utilization", float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100
+
+    def _memory(self) -> Iterator[tuple[str, float]]:
+        yield "gpu.memory_bytes", float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+
+    def _power(self) -> Iterator[tuple[str, float]]:
+        yield "gpu.power", self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000
+
+    def _temperature(self) -> Iterator[tuple[str, float]]:
+        yield (
+            "gpu.temperature",
+            float(self._nvml.nvmlDeviceGetTemperature(self._handle, self._nvml.NVML_TEMPERATURE_GPU)),
+        )
+
+    def _clocks(self) -> Iterator[tuple[str, float]]:
+        nvml = self._nvml
+        yield "gpu.sm_clock", nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM) * 1e6
+        yield "gpu.memory_clock", nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_MEM) * 1e6
+
+    def _throttled(self) -> Iterator[tuple[str, float]]:
+        reasons = self._nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
+        bad = sum(getattr(self._nvml, name, 0) for name in _TROUBLE)
+        yield "gpu.throttled", float(bool(reasons & bad))
+
+    def _ecc(self) -> Iterator[tuple[str, float]]:
+        nvml = self._nvml
+        yield (
+            "gpu.ecc_errors",
+            float(
+                nvml.nvmlDeviceGetTotalEccErrors(
+                    self._handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+                )
+            ),
+        )
+
+    def _pcie(self) -> Iterator[tuple[str, float]]:
+        nvml = self._nvml
+        ways = (nvml.NVML_PCIE_UTIL_TX_BYTES, nvml.NVML_PCIE_UTIL_RX_BYTES)
+        yield "gpu.pcie_bytes_per_s", sum(nvml.nvmlDeviceGetPcieThroughput(self._handle, way) for way in ways) * 1000.0
+
+    def _links(self) -> Iterator[tuple[str, float]]:
+        """NVLink counts kilobytes since the driver was loaded, all links of the GPU together."""
+        nvml, total = self._nvml, 0.0
+        fields = [nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX]
+        for value in nvml.nvmlDeviceGetFieldValues(self._handle, fields):
+            if value.nvmlReturn != nvml.NVML_SUCCESS:
+                return
+            total += value.value.ullVal * 1024
+        now, before = self._clock(), self._nvlink
+        self._nvlink = (now, total)
+        if before is not None and now > before[0] and total >= before[1]:
+            yield "gpu.nvlink_bytes_per_s", (total - before[1]) / (now - before[0])
+
+    def _xid(self) -> Iterator[tuple[str, float]]:
+        """Count the driver's reports since the run began; reading them waits for nothing."""
+        if self._events is None:
+            return
+        for _ in range(_XID_EVENTS):
+            try:
+                self._nvml.nvmlEventSetWait_v2(self._events, 0)
+            except self._nvml.NVMLError:  # a timeout: no report is left
+                break
+            self._num_xid += 1
+        yield "gpu.xid_errors", float(self._num_xid)
+
+
+# CPU, memory, disk and network of a rank's process and of its machine, through psutil.
+
+#: Interfaces whose traffic stays on the machine.
+_LOOPBACK = ("lo", "lo0")
+
+
+class HostSource:
+    """Reads the process, and for one rank of each machine the machine.
+
+    Args:
+        folder: whose disk's free space is told.
+        with_machine: whether this rank reads the machine's figures too.
+        system: in the place of psutil, for tests.
+        clock: in seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        with_machine: bool,
+        system: Any = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if system is None:
+            import psutil
+
+            system = psutil
+        self._system, self._folder, self._clock = system, folder, clock
+        self._process = system.Process()
+        self._with_machine = with_machine
+        self._before: dict[str, tuple[float, float]] = {}
+
+    def of_process(self) -> Mapping[str, float]:
+        """Return the figures of this process; those that the system does not tell are left out."""
+        times = self._process.cpu_times()
+        found = {"process.memory_bytes": float(self._process.memory_info().rss)}
+        cores = self._rate("cpu", times.user + times.system)
+        return found if cores is None else {**found, "process.cpu": cores}
+
+    def of_machine(self) -> Mapping[str, float]:
+        """Return the figures of the machine; {} on ranks that do not read them."""
+        if not self._with_machine:
+            return {}
+        system, found = self._system, dict[str, float]()
+        found["host.memory_free_bytes"] = float(system.virtual_memory().available)
+        found["disk.free_bytes"] = float(system.disk_usage(str(self._folder)).free)
+        times = system.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        spent, free = self._rate("all", sum(times[:8])), self._rate("idle", idle)
+        if spent:
+            found["host.cpu"] = min(1.0, max(0.0, 1.0 - (free or 0.0) / spent))
+        disks = system.disk_io_counters()
+        if disks is not None:  # a container may hide them
+            self._add_rate(found, "disk.read_bytes_per_s", disks.read_bytes)
+            self._add_rate(found, "disk.write_bytes_per_s", disks.write_bytes)
+        nets = [one for name, one in system.net_io_counters(pernic=True).items() if name not in _LOOPBACK]
+        self._add_rate(found, "net.sent_bytes_per_s", sum(one.bytes_sent for one in nets))
+        self._add_rate(found, "net.received_bytes_per_s", sum(one.bytes_recv for one in nets))
+        return found
+
+    def _add_rate(self, found: dict[str, float], name: str, total: float) -> None:
+        rate = self._rate(name, total)
+        if rate is not None:
+            found[name] = rate
+
+    def _rate(self, name: str, total: float) -> float | None:
+        """How fast a total grows, per second since it was last asked for; None the first time, and where it fell."""
+        now = self._clock()
+        before = self._before.get(name)
+        self._before[name] = (now, total)
+        if before is None or now <= before[0] or total < before[1]:
+            return None
+        return (total - before[1]) / (now - before[0])
+
+
+def host_name() -> str:
+    """Return what tells this machine from others in figures."""
+    return os.uname().nodename

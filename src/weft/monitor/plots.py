@@ -1,0 +1,416 @@
+"""loss.png: the curve of a run, drawn from its events."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from weft.errors import DataError
+from weft.monitor.events import last_per_step, number
+
+_TRAIN, _EVAL, _SKIPPED, _LR = "#2a6fbb", "#d1495b", "#e09f3e", "#7a7a7a"
+#: The smoothed curve is a mean over this share of the run to each side, taken twice.
+_SMOOTH_SHARE = 0.01
+#: Beyond this ratio of the highest to the lowest smoothed loss the axis is logarithmic.
+_LOG_RATIO = 3.0
+
+
+def unfinished_picture(path: Path, pid: int) -> Path:
+    """Return where a process writes a picture before it takes the place of `path`."""
+    return path.with_name(f".{path.name}.{pid}.tmp")
+
+
+def plot_loss(events: Iterable[Mapping[str, Any]], path: Path, *, title: str = "") -> Path:
+    """Draw the training loss (raw and smoothed), evaluations, skipped steps and the learning rate as a PNG.
+
+    Under the title stand model, plan, steps and day. The loss has a logarithmic axis where it spans more than a factor
+    of
+    3. The file is replaced in one rename.
+
+    Args:
+        events: as `read_events` gives them; steps done twice are drawn once.
+        path: of the PNG; it is also what is returned.
+        title: "" becomes "Training loss".
+
+    Raises:
+        DataError: when there is no step to draw, or the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    events = list(events)
+    steps = last_per_step(events)
+    if not steps:
+        raise DataError(
+            "events: no step has been recorded, so there is nothing to draw. Train for at least one step first."
+        )
+    figure = Figure(figsize=(10, 6.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    _draw_loss(upper, steps, last_per_step(events, "eval"))
+    _draw_lr(lower, steps)
+    figure.suptitle(title or "Training loss", x=0.01, ha="left", fontsize=14, weight="bold")
+    upper.set_title(_subtitle(events, steps[-1]), loc="left", fontsize=10.5, color="#555555")
+    path = Path(path)
+    temporary = unfinished_picture(path, os.getpid())
+    try:
+        figure.savefig(temporary, format="png")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(f"{path}: the plot cannot be written ({error.strerror}).") from error
+    return path
+
+
+def _subtitle(events: list[Mapping[str, Any]], last: Mapping[str, Any]) -> str:
+    """Model, plan, steps and day of what is drawn, as far as the events tell."""
+    start = next((event for event in reversed(events) if event.get("event") == "start"), {})
+    ranks = (
+        f"{start['plan']} on {start.get('world_size', '?')} {start.get('device', '')} ranks" if "plan" in start else ""
+    )
+    when = last.get("time")
+    day = time.strftime("%Y-%m-%d", time.localtime(when)) if isinstance(when, int | float) else ""
+    steps = f"{last['step']:,} steps"
+    line = " · ".join(str(part) for part in (start.get("model", ""), ranks, steps, day) if part)
+    return textwrap.fill(line, 120, break_long_words=False)
+
+
+def _short(loss: float) -> str:
+    return f"{loss:.3f}" if 0.01 <= abs(loss) < 1000 else f"{loss:.3g}"
+
+
+def smoothed(values: list[float], reach: int) -> list[float]:
+    """Mean of each value and its neighbours, `reach` to each side and fewer at the ends, so that it does not lag.
+
+    Values that are not finite are left out; where nothing is left the result is nan.
+    """
+    sums, counts = [0.0], [0]
+    for value in values:
+        finite = math.isfinite(value)
+        sums.append(sums[-1] + (value if finite else 0.0))
+        counts.append(counts[-1] + finite)
+    result = []
+    for position in range(len(values)):
+        # At the start the two sides shrink alike, because the loss falls steeply there. At the end only the right one
+        # can: a last value that stands for itself would look like a turn of the curve.
+        left = min(reach, position)
+        right = min(left, len(values) - 1 - position)
+        first, end = position - left, position + right + 1
+        count = counts[end] - counts[first]
+        result.append((sums[end] - sums[first]) / count if count else math.nan)
+    return result
+
+
+def _draw_loss(axis: Any, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+    at = [event["step"] for event in steps]
+    raw = [value if math.isfinite(value) else math.nan for value in (number(event.get("loss")) for event in steps)]
+    reach = max(1, round(_SMOOTH_SHARE * len(raw)))
+    smooth = smoothed(smoothed(raw, reach), reach)
+    axis.plot(at, raw, color=_TRAIN, alpha=0.3, linewidth=1, label="train, each step", zorder=3)
+    if len(at) > 2:
+        last = f", last {_short(smooth[-1])}" if math.isfinite(smooth[-1]) else ""
+        axis.plot(at, smooth, color=_TRAIN, linewidth=2.2, label=f"train, smoothed{last}", zorder=4)
+    points = [(event["step"], number(event.get("loss"))) for event in evaluations]
+    points = [(step, loss) for step, loss in points if math.isfinite(loss)]
+    if points:
+        step, loss = min(points, key=lambda point: point[1])
+        # Numbers stand in the legend: beside a point they would lie on the curve or outside of the axes.
+        label = f"eval, lowest {_short(loss)} at step {step:,}"
+        axis.plot(*zip(*points, strict=True), "o-", color=_EVAL, markersize=5, linewidth=1.5, label=label, zorder=5)
+        axis.plot([step], [loss], "o", markersize=11, fillstyle="none", color=_EVAL, label="_lowest", zorder=6)
+    skipped = [event["step"] for event in steps if event.get("skipped")]
+    finite = [value for value in (*smooth, *(loss for _, loss in points)) if math.isfinite(value)]
+    if finite and min(finite) > 0 and max(finite) / min(finite) > _LOG_RATIO:
+        _log_scale(axis, decades=math.log10(max(finite) / min(finite)))
+    if skipped:
+        # On the lower edge of the axes, wherever the losses lie: a skipped step often has none.
+        edge = axis.get_xaxis_transform()
+        axis.plot(
+            skipped, [0.02] * len(skipped), "^", color=_SKIPPED, markersize=8, transform=edge,
+            label=f"skipped ({len(skipped)})", zorder=6,
+        )  # fmt: skip
+    axis.set_ylabel("loss (nats per token)", fontsize=12)
+    axis.legend(loc="upper right", fontsize=11, framealpha=0.9)
+    _dress(axis)
+
+
+def _log_scale(axis: Any, decades: float) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8) if decades < 1.5 else (1, 2, 5)))
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_lr(axis: Any, steps: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    rates = [number(event.get("lr")) for event in steps]
+    axis.plot([event["step"] for event in steps], rates, color=_LR, linewidth=1.6)
+    peak = max((rate for rate in rates if math.isfinite(rate)), default=0.0)
+    if peak > 0:
+        axis.set_ylim(0, 1.15 * peak)
+        axis.set_yticks([0, peak], ["0", f"{peak:.3g}"])
+    axis.set_ylabel("learning\nrate", fontsize=11)
+    axis.set_xlabel("optimizer step", fontsize=12)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.xaxis.set_major_formatter("{x:,.0f}")
+    _dress(axis)
+
+
+def _dress(axis: Any) -> None:
+    axis.tick_params(labelsize=11)
+    axis.grid(visible=True, which="major", alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(x=0.01)
+
+
+# A sheet of samples as a model gets them: pictures, waves, bands of pitch, texts, and what of them is learnt.
+
+#: Formats of files that a sheet is drawn into.
+SUFFIXES = (".png", ".svg", ".pdf")
+_WIDTH_IN, _MEDIA_IN, _LINE_IN, _MARGIN_IN = 10.0, 1.5, 0.19, 0.4
+#: A letter's width, and how many stand in a line.
+_LETTER_IN, _COLUMNS, _MOST_LINES = 0.0669, 136, 40
+#: Room for the numbers on an axis.
+_AXIS_IN = 0.25
+#: Points of a wave that are drawn across.
+_WAVE_POINTS = 1200
+_LEARNT, _OTHER, _NEVER, _CONTEXT = "#1a7f37", "#b45309", "#c1121f", "#8a8f98"
+
+
+@dataclass(frozen=True, slots=True)
+class SheetEntry:
+    """One sample. title: where it is from. picture: (3, height, width), 0 to 255. wave: samples, `rate` a second.
+
+    bands: (bands, frames). text: stretches of text, each with its weight in the loss; 0: it is read and not learnt.
+    """
+
+    title: str
+    picture: np.ndarray | None = None
+    wave: np.ndarray | None = None
+    rate: int = 1
+    bands: np.ndarray | None = None
+    text: Sequence[tuple[str, float]] = ()
+
+
+def check_sheet(path: Path) -> None:
+    """Refuse a file that no sheet can be drawn into.
+
+    Raises:
+        DataError: for another suffix, or a folder that is not there.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise DataError(f"--sheet={path}: a sheet is drawn into {', '.join(SUFFIXES)}. Give such a file.")
+    if not path.parent.is_dir():
+        raise DataError(f"--sheet={path}: there is no folder {path.parent}. Make it, or give another file.")
+
+
+def draw_sheet(path: Path, entries: Sequence[SheetEntry]) -> None:
+    """Draw samples below one another.
+
+    Args:
+        path: of the file, whose suffix says the format.
+        entries: the samples.
+
+    Raises:
+        DataError: for another suffix, or a file that cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    check_sheet(path)
+    heights = [_height(entry) for entry in entries]
+    total = sum(heights) + _MARGIN_IN
+    figure = Figure(figsize=(_WIDTH_IN, total))
+    FigureCanvasAgg(figure)
+    top = total - _MARGIN_IN / 2
+    for entry, height in zip(entries, heights, strict=True):
+        _draw(figure, entry, top, total)
+        top -= height
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        why = error.strerror or error
+        raise DataError(f"--sheet={path}: it cannot be written ({why}). Give another file.") from error
+
+
+def _height(entry: SheetEntry) -> float:
+    has_media = entry.picture is not None or entry.wave is not None or entry.bands is not None
+    return (1 + len(_lines(entry.text))) * _LINE_IN + has_media * (_MEDIA_IN + _LINE_IN) + _MARGIN_IN
+
+
+def _draw(figure: Any, entry: SheetEntry, top: float, total: float) -> None:
+    """Draw one sample below a height, in inches from the bottom."""
+    title = {"fontsize": 9, "weight": "bold", "parse_math": False}
+    figure.text(_MARGIN_IN / _WIDTH_IN, (top - _LINE_IN) / total, _plain(entry.title)[:_COLUMNS], **title)
+    top -= 1.6 * _LINE_IN
+    at = _MARGIN_IN
+    for draw, share in _panels(entry):
+        at += _AXIS_IN if share else 0.0
+        width = _MEDIA_IN if not share else share * (_WIDTH_IN - at - _MARGIN_IN)
+        place = (at / _WIDTH_IN, (top - _MEDIA_IN) / total, width / _WIDTH_IN, _MEDIA_IN / total)
+        axes = figure.add_axes(place)
+        axes.tick_params(labelsize=7, length=2)
+        draw(axes)
+        at += width + _MARGIN_IN
+    if at > _MARGIN_IN:
+        top -= _MEDIA_IN + 1.2 * _LINE_IN
+    for line in _lines(entry.text):
+        top -= _LINE_IN
+        column = 0
+        for stretch, weight in line:
+            x = _MARGIN_IN + column * _LETTER_IN
+            kind = {"fontsize": 8, "family": "monospace", "color": _colour(weight), "parse_math": False}
+            figure.text(x / _WIDTH_IN, top / total, stretch, **kind)
+            column += len(stretch)
+
+
+def _panels(entry: SheetEntry) -> Iterator[tuple[Any, float]]:
+    """What draws each part of a sample, and its share of the width that is left; 0: a square."""
+    picture, wave, bands = entry.picture, entry.wave, entry.bands
+    if picture is not None:
+
+        def show(axes: Any) -> None:
+            axes.imshow(picture.transpose(1, 2, 0), interpolation="nearest")
+            axes.set_axis_off()
+
+        yield show, 0.0
+    if wave is not None:
+
+        def swing(axes: Any) -> None:
+            low, high = _envelope(wave)
+            seconds = np.linspace(0, len(wave) / entry.rate, len(low))
+            axes.fill_between(seconds, low, high, color="#2f6f9f", linewidth=0.4)
+            axes.set_xlim(0, max(seconds[-1], 1 / entry.rate))
+            axes.set_xlabel("s", fontsize=7, labelpad=0)
+
+        yield swing, 0.5 if bands is not None else 1.0
+    if bands is not None:
+
+        def glow(axes: Any) -> None:
+            axes.imshow(bands, origin="lower", aspect="auto", interpolation="nearest", cmap="magma")
+            axes.set_xlabel("frames; bands of pitch upwards", fontsize=7, labelpad=0)
+
+        yield glow, 1.0
+
+
+def _envelope(wave: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest of the samples at each point across."""
+    parts = np.array_split(wave, min(_WAVE_POINTS, max(1, len(wave))))
+    return np.array([part.min(initial=0.0) for part in parts]), np.array([part.max(initial=0.0) for part in parts])
+
+
+def _lines(text: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
+    """The text in lines of so many columns."""
+    lines: list[list[tuple[str, float]]] = [[]] if text else []
+    left = _COLUMNS
+    for stretch, weight in text:
+        for index, part in enumerate(_plain(stretch, keep="\n").split("\n")):
+            if index:
+                lines.append([])
+                left = _COLUMNS
+            while part:
+                if not left:
+                    lines.append([])
+                    left = _COLUMNS
+                lines[-1].append((part[:left], weight))
+                part, left = part[left:], left - len(part[:left])
+    if len(lines) > _MOST_LINES:
+        lines = [*lines[:_MOST_LINES], [("...", 0.0)]]
+    return lines
+
+
+def _plain(text: str, keep: str = "") -> str:
+    """Text without what a font cannot show."""
+    return "".join(one if one.isprintable() or one in keep else "·" for one in text)
+
+
+def _colour(weight: float) -> str:
+    return _CONTEXT if weight == 0 else _NEVER if weight < 0 else _LEARNT if weight == 1 else _OTHER
+
+
+# Draws loss.png while a run goes on, in a process of its own with the lowest priority.
+
+#: Seconds after the start before which nothing is drawn: short runs are drawn at their end.
+FIRST_S = 5.0
+#: Between two pictures, at least; and how many times as long as a picture took: it then costs 2 % of a core at most.
+BETWEEN_S, REST = 20.0, 50.0
+#: A picture is never older than this while steps go on.
+LATE_S = 180.0
+
+
+class Artist:
+    """Has a run's picture drawn now and then; every call returns at once but for `close`.
+
+    Args:
+        events: the log that is drawn.
+        png: the picture, replaced each time.
+        title: above the picture.
+    """
+
+    def __init__(self, events: Path, png: Path, title: str):
+        self._png = png
+        self._command = [sys.executable, "-m", "weft.monitor.plots", str(events), str(png), title]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began = self._free_at = time.monotonic()
+        self._free_at += FIRST_S
+
+    def draw_soon(self) -> None:
+        """Draw, for there is something new to see, unless a picture is fresh or being drawn."""
+        now = time.monotonic()
+        if self._is_busy(now) or now < self._free_at:
+            return
+        self._began = now
+        self._free_at = now + BETWEEN_S
+        # A machine that cannot start another process trains on; the end of the run draws.
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+    def draw_when_late(self) -> None:
+        """Draw where the last picture is old. Called at every step."""
+        if time.monotonic() - self._began > LATE_S:
+            self.draw_soon()
+
+    def close(self) -> None:
+        """End the process of a picture that is being drawn. May be called more than once."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            unfinished_picture(self._png, self._process.pid).unlink(missing_ok=True)
+            self._process = None
+
+    def _is_busy(self, now: float) -> bool:
+        if self._process is None:
+            return False
+        if self._process.poll() is None:
+            return True
+        self._process = None
+        self._free_at = max(self._free_at, now + min(LATE_S, REST * (now - self._began)))
+        return now < self._free_at
+
+
+def main() -> None:
+    """Draw once."""
+    from weft.monitor.events import read_events
+
+    with contextlib.suppress(OSError):
+        os.nice(19)
+    events, png, title = sys.argv[1:]
+    plot_loss(read_events(Path(events)), Path(png), title=title)
+
+
+if __name__ == "__main__":
+    main()

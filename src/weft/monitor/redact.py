@@ -1,0 +1,67 @@
+"""Copies of settings and texts without secrets, for whoever may look at a run and must not learn its passwords."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from weft.config.secret_urls import hide_secret
+
+HIDDEN = "(hidden)"
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+#: Keys below which everything is a secret, and those below which every text is: there are numbers of tokens.
+_SECRET = re.compile(
+    r"passw|passphrase|secret|api_?key|credential|authorization|private_?key|access_?key|cookie|signature"
+)
+_SECRET_TEXT = re.compile(r"token(?!i[sz]e)|(^|_)auth($|_)|(^|_)pwd$")
+#: Keys whose value may be an address of any kind, such as apprise's slack://TOKEN/TOKEN.
+_ADDRESS = re.compile(r"(^|_)(url|uri|address|endpoint|webhook|hook)s?$")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>\\^`{|}]+")
+_REFERENCE = re.compile(r"(env:[A-Za-z_][A-Za-z0-9_]*|file:/?[^/].*)")
+_DEEPEST = 20
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Return a copy of JSON values in which what looks like a secret is replaced by "(hidden)".
+
+    Args:
+        value: tables, lists and plain values.
+        name: its key.
+    """
+    return _copied(value, name, "", 0)
+
+
+def text_without_secrets(text: str) -> str:
+    """Return a text whose URLs show no user info, no query and no path that may be a secret."""
+    return _URL.sub(lambda match: hide_secret(match[0]), text)
+
+
+def _copied(value: Any, name: str, hides: str, depth: int) -> Any:
+    """hides: "" below no secret key, "text" or "all" below one."""
+    key = _HUMP.sub("_", name).lower().replace("-", "_")
+    if _SECRET.search(key):
+        hides = "all"
+    elif not hides and _SECRET_TEXT.search(key):
+        hides = "text"
+    if depth > _DEEPEST:
+        return HIDDEN
+    if isinstance(value, Mapping):
+        table = cast(Mapping[Any, Any], value)
+        return {str(one): _copied(inside, str(one), hides, depth + 1) for one, inside in table.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(inside, name, hides, depth + 1) for inside in cast("list[Any]", value)]
+    if isinstance(value, str):
+        return _text(value, key, bool(hides))
+    return HIDDEN if hides == "all" and value is not None and not isinstance(value, bool) else value
+
+
+def _text(text: str, key: str, hides: bool) -> str:
+    if not text or (hides and _REFERENCE.fullmatch(text)):
+        return text
+    if hides:
+        return HIDDEN
+    scheme, separator, _ = text.partition("://")
+    if separator and _ADDRESS.search(key) and scheme.lower() not in ("http", "https"):
+        return f"{scheme}://{HIDDEN}"
+    return text_without_secrets(text)

@@ -1,0 +1,330 @@
+"""Secrets of sinks and channels: read where they are used, from the environment or a file, and never written."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import re
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from weft import env
+from weft.config.sections import SinkSection
+from weft.errors import ConfigError
+from weft.monitor.events import open_regular
+from weft.monitor.metrics import FigureReading, readings
+from weft.monitor.sinks.request_limit import OpenSockets, OutOfTime, within
+from weft.units import format_seconds, parse_seconds
+
+_LONGEST = 64 * 1024
+
+
+def secret_of(reference: str | None, key: str) -> str | None:
+    """Return what env:NAME or file:PATH stands for, or None for None.
+
+    Args:
+        reference: as the config has it.
+        key: of the config, for the error.
+
+    Raises:
+        ConfigError: if there is no secret there.
+    """
+    if reference is None:
+        return None
+    kind, _, place = reference.partition(":")
+    if kind == "env":
+        if not (value := env.get(place).strip()):
+            raise ConfigError(f"{key}={reference}: this variable is not set. Set it where `weft train` starts.")
+    else:
+        value = _file_text(Path(place).expanduser(), f"{key}={reference}")
+        if not value:
+            raise ConfigError(f"{key}={reference}: this file is empty. Write the secret into it.")
+    if not value.isprintable():
+        raise ConfigError(f"{key}={reference}: the secret has more than one line. Leave one line without blanks.")
+    return value
+
+
+def _file_text(path: Path, setting: str) -> str:
+    try:
+        with open_regular(path) as file:
+            return file.read(_LONGEST).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no text"
+        raise ConfigError(f"{setting}: this file cannot be read ({reason}). Check its path.") from None
+
+
+def address_of(reference: str, key: str) -> str:
+    """Return the URL that a config holds, or the one that env:NAME or file:PATH stands for.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if not reference.startswith(("env:", "file:")):
+        return reference
+    found = secret_of(reference, key)
+    assert found is not None
+    return found
+
+
+def http_address_of(reference: str, key: str) -> tuple[str, str | None]:
+    """Return an http or https URL without user info, and "user:password" if it has any. Errors show no part of it.
+
+    Args:
+        reference: as the config has it.
+        key: of the config, for the error.
+
+    Raises:
+        ConfigError: if it is no such URL.
+    """
+    url = address_of(reference, key)
+    shown = reference if reference.startswith(("env:", "file:")) else "..."
+    try:
+        parts = urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        fits, parts = False, None
+    if not fits or parts is None or not url.isascii() or any(one.isspace() for one in url) or "#" in url:
+        raise ConfigError(
+            f"{key}={shown}: this is not an http or https address of ASCII letters without blanks. Use one such as "
+            "https://example.com/hook."
+        )
+    user, at, host = parts.netloc.rpartition("@")
+    return parts._replace(netloc=host).geturl(), unquote(user) if at else None
+
+
+# What a sink is: takes batches of a run's events and sends them somewhere, or raises; its pump does the rest.
+
+_UNFIT = re.compile(r"[^A-Za-z0-9_./ -]")
+
+
+class SinkTrouble(Exception):
+    """Something could not be sent now. The text is fit for logs: it holds no secret."""
+
+
+@dataclass
+class SinkJob:
+    """What a sink is made for.
+
+    settings: its table in the config. folder: of the run. run: name of the run. config: of the run, as JSON values.
+    kept: what the sink wants to find again at the next start, such as the id of its run; saved after each batch.
+    """
+
+    settings: SinkSection
+    folder: Path
+    run: str
+    config: Mapping[str, Any]
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+class FigureSink:
+    """Base of all sinks. One thread calls it. is_current: it shows what is now, and need not hear of the past."""
+
+    is_current = False
+
+    def __init__(self, job: SinkJob):
+        self.job = job
+
+    def send(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Send events, the oldest first; where this raises, the same come again later.
+
+        Raises:
+            SinkTrouble: where they could not be sent.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+def flat(reading: FigureReading) -> Iterator[tuple[str, float]]:
+    """Yield names as trackers write them with their values: "phase_s/forward/median" of ranks, "loss" of the run."""
+    name = _UNFIT.sub("_", f"{reading.name}/{reading.label}" if reading.label else reading.name)
+    if reading.at_low or reading.at_high:
+        yield from ((f"{name}/{end}", value) for end, value in
+                    (("min", reading.low), ("median", reading.value), ("max", reading.high)))  # fmt: skip
+    else:
+        yield name, reading.value
+
+
+def flat_values(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return an event's figures by the names of `flat`."""
+    return {name: value for reading in readings(event) for name, value in flat(reading)}
+
+
+def flat_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a config's values by dotted key."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from flat_config(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+# POST requests by urllib: one time limit for all of a request, no redirects, no secrets in what goes wrong.
+
+#: Bytes of an answer that are read at most.
+_MOST_ANSWER = 1 << 20
+_MOST_QUOTED = 300
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A token that was meant for one server goes to no other."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Opens connections whose sockets are known, so that another thread can end them."""
+
+    def __init__(self, opened: OpenSockets):
+        urllib.request.HTTPHandler.__init__(self)
+        self._opened, self._tls = opened, ssl.create_default_context()
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """Open a connection without TLS."""
+        return self.do_open(self._plain, req)  # pyright: ignore[reportArgumentType]  # any callable will do
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        """Open a connection with TLS."""
+        return self.do_open(self._secure, req)  # pyright: ignore[reportArgumentType]  # as above
+
+    def _plain(self, host: str, **more: Any) -> http.client.HTTPConnection:
+        return _Connection(host, self._opened, None, **more)
+
+    def _secure(self, host: str, **more: Any) -> http.client.HTTPConnection:
+        return _Connection(host, self._opened, self._tls, **more)
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, host: str, opened: OpenSockets, tls: ssl.SSLContext | None, timeout: float):
+        self.default_port = 443 if tls else 80
+        super().__init__(host, timeout=timeout)
+        self._opened, self._tls = opened, tls
+
+    def connect(self) -> None:
+        super().connect()
+        self._opened.add(self.sock)
+        if self._tls is not None:
+            name = getattr(self, "_tunnel_host", None) or self.host  # the server's, and not the proxy's
+            self.sock = self._tls.wrap_socket(self.sock, server_hostname=name, do_handshake_on_connect=False)
+            self._opened.add(self.sock)  # known before a handshake that may not end
+            self.sock.do_handshake()
+
+
+class Poster:
+    """Posts to one server.
+
+    Args:
+        url: of the server, or env:NAME or file:PATH of a secret one.
+        headers: of every request.
+        timeout_s: of one request, from the look-up of the server's name to the last byte of its answer.
+        key: of the config, for errors.
+
+    Raises:
+        ConfigError: if the URL is not one of http or https.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float, key: str = "url"):
+        address, login = http_address_of(url, key)
+        self._url, self._headers, self._timeout_s = address.rstrip("/"), dict(headers), timeout_s
+        if login is not None:
+            self._headers.setdefault("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
+        #: A server may repeat what it was sent, in any form: nothing that it says is quoted then.
+        self._is_secret = url.startswith(("env:", "file:")) or bool(self._headers)
+
+    @classmethod
+    def of(cls, settings: SinkSection) -> Poster:
+        """Return the poster of a sink with a URL.
+
+        Raises:
+            ConfigError: if a secret is not where the config says, or if the URL is not one of http or https.
+        """
+        key = f"sink {settings.name or settings.kind}"
+        assert settings.url is not None
+        headers: dict[str, str] = {}
+        if (token := secret_of(settings.token, f"{key}: token")) is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        elif (password := secret_of(settings.password, f"{key}: password")) is not None:
+            login = base64.b64encode(f"{settings.user}:{password}".encode()).decode()
+            headers["Authorization"] = f"Basic {login}"
+        if not all(one.isascii() for one in headers.values()):
+            raise ConfigError(f"{key}: token: it has letters beyond ASCII, which no header takes. Check the secret.")
+        return cls(settings.url, headers, parse_seconds(settings.timeout), f"{key}: url")
+
+    def post(
+        self, path: str, body: bytes | Mapping[str, Any] | None, *, method: str = "POST", kind: str = "application/json"
+    ) -> Any:
+        """Send a request and return the JSON of its answer, None for an empty one.
+
+        Args:
+            path: below the server's URL.
+            body: bytes, or a table sent as JSON.
+            method: of HTTP.
+            kind: the body's media type.
+
+        Raises:
+            SinkTrouble: if the server is away, slow, or refuses; `status` is its answer's, 0 without one.
+        """
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        headers = {**self._headers, "Content-Type": kind, "User-Agent": "weft"}
+        opened = OpenSockets()
+        try:
+            text = within(self._timeout_s, lambda: self._sent(path, data, headers, method, opened), opened.end)
+        except OutOfTime:
+            raise SinkTrouble(f"the server did not answer within {format_seconds(self._timeout_s)}") from None
+        try:
+            return json.loads(text) if text.strip() else None
+        except (ValueError, RecursionError):
+            return None
+
+    def _sent(
+        self, path: str, data: bytes | None, headers: Mapping[str, str], method: str, opened: OpenSockets
+    ) -> bytes:
+        """Send one request and return the body of its answer. SinkTrouble holds no secret."""
+        opener = urllib.request.OpenerDirector()
+        for handler in (
+            urllib.request.ProxyHandler(),
+            _Handler(opened),
+            urllib.request.HTTPDefaultErrorHandler(),
+            urllib.request.HTTPErrorProcessor(),
+            _NoRedirects(),
+        ):
+            opener.add_handler(handler)
+        try:
+            request = urllib.request.Request(self._url + path, data, dict(headers), method=method)
+            with opener.open(request, timeout=self._timeout_s) as answer:
+                return answer.read(_MOST_ANSWER)
+        except urllib.error.HTTPError as error:
+            with error:
+                said = "" if self._is_secret else _one_line(error.read(_MOST_QUOTED).decode(errors="replace"))
+            # The server's own phrase is no better than its body.
+            phrase = http.client.responses.get(error.code, "")
+            trouble = SinkTrouble(f"the server answered {error.code} {phrase}".rstrip() + (f": {said}" if said else ""))
+            trouble.__dict__["status"] = error.code
+            raise trouble from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise SinkTrouble(f"the server cannot be reached ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    """Return why a request failed, in words of the system alone: those of libraries repeat URLs and answers."""
+    cause = getattr(error, "reason", error)
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS: {cause.reason or 'failed'}".replace("_", " ").lower().replace("tls", "TLS", 1)
+    if isinstance(cause, TimeoutError):
+        return "timed out"
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return type(cause).__name__ if isinstance(cause, Exception) else "no connection"
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(one if one.isprintable() else " " for one in text).split())

@@ -1,0 +1,32 @@
+"""Sinks by kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.lazy import named_object
+
+if TYPE_CHECKING:
+    from weft.monitor.sinks.base import FigureSink, SinkJob
+
+#: Sink class of each kind, imported when a config asks for it.
+SINKS = {
+    "tensorboard": "weft.monitor.sinks.tensorboard_sink:TensorboardSink",
+    "wandb": "weft.monitor.sinks.trackers:WandbSink",
+    "trackio": "weft.monitor.sinks.trackers:TrackioSink",
+    "mlflow": "weft.monitor.sinks.trackers:MlflowSink",
+    "prometheus": "weft.monitor.sinks.prometheus_sink:ScrapedSink",
+    "pushgateway": "weft.monitor.sinks.prometheus_sink:PushedSink",
+    "otlp": "weft.monitor.sinks.trackers:OtlpSink",
+    "http": "weft.monitor.sinks.trackers:JsonSink",
+}
+
+
+def make_sink(job: SinkJob) -> FigureSink:
+    """Return the sink that a job asks for.
+
+    Raises:
+        WeftError: where a package or a secret is missing.
+        SinkTrouble: where it cannot begin now.
+    """
+    return named_object(SINKS[job.settings.kind])(job)

@@ -1,0 +1,230 @@
+"""Sinks that post what is there: any HTTP endpoint as JSON, and a collector of OpenTelemetry by OTLP over HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from weft.config.metrics import FIGURES
+from weft.errors import MissingExtra
+from weft.monitor.metrics import FigureReading, readings
+from weft.monitor.sinks.base import FigureSink, Poster, SinkJob, SinkTrouble, flat_config, flat_values, secret_of
+
+
+class JsonSink(FigureSink):
+    """Posts {"run": name, "events": [...]} to a URL. Each event is as in events.jsonl."""
+
+    def __init__(self, job: SinkJob):
+        super().__init__(job)
+        self._poster = Poster.of(job.settings)
+
+    def send(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Post the events."""
+        self._poster.post("", {"run": self.job.run, "events": list(events)})
+
+
+class OtlpSink(FigureSink):
+    """Posts figures to URL/v1/metrics in OTLP's JSON."""
+
+    def __init__(self, job: SinkJob):
+        super().__init__(job)
+        self._poster = Poster.of(job.settings)
+
+    def send(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Post the figures of the events."""
+        points: dict[str, list[dict[str, Any]]] = {}
+        for event in events:
+            for reading in readings(event):
+                points.setdefault(reading.name, []).extend(self._points(reading))
+        if not points:
+            return
+        attributes = [_text("service.name", "weft"), _text("weft.run", self.job.run)]
+        metrics = [_metric(name, found) for name, found in points.items()]
+        scope = {"scope": {"name": "weft"}, "metrics": metrics}
+        body = {"resourceMetrics": [{"resource": {"attributes": attributes}, "scopeMetrics": [scope]}]}
+        path = "" if self.job.settings.url and self.job.settings.url.endswith("/v1/metrics") else "/v1/metrics"
+        self._poster.post(path, body)
+
+    def _points(self, reading: FigureReading) -> Iterator[dict[str, Any]]:
+        label = FIGURES[reading.name].label
+        attributes = [_text(label, reading.label)] if label else []
+        at = str(round(reading.time * 1e9)) if math.isfinite(reading.time) else "0"
+        ends: list[tuple[str, float, str]] = [("", reading.value, "")]
+        if reading.at_low or reading.at_high:
+            ends = [("min", reading.low, reading.at_low), ("median", reading.value, ""),
+                    ("max", reading.high, reading.at_high)]  # fmt: skip
+        for stat, value, who in ends:
+            more = [_text(key, word) for key, word in (("stat", stat), ("owner", who)) if word]
+            yield {"timeUnixNano": at, "asDouble": _proto_double(value), "attributes": [*attributes, *more]}
+
+
+def _metric(name: str, points: list[dict[str, Any]]) -> dict[str, Any]:
+    figure = FIGURES[name]
+    # CUMULATIVE: figures that grow are totals since the run began.
+    kind = {"sum": {"dataPoints": points, "aggregationTemporality": 2, "isMonotonic": True}}
+    data = kind if figure.grows else {"gauge": {"dataPoints": points}}
+    unit = {"bytes": "By", "bytes/s": "By/s", "ratio": "1", "C": "Cel"}.get(figure.unit, figure.unit)
+    return {"name": f"weft.{name}", "unit": unit, "description": figure.help, **data}
+
+
+def _text(key: str, value: str) -> dict[str, Any]:
+    return {"key": key, "value": {"stringValue": value}}
+
+
+def _proto_double(value: float) -> float | str:
+    """As protobuf writes it in JSON."""
+    if math.isnan(value):
+        return "NaN"
+    return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+# MLflow through its REST interface, so that the package need not be installed where training runs.
+
+#: What a request may hold at most, by MLflow's documentation.
+_MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 500
+
+
+class MlflowSink(FigureSink):
+    """One run of MLflow for one run of Weft, over all its starts."""
+
+    def __init__(self, job: SinkJob):
+        super().__init__(job)
+        self._poster = Poster.of(job.settings)
+
+    def send(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Log the figures of the events; at an end also how the run stands."""
+        run = self.job.kept.get("run_id") or self._create(events)
+        metrics = [
+            {"key": name, "value": _value(value), "timestamp": round(event["time"] * 1000), "step": _step(event)}
+            for event in events
+            for name, value in flat_values(event).items()
+        ]
+        for first in range(0, len(metrics), _MOST_METRICS):
+            self._call("runs/log-batch", {"run_id": run, "metrics": metrics[first : first + _MOST_METRICS]})
+        for event in events:
+            if event.get("event") == "end":
+                status = "FINISHED" if event.get("reason") == "finished" else "KILLED"
+                self._call("runs/update", {"run_id": run, "status": status, "end_time": round(event["time"] * 1000)})
+            elif event.get("event") in ("start", "failure"):
+                status = "RUNNING" if event["event"] == "start" else "FAILED"
+                self._call("runs/update", {"run_id": run, "status": status})
+
+    def _create(self, events: Sequence[Mapping[str, Any]]) -> str:
+        began = round(float(events[0].get("time", 0.0)) * 1000)
+        body = {"experiment_id": self._experiment(), "run_name": self.job.run, "start_time": began,
+                "tags": [{"key": "weft.folder", "value": str(self.job.folder)}]}  # fmt: skip
+        run = str(self._call("runs/create", body)["run"]["info"]["run_id"])
+        params = [{"key": key, "value": str(value)[:_LONGEST_PARAM]} for key, value in flat_config(self.job.config)]
+        for first in range(0, len(params), _MOST_PARAMS):
+            self._call("runs/log-batch", {"run_id": run, "params": params[first : first + _MOST_PARAMS]})
+        self.job.kept["run_id"] = run
+        return run
+
+    def _experiment(self) -> str:
+        name = self.job.settings.project
+        try:
+            found = self._call(f"experiments/get-by-name?experiment_name={_quoted(name)}", None, method="GET")
+            return str(found["experiment"]["experiment_id"])
+        except SinkTrouble as trouble:
+            if getattr(trouble, "status", 0) != 404:
+                raise
+        return str(self._call("experiments/create", {"name": name})["experiment_id"])
+
+    def _call(self, path: str, body: Mapping[str, Any] | None, *, method: str = "POST") -> Any:
+        answer = self._poster.post(f"/api/2.0/mlflow/{path}", body, method=method)
+        return answer if isinstance(answer, dict) else {}
+
+
+def _step(event: Mapping[str, Any]) -> int:
+    step = event.get("step")
+    return step if type(step) is int else 0
+
+
+def _value(value: float) -> float | str:
+    return value if math.isfinite(value) else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _quoted(text: str) -> str:
+    import urllib.parse
+
+    return urllib.parse.quote(text, safe="")
+
+
+# Weights & Biases and trackio, through their own packages, which have the same few functions.
+
+
+class _TrackerSink(FigureSink):
+    """Logs figures with `log(values)`; the step is one of them, because W&B refuses steps that are done again."""
+
+    package = ""
+
+    def __init__(self, job: SinkJob):
+        super().__init__(job)
+        try:
+            self._library: Any = importlib.import_module(self.package)
+        except ImportError as error:
+            raise MissingExtra(self.package, self.package, f"sink.kind={self.package}") from error
+        self._run: Any = None
+
+    def send(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Log the figures of the events."""
+        try:
+            if self._run is None:
+                self._run = self._begin()
+            for event in events:
+                values, step = flat_values(event), event.get("step")
+                if values:
+                    self._log(values, step if type(step) is int else None)
+        except Exception as error:  # whatever the package raises, its secret among the words of none of it
+            raise SinkTrouble(f"{self.package}: {type(error).__name__}") from None
+
+    def close(self) -> None:
+        """End the tracker's run; it goes on under the same id at the next start."""
+        if self._run is not None:
+            self._run.finish()
+
+    def _begin(self) -> Any:
+        raise NotImplementedError
+
+    def _log(self, values: dict[str, float], step: int | None) -> None:
+        self._run.log(values if step is None else {**values, "step": step})
+
+    @property
+    def _id(self) -> str:
+        """The same for all starts of a run: its place, and nothing of the machine."""
+        return hashlib.sha256(str(self.job.folder.resolve()).encode()).hexdigest()[:16]
+
+
+class WandbSink(_TrackerSink):
+    """One run of Weights & Biases. `WANDB_MODE=offline` keeps it in the run folder, for `wandb sync`."""
+
+    package = "wandb"
+
+    def _begin(self) -> Any:
+        settings: dict[str, Any] = {"silent": True, "console": "off"}
+        if key := secret_of(self.job.settings.token, "sink wandb: token"):
+            settings["api_key"] = key
+        run = self._library.init(
+            project=self.job.settings.project, name=self.job.run, id=self._id, resume="allow",
+            dir=str(self.job.folder), config=dict(self.job.config), settings=self._library.Settings(**settings),
+        )  # fmt: skip
+        run.define_metric("*", step_metric="step")
+        return run
+
+
+class TrackioSink(_TrackerSink):
+    """One run of trackio."""
+
+    package = "trackio"
+
+    def _log(self, values: dict[str, float], step: int | None) -> None:
+        self._run.log(values, step=step)  # its own steps may repeat, and "step" is a name that it keeps for itself
+
+    def _begin(self) -> Any:
+        return self._library.init(
+            project=self.job.settings.project, name=f"{self.job.run}-{self._id[:6]}", resume="allow",
+            config=dict(self.job.config), embed=False,
+        )  # fmt: skip

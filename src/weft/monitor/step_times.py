@@ -1,0 +1,458 @@
+"""Seconds by phase of a step, what it trained per second, memory.
+
+On a GPU a phase is bracketed by two CUDA events and nothing waits: the seconds are read from the events when somebody
+asks for them, which by then have usually passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+from weft.planner.report.pictures import Bar, draw_bars, fits
+
+#: Steps that the smoothed speed looks back on.
+_WINDOW = 20
+#: Phases kept of one step.
+_MAX_SPANS = 4096
+
+
+class StepClock(Protocol):
+    """Marks a moment in a device's work, and later tells the seconds between two marks."""
+
+    def mark(self) -> Any: ...
+
+    def seconds_between(self, start: Any, end: Any) -> float: ...
+
+
+class HostClock:
+    """For devices whose work is done when the call returns: a mark is a reading of perf_counter."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds_between(self, start: float, end: float) -> float:
+        return end - start
+
+
+class CudaClock:
+    """A mark is an event in the current stream of a CUDA device; only reading the seconds waits for it."""
+
+    def __init__(self, device: object):
+        import torch
+
+        self._torch = torch
+        self._device = torch.device(str(device))
+
+    def mark(self) -> Any:
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record(self._torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds_between(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+class Communication(Protocol):
+    """Knows how long the computation waited for other ranks; `weft.comm.ledger.Ledger` is one."""
+
+    def mark(self) -> Any:
+        """Return this moment; nothing waits."""
+        ...
+
+    def seconds_between(self, start: Any, end: Any) -> Mapping[str, float]:
+        """Return seconds by axis between two marks; may wait for the device."""
+        ...
+
+
+class StepTimes:
+    """One step's times, which are read from the clock when somebody looks, and then may wait for the device.
+
+    Args:
+        before: mark of the end of the step before; None for the first.
+        start, end: marks of this one.
+        spans: (phase, start, end) as marks of the clock, and the communication's marks at both, or None.
+        clock: makes seconds of marks.
+        communication: the same for communication.
+    """
+
+    def __init__(
+        self,
+        before: Any,
+        start: Any,
+        end: Any,
+        spans: list[tuple[str, Any, Any, Any]],
+        clock: StepClock,
+        communication: Communication | None = None,
+    ):
+        self._before, self._start, self._end = before, start, end
+        self._spans = spans
+        self._clock = clock
+        self._communication = communication
+
+    @cached_property
+    def total_s(self) -> float:
+        """Seconds from the step's start to its end on the device: all that the step gave it to do is in them."""
+        return self._clock.seconds_between(self._start, self._end)
+
+    @cached_property
+    def gap_s(self) -> float:
+        """Seconds on the device from the end of the step before to the start of this one; infinite for the first."""
+        return math.inf if self._before is None else self._clock.seconds_between(self._before, self._start)
+
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase, in the order the phases began; a phase that ran several times is summed."""
+        seconds: dict[str, float] = {}
+        for name, start, end, _ in self._spans:
+            seconds[name] = seconds.get(name, 0.0) + self._clock.seconds_between(start, end)
+        return seconds
+
+    @cached_property
+    def exposed(self) -> dict[str, dict[str, float]]:
+        """Seconds that the computation waited for other ranks inside each phase, by axis."""
+        found: dict[str, dict[str, float]] = {}
+        for name, _, _, marks in self._spans:
+            if self._communication is not None:
+                inside = found.setdefault(name, {})
+                for axis, seconds in self._communication.seconds_between(*marks).items():
+                    inside[axis] = inside.get(axis, 0.0) + seconds
+        return found
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """Return (phase, start, end) of each, in seconds from the start of the first."""
+        if not self._spans:
+            return []
+        zero, between = self._spans[0][1], self._clock.seconds_between
+        return [(name, between(zero, start), between(zero, end)) for name, start, end, _ in self._spans]
+
+
+class Meter:
+    """Times the steps of one rank.
+
+    A step lasts from `begin_step` (or, without that, from the last `end_step`) to `end_step`, so that evaluation and
+    saving between the two count as no step's time. On a GPU both are moments of the device.
+
+    Args:
+        device: "cpu", "cuda:0" or a torch.device.
+        clock: for tests; None: the device's.
+        communication: what of the waits for other ranks falls into each phase is kept apart.
+    """
+
+    def __init__(
+        self,
+        device: object = "cpu",
+        *,
+        clock: StepClock | None = None,
+        communication: Communication | None = None,
+    ):
+        self._communication = communication
+        self._clock = clock or (CudaClock(device) if str(device).startswith("cuda") else HostClock())
+        # Bounded, because a step used without a loop has nobody to call end_step.
+        self._spans: deque[tuple[str, Any, Any, Any]] = deque(maxlen=_MAX_SPANS)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._began = self._clock.mark()
+        self._ended: Any = None
+
+    def begin_step(self) -> None:
+        """Start the step's time now, and forget phases timed since the last step."""
+        self._spans.clear()
+        self._began = self._clock.mark()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the time of a part of the step. Phases may repeat within a step, and may lie inside each other."""
+        known = self._communication
+        before = known.mark() if known else None
+        start = self._clock.mark()
+        try:
+            yield
+        finally:
+            self._spans.append((name, start, self._clock.mark(), (before, known.mark()) if known else None))
+
+    def end_step(self) -> StepTimes:
+        """End the step. Nothing waits: say with `count` later what it trained."""
+        end = self._clock.mark()
+        times = StepTimes(self._ended, self._began, end, list(self._spans), self._clock, self._communication)
+        self._spans.clear()
+        self._began = self._ended = end
+        return times
+
+    def count(self, times: StepTimes, number: int) -> None:
+        """Say what a step trained: tokens or samples over all ranks, 0 for nothing. Waits for the step's end."""
+        self._recent.append((number, times.total_s))
+
+    @property
+    def count_per_s(self) -> float:
+        """Smoothed over the last steps: what they trained over their seconds. 0 before the first."""
+        total_s = sum(seconds for _, seconds in self._recent)
+        return sum(count for count, _ in self._recent) / total_s if total_s > 0 else 0.0
+
+
+def memory_bytes(device: object = "cpu") -> tuple[int, int]:
+    """Return (now, peak) bytes: what torch's allocator holds on a CUDA device, or this process's resident memory."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        return torch.cuda.memory_allocated(str(device)), torch.cuda.max_memory_allocated(str(device))
+    import resource
+
+    import psutil
+
+    # Kilobytes on Linux, bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    now = psutil.Process().memory_info().rss
+    return now, max(now, peak)
+
+
+# Where a run's time went: seconds of each rank by kind, in words, as a picture, and as a trace.
+
+#: Steps that `typical` looks back on.
+_TYPICAL = 200
+#: The kind of each phase of a step, for what of it is not communication.
+_KINDS = {
+    "forward": "compute", "backward": "compute", "forward and backward": "compute", "weight gradients": "compute",
+    "wait": "stages",
+    "data": "data", "reduce": "optimizer", "optimizer": "optimizer",
+}  # fmt: skip
+_WORDS = {"stages": "bubble (waiting for other stages)", "host": "host"}
+_COLOURS = {
+    "compute": "#3f74c7", "stages": "#d9d9d9", "data": "#d1495b", "optimizer": "#3a9d6f",
+    "checkpoint": "#8a6fb0", "evaluation": "#7aa6e8", "tracing": "#c06fa0", "host": "#7a7a7a",
+}  # fmt: skip
+_COMMUNICATION = ("#d39a2f", "#f2c879", "#b9770e", "#e8a87c")
+#: What may help, by kind, from this share of the time on.
+_ADVICE = {
+    "stages": (
+        0.1,
+        "use more microbatches, or a zero-bubble schedule (zb_h1, zb_v) if the plan has none yet",
+    ),
+    "data": (0.05, "loading data is too slow: check the storage of the token cache"),
+    "checkpoint": (0.1, "checkpoints take {share:.0%} of the time; raise checkpoint.every"),
+    "host": (0.25, "Python takes longer than the computation: use a larger microbatch, or compile=on"),
+}
+#: Seconds that a kind has taken before there is advice about it: nobody tunes a run of a minute.
+_WORTH_ADVICE_S = 10.0
+#: How much more the slowest rank computes than the mean before it is named; less is chance.
+_SLOWER = 0.05
+
+
+class TimeBook:
+    """Adds up one rank's seconds by kind, from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._began = time.perf_counter()
+        self._total: float | None = None
+        self.num_steps = 0
+        self.last: StepTimes | None = None
+        self._steps: deque[dict[str, float]] = deque(maxlen=_TYPICAL)
+
+    def start(self) -> None:
+        """Begin the run's time now."""
+        self._seconds, self.num_steps, self._total = {}, 0, None
+        self._steps.clear()
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """End the run's time now."""
+        self._total = time.perf_counter() - self._began
+
+    @contextlib.contextmanager
+    def spend(self, kind: str) -> Iterator[None]:
+        """Count what happens inside under this kind."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(kind, time.perf_counter() - start)
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Count seconds under a kind."""
+        self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
+
+    def add_step(self, times: StepTimes, data_s: float = 0.0) -> None:
+        """Count a step's phases, communication apart.
+
+        data_s: that the host waited for the step's data before it. What of it the device filled with the step before
+        cost nothing, and is not counted.
+        """
+        if data_s:
+            self.add("data", min(data_s, times.gap_s))
+        self.num_steps += 1
+        self.last = times
+        before = dict(self._seconds)
+        for phase, seconds in times.phases.items():
+            kind = _KINDS.get(phase, "host")
+            # Waiting for a stage is waiting for its message: one of the two is counted.
+            inside = {axis: s for axis, s in times.exposed.get(phase, {}).items() if kind != "stages" and s > 0}
+            for axis, spent in inside.items():
+                self.add(f"over {axis}", spent)
+            self.add(kind, max(0.0, seconds - sum(inside.values())))
+        spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in self._seconds.items() if kind != "host"}
+        # What no phase has: Python between them.
+        spent["host"] = max(0.0, times.total_s - sum(spent.values()))
+        self._steps.append({kind: seconds for kind, seconds in spent.items() if seconds > 0})
+
+    def typical(self) -> dict[str, float]:
+        """Return a step's seconds by kind: the mean over the last ones, without the run's first."""
+        steps = [*self._steps]
+        if self.num_steps == len(steps) and len(steps) > 1:
+            steps = steps[1:]
+        kinds = dict.fromkeys(kind for step in steps for kind in step)
+        return {kind: sum(step.get(kind, 0.0) for step in steps) / len(steps) for kind in kinds}
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds by kind; "host" is what no kind has; "total" is all."""
+        total = self._total if self._total is not None else time.perf_counter() - self._began
+        known = sum(seconds for kind, seconds in self._seconds.items() if kind != "host")
+        return {**self._seconds, "host": max(0.0, total - known), "total": total}
+
+
+def busy_seconds(times: StepTimes) -> tuple[float, dict[str, float]]:
+    """Return the seconds of a step in which its rank computed and waited for nobody, and its waits by axis."""
+    busy, waits = 0.0, dict[str, float]()
+    for phase, seconds in times.phases.items():
+        inside = times.exposed.get(phase, {})
+        for axis, spent in inside.items():
+            waits[axis] = waits.get(axis, 0.0) + spent
+        if _KINDS.get(phase) == "compute":
+            busy += max(0.0, seconds - sum(inside.values()))
+    return busy, {axis: spent for axis, spent in waits.items() if spent > 0}
+
+
+def own_seconds(times: StepTimes, data_s: float = 0.0) -> dict[str, float]:
+    """Return the seconds of a step that its rank spent on work of its own, by kind: what it waited for others is out.
+
+    data_s: that the host waited for the step's data before it.
+    """
+    found = {"compute": 0.0, "data": min(data_s, times.gap_s), "optimizer": 0.0, "host": 0.0}
+    known = 0.0
+    for phase, seconds in times.phases.items():
+        known += seconds
+        kind = _KINDS.get(phase, "host")
+        if kind != "stages":
+            found[kind] += max(0.0, seconds - sum(times.exposed.get(phase, {}).values()))
+    found["host"] += max(0.0, times.total_s - known)
+    return found
+
+
+def time_lines(
+    ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
+) -> list[str]:
+    """Tell the report in words.
+
+    Args:
+        ranks: `TimeBook.seconds()` of each rank.
+        num_steps: that these times are of.
+        sizes: of the mesh's axes, so that joined axes are told without those of one rank.
+        start_step: what an earlier start had done.
+    """
+    ranks = [_over_wide(one, sizes) for one in ranks]
+    total = max(one["total"] for one in ranks)
+    means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in _kinds(ranks)}
+    shares = sorted(((seconds / total, kind) for kind, seconds in means.items()), reverse=True)
+    told = ", ".join(f"{_word(kind)} {share:.0%}" for share, kind in shares if share >= 0.005)
+    of = f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
+    since = f" since step {start_step}" if start_step else ""
+    lines = [f"time    {num_steps} steps{since} in {total:.1f} s{of}: {told}"]
+    if len(ranks) > 1:
+        busy = [one.get("compute", 0.0) for one in ranks]
+        slowest = busy.index(max(busy))
+        more = busy[slowest] / max(sum(busy) / len(busy), 1e-9) - 1
+        if more >= _SLOWER:
+            lines.append(f"        slowest: rank {slowest}, {more:.0%} more compute than the mean")
+    for share, kind in shares:
+        least, advice = _ADVICE.get(kind, (2.0, ""))
+        if share >= least and share * total >= _WORTH_ADVICE_S:
+            told = advice.format(share=share) if "{share" in advice else f"{_word(kind)}: {advice}"
+            lines.append(f"        {told}")
+    return lines
+
+
+def draw_times(
+    ranks: Sequence[Mapping[str, float]], num_steps: int, sizes: Mapping[str, int] | None = None, start_step: int = 0
+) -> str:
+    """Draw the report: SVG text, one row for each rank (at most 64, evenly chosen).
+
+    Args:
+        ranks, num_steps, sizes, start_step: as `time_lines` takes them.
+    """
+    ranks = [_over_wide(one, sizes) for one in ranks]
+    kinds = _kinds(ranks)
+    axes = [kind for kind in kinds if kind.startswith("over ")]
+    colour = _COLOURS | {kind: _COMMUNICATION[place % len(_COMMUNICATION)] for place, kind in enumerate(axes)}
+    chosen = [rank * len(ranks) // min(len(ranks), 64) for rank in range(min(len(ranks), 64))]
+    longest = max(one["total"] for one in ranks)
+    rows: list[tuple[str, list[Bar]]] = []
+    for rank in chosen:
+        at, bars = 0.0, list[Bar]()
+        for kind in kinds:
+            seconds = ranks[rank].get(kind, 0.0)
+            share = seconds / max(ranks[rank]["total"], 1e-9)
+            title = f"rank {rank}: {_word(kind)} {seconds:.2f} s, {share:.1%}"
+            label = f"{_short(seconds)} · {share:.0%}"
+            label = label if fits(label, seconds / longest) else f"{share:.0%}"
+            bars.append(Bar(at, at + seconds, colour[kind], label, title))
+            at += seconds
+        rows.append((f"rank {rank}", bars))
+    since = f" since step {start_step}" if start_step else ""
+    title = f"Where the time of {num_steps} steps{since} went: {longest:.1f} s"
+    means = {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
+    # Bars may be too narrow for numbers; the legend has those of all.
+    legend = [(f"{_word(kind)} {_short(mean)}, {mean / longest:.0%}", colour[kind]) for kind, mean in means.items()]
+    return draw_bars(rows, title, legend)
+
+
+def chrome_trace(tracks: Sequence[tuple[str, str, Sequence[tuple[str, float, float]]]]) -> str:
+    """Return the spans as a trace for chrome://tracing or Perfetto: JSON text.
+
+    tracks: (process, thread, spans), where a span is (name, start, end) in seconds.
+    """
+    events: list[dict[str, object]] = []
+    processes = list(dict.fromkeys(process for process, _, _ in tracks))
+    for number, (process, thread, spans) in enumerate(tracks):
+        place = {"pid": processes.index(process), "tid": number}
+        events.append({"ph": "M", "name": "process_name", **place, "args": {"name": process}})
+        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": thread}})
+        events += [
+            {"ph": "X", "name": name, **place, "ts": round(start * 1e6, 1), "dur": round((end - start) * 1e6, 1)}
+            for name, start, end in spans
+        ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _kinds(ranks: Sequence[Mapping[str, float]]) -> list[str]:
+    """Those that any rank has, compute first and host last."""
+    found = {kind for one in ranks for kind in one if kind != "total"}
+    axes = sorted(kind for kind in found if kind.startswith("over "))
+    order = ["compute", "stages", *axes, "data", "optimizer", "checkpoint", "evaluation", "tracing", "host"]
+    return [kind for kind in order if kind in found]
+
+
+def _over_wide(rank: Mapping[str, float], sizes: Mapping[str, int] | None) -> dict[str, float]:
+    """Seconds by kind, where axes of one rank are left out of joined ones; what then has one name adds up."""
+    sizes, found = sizes or {}, dict[str, float]()
+    for kind, seconds in rank.items():
+        if kind.startswith("over "):
+            axes = kind.removeprefix("over ").split("*")
+            wide = [axis for axis in axes if sizes.get(axis.partition("/")[0], 2) > 1]
+            kind = f"over {'*'.join(wide or axes)}"
+        found[kind] = found.get(kind, 0.0) + seconds
+    return found
+
+
+def _word(kind: str) -> str:
+    return f"communication {kind}" if kind.startswith("over ") else _WORDS.get(kind, kind)
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

@@ -1,0 +1,129 @@
+"""The doors of context parallelism: prepare a model, cut a batch, say when cut sequences are in use."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from weft.comm.mesh import Mesh
+from weft.errors import ModelError, WeftWarning
+from weft.memory.opaque import Opaque
+from weft.models.decoder import Decoder
+from weft.models.inspect import hugging_face, token_flow
+from weft.parallel.context.apply import Context
+from weft.parallel.context.attention import hold_attention, hold_cores, replace_attention, replace_cores
+from weft.parallel.context.full_mixers import WholeMixers, chains_of, check_mixers, gather_mixers, mixers_of
+from weft.parallel.state.placement import Placement
+
+_ATTRIBUTE = "_weft_context"
+
+
+def check_sequences(model: nn.Module, mesh: Mesh) -> str:
+    """Look at a whole model, before it is divided, for what `apply_context` must know: why attention needs all tokens.
+
+    Returns "" where attention itself can be cut.
+
+    Raises:
+        ModelError: where attention can neither be replaced nor be given all tokens.
+        LayoutError: where a block mixes tokens outside of the modules that would get all.
+    """
+    if mesh["cp"].size == 1 or not hugging_face.is_hugging_face(model):
+        return ""
+    if why := token_flow.why_fixed_attention(model):
+        if mesh.plan.sp:
+            raise ModelError(
+                f"cp={mesh['cp'].size} sp=on: {why}, so it gets all tokens on every rank, and sp would cut "
+                "them once more. Use sp=off or cp=1 for this model."
+            )
+        if mesh.plan.compile:
+            raise ModelError(
+                f"cp={mesh['cp'].size} compile=on: {why}, so it gets all tokens on every rank, and compiled blocks do "
+                "not do that yet. Use compile=off or cp=1 for this model."
+            )
+        check_mixers(model, mesh["cp"])
+    return why
+
+
+def apply_context(
+    model: nn.Module, mesh: Mesh, why: str = "", runs: Sequence[Sequence[str]] | None = None
+) -> dict[str, Placement]:
+    """Let `model` take sequences that are cut over `mesh["cp"]`, in place. Nothing happens where cp is 1.
+
+    Returns the placements of the parameters it changed: none, since every rank of cp keeps them whole.
+
+    Args:
+        model: whole, or this rank's stages of it.
+        mesh: of the plan.
+        why: what `check_sequences` said of the whole model.
+        runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
+
+    Raises:
+        ModelError: for a model whose attention cannot be replaced from outside.
+    """
+    if mesh["cp"].size == 1:
+        return {}
+    if why:
+        context = _give_all(model, mesh, why, runs)
+    elif hugging_face.is_hugging_face(model):
+        heads = hugging_face.attention_heads(model)
+        assert heads is not None  # else attention gets all tokens
+        context = Context(mesh.plan, mesh["cp"], *heads)
+        replace_attention(model, context)
+    elif isinstance(model, Decoder):
+        context = Context(mesh.plan, mesh["cp"], model.spec.num_heads, model.spec.num_kv_heads)
+        replace_cores(model, context)
+    else:
+        raise ModelError(
+            f"cp={mesh['cp'].size}: {type(model).__name__} is neither one of Weft's decoders nor one of transformers, "
+            f"so its attention cannot be replaced. Use cp=1."
+        )
+    setattr(model, _ATTRIBUTE, context)
+    return {}
+
+
+def _give_all(model: nn.Module, mesh: Mesh, why: str, runs: Sequence[Sequence[str]] | None) -> WholeMixers:
+    here = chains_of(model) if runs is None else runs
+    context = WholeMixers(mesh.plan, mesh["cp"], [path for run in here for path in run], mixers := mixers_of(model))
+    gather_mixers(model, context, here, mixers)
+    if mesh.rank == 0:
+        warnings.warn(
+            f"cp={mesh['cp'].size}: {why}, so what mixes tokens gets all of them on every rank of cp: the numbers are "
+            "those of one process, the rest of each block has its share of the tokens, but attention costs every rank "
+            "the memory and time of a whole sequence, and each of its calls gathers the hidden states.",
+            WeftWarning,
+            stacklevel=2,
+        )
+    return context
+
+
+def hold_context(model: nn.Module, recomputes: bool) -> None:
+    """Let compiled blocks hold attention over cut sequences as one operator each. Call it before they are compiled."""
+    if context_of(model) is not None:
+        opaque = Opaque(is_attention=True, recomputes=recomputes)
+        hold_cores(model, opaque)
+        hold_attention(model, opaque)
+
+
+def context_of(model: nn.Module) -> Context | None:
+    """Return what `apply_context` made for this model; None where its sequences are whole."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def cut_sequence(model: nn.Module, batch: Any) -> Any:
+    """Return this rank's part of a batch of whole sequences: of each tensor whose dim 1 is the sequence, its tokens.
+
+    The batch itself where the model's sequences are whole. Labels must be shifted already.
+    """
+    context = context_of(model)
+    return batch if context is None else context.cut(batch)
+
+
+def sequence_in_use(model: nn.Module) -> AbstractContextManager[None]:
+    """Surround forward and backward of what `cut_sequence` gave. Outside of it the model takes whole sequences."""
+    context = context_of(model)
+    return contextlib.nullcontext() if context is None else context.use()

@@ -1,0 +1,323 @@
+"""Context parallelism of models whose attention cannot be replaced from outside: it gets all tokens on every rank.
+
+Outside of its blocks the model works on whole sequences, so masks, positions and biases are what its own code makes of
+them. From the first block to the last each rank has its stretch of the tokens: norms, dropout, feed-forward layers and
+the residual stream shrink with cp. For a module that mixes tokens, all ranks bring their tokens together, each computes
+it for all, and keeps its own; so attention costs each rank what it costs one process. The head sees own tokens again.
+
+Every tensor that crosses ranks has the transposed collective in backward, and each rank's loss is that of its own
+tokens: so gradients are parts of a sum over cp, as they are where attention itself is cut.
+
+B sequences, T tokens of this rank, S of the whole sequence, D features.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft.comm.autograd import gather_from
+from weft.comm.mesh import Axis
+from weft.config.plan import Plan
+from weft.errors import ModelError
+from weft.models.inspect import hugging_face, layers, token_flow
+from weft.models.inspect.blocks import repeated_blocks
+from weft.parallel.context.apply import Context
+from weft.parallel.context.modes import whole_sequence
+from weft.parallel.context.sequence_order import SequenceOrder, cut_tensor
+from weft.private_torch import tree_flatten, tree_unflatten
+
+#: Inputs that are no tokens: every rank reads them whole.
+BESIDE_TOKENS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+_TOKENS = (*hugging_face.TOKENS, "inputs_embeds", "decoder_inputs_embeds")
+#: What arguments that an encoder made are called: they have all of its tokens.
+_OF_ENCODER = ("encoder_", "key_value_states")
+_TOKEN_DIM = 1
+_Rebuild = Callable[[dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class WholeMixers(Context):
+    """How sequences lie over cp where mixing modules get all tokens: in one stretch each, whatever `cp_mode` says.
+
+    Args:
+        plan: of the run.
+        axis: the ranks of cp.
+        blocks: paths of the blocks, within which tokens are cut.
+        whole: paths of the modules in them that get all tokens.
+    """
+
+    def __init__(self, plan: Plan, axis: Axis, blocks: Collection[str], whole: Collection[str]):
+        super().__init__(plan, axis, 1, 1)
+        self._blocks, self._whole = tuple(blocks), tuple(whole)
+        self.length = 0  #: of the whole sequences whose tokens the loss counts, in this forward
+
+    def order(self, seq_len: int) -> SequenceOrder:
+        """Return where this rank's tokens are in sequences of that length.
+
+        Raises:
+            ModelError: where tokens cannot be divided evenly, or a rank would have a single one.
+        """
+        cp = self.axis.size
+        if seq_len % cp or seq_len < 2 * cp:
+            raise ModelError(
+                f"cp={cp}: a sequence is cut into {cp} equal stretches of at least 2 tokens, and one of {seq_len} "
+                f"tokens cannot be. Pad the sequences to a multiple of {cp} tokens, at least {2 * cp}."
+            )
+        return SequenceOrder("ulysses", cp, self.axis.rank, seq_len)
+
+    def cut(self, batch: Any) -> Any:
+        """Return this rank's part of a batch: of an encoder's and of a decoder's tokens, each by its own length.
+
+        Raises:
+            ModelError: where the batch has no tokens, or they cannot be divided evenly.
+        """
+        if not isinstance(batch, Mapping):
+            return super().cut(batch)
+        lengths = {batch[name].shape[1] for name in _TOKENS if isinstance(batch.get(name), Tensor)}
+        if not lengths:
+            raise ModelError(
+                f"cp={self.axis.size}: the batch has no tokens that could be cut (it has {', '.join(batch)}). Use cp=1."
+            )
+        if "decoder_input_ids" not in batch:
+            self.check_labels(batch)
+        return {
+            name: cut_tensor(value, self.order(value.shape[1])) if _has_tokens(name, value, lengths) else value
+            for name, value in batch.items()
+        }
+
+    def sees_whole(self, path: str) -> bool:
+        """Return whether a module works on all tokens: outside of the blocks, and in what mixes tokens."""
+        return not _is_in(path, self._blocks) or _is_in(path, self._whole)
+
+
+def _has_tokens(name: str, value: Any, lengths: Collection[int]) -> bool:
+    is_beside = name in BESIDE_TOKENS or not isinstance(value, Tensor) or value.ndim < 2
+    return not is_beside and value.shape[1] in lengths
+
+
+def _is_in(path: str, places: tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(f"{place}.") for place in places)
+
+
+def chains_of(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return paths of the blocks of each list, in order."""
+    found: dict[str, list[str]] = {}
+    for path in repeated_blocks(model):
+        found.setdefault(layers.parent_of(path), []).append(path)
+    return [tuple(paths) for paths in found.values()]
+
+
+def mixers_of(model: nn.Module) -> list[str]:
+    """Return paths of the outermost modules in blocks that mix tokens, as their classes say."""
+    found: list[str] = []
+    for path, block in repeated_blocks(model).items():
+        for name, module in block.named_modules():
+            place = f"{path}.{name}" if name else path
+            if token_flow.mixing(module) and not _is_in(place, tuple(found)):
+                found.append(place)
+    return found
+
+
+def check_mixers(model: nn.Module, axis: Axis) -> None:
+    """Raise ModelError where the model's blocks are no chains that tokens pass, or mix tokens by something else.
+
+    Call it with the whole model: a stage of a pipeline cannot be traced.
+    """
+    blocks, mixers = repeated_blocks(model), mixers_of(model)
+    chains = {layers.parent_of(path) for path in blocks}
+    mixing = {layers.parent_of(path) for path in blocks if any(one.startswith(f"{path}.") for one in mixers)}
+    where, remedy = f"cp={axis.size}", "Use cp=1 for this model."
+    if not blocks or chains != mixing:
+        lists = ", ".join(sorted(chains - mixing)) or "none"
+        raise ModelError(
+            f"{where}: the attention of {type(model).__name__} needs all tokens, and Weft can cut them only between "
+            f"blocks with attention inside; its lists without are {lists}. {remedy}"
+        )
+    table = layers.input_embeddings(model)
+    width = 0 if table is None else table.embedding_dim
+    division = token_flow.TokenDivision({}, mixers, width, where, remedy, has_own_loss=True)
+    token_flow.find_regions(model, chains_of(model), division)
+
+
+def gather_mixers(model: nn.Module, context: WholeMixers, runs: Sequence[Sequence[str]], whole: Sequence[str]) -> None:
+    """Let blocks work on this rank's tokens, and `whole` modules in them on all, while the context is in use.
+
+    runs: paths of the blocks of each chain, or of each stage of a pipeline, that are here.
+    """
+    modules = dict(model.named_modules())
+    for path in whole:
+        mixer = _Mixer(context, _names(modules[path]))
+        modules[path].register_forward_pre_hook(mixer.before, with_kwargs=True)
+        modules[path].register_forward_hook(mixer.after)
+    for run in runs:
+        edge = _Ends(context, _names(modules[run[0]]))
+        modules[run[0]].register_forward_pre_hook(edge.before, with_kwargs=True)
+        modules[run[-1]].register_forward_hook(edge.after)
+    outer = _Outer(context, ())
+    model.register_forward_pre_hook(outer.before, with_kwargs=True)
+    model.register_forward_hook(outer.after)
+    head = layers.find_lm_head(model)
+    if head is not None:
+        head.register_forward_pre_hook(outer.before_head)
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """Of its arguments, as its own class has them: classes that are put in front of it later do not say."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD)
+
+
+class _Hooks:
+    """Objects, since copies of a module copy its hooks; a copy of the context is None, and the copy a plain model."""
+
+    def __init__(self, context: WholeMixers, names: tuple[str, ...]):
+        self._context, self._names = context, names
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._context is None or not self._context.in_use
+
+    def _own(self, x: Tensor) -> Tensor:
+        """Of all tokens, this rank's."""
+        order = self._context.order(x.shape[_TOKEN_DIM])
+        return x.narrow(_TOKEN_DIM, order.rank * order.chunk_len, order.chunk_len)
+
+    def _all(self, x: Tensor) -> Tensor:
+        return gather_from(x, self._context.axis, _TOKEN_DIM)
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Rebuild]:
+        """Arguments by name, hidden states first and what an encoder gave left out; and how to call with them."""
+        given = dict(zip(self._names, args, strict=False))
+        given |= {str(place): value for place, value in enumerate(args) if place >= len(self._names)}
+        given |= kwargs
+        count = len(args)
+
+        def rebuilt(values: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            every = list((given | values).items())
+            return tuple(value for _, value in every[:count]), dict(every[count:])
+
+        mixed = {name: value for name, value in given.items() if not name.startswith(_OF_ENCODER)}
+        first = {"hidden_states": mixed["hidden_states"]} if "hidden_states" in mixed else {}
+        return first | mixed, rebuilt
+
+    def _stream(self, leaves: list[Any], module: nn.Module) -> int:
+        """The place of the hidden states: the first tensor of (B, tokens, features)."""
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim == 3:
+                return place
+        raise ModelError(
+            f"cp={self._context.axis.size}: no hidden states of (batch, tokens, features) go into or out of "
+            f"{type(module).__name__}. Use cp=1 for this model."
+        )
+
+
+class _Ends(_Hooks):
+    """Of the first and the last block of a chain."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Keep this rank's tokens of the hidden states."""
+        if self._is_idle:
+            return None
+        given, rebuilt = self._split(args, kwargs)
+        leaves, tree = tree_flatten(given)
+        place = self._stream(leaves, module)
+        leaves[place] = self._own(leaves[place])
+        shape = leaves[place].shape
+        alike = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.shape == shape]
+        if len(alike) > 1:  # modules that mix tokens could not tell it from a rank's part
+            raise ModelError(
+                f"cp={self._context.axis.size}: {type(module).__name__} takes a second tensor of the shape "
+                f"{tuple(shape)} that a rank's part of the tokens has. Pad the sequences to another length."
+            )
+        return rebuilt(tree_unflatten(leaves, tree))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """All tokens again, of which each rank goes on with its own loss."""
+        del args
+        if self._is_idle:
+            return None
+        leaves, tree = tree_flatten(output)
+        place = self._stream(leaves, module)
+        leaves[place] = self._all(leaves[place])
+        return tree_unflatten(leaves, tree)
+
+
+class _Mixer(_Hooks):
+    """Of a module that gets all tokens."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """All tokens of the hidden states, and of what else has their shape, such as a residual."""
+        if self._is_idle:
+            return None
+        given, rebuilt = self._split(args, kwargs)
+        leaves, tree = tree_flatten(given)
+        shape = leaves[self._stream(leaves, module)].shape
+        joined: dict[int, Tensor] = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape == shape:
+                if id(leaf) not in joined:
+                    joined[id(leaf)] = self._all(leaf)
+                leaves[place] = joined[id(leaf)]
+        return rebuilt(tree_unflatten(leaves, tree))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """This rank's tokens."""
+        del args
+        if self._is_idle:
+            return None
+        leaves, tree = tree_flatten(output)
+        place = self._stream(leaves, module)
+        leaves[place] = self._own(leaves[place])
+        return tree_unflatten(leaves, tree)
+
+
+class _Outer(_Hooks):
+    """Of the model and its head."""
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Whole sequences in place of this rank's part of them."""
+        if self._is_idle:
+            return None
+        signature = inspect.signature(model.forward)
+        given = dict(signature.bind(*args, **kwargs).arguments)
+        extra = given.pop(next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), ""), {})
+        given |= extra
+        tokens = {name: given[name] for name in _TOKENS if isinstance(given.get(name), Tensor)}
+        if not tokens:
+            raise ModelError(
+                f"cp={self._context.axis.size}: {type(model).__name__} is given no tokens (it is given "
+                f"{', '.join(given)}). Use cp=1 for this model."
+            )
+        lengths = {name: value.shape[1] for name, value in tokens.items()}
+        size = self._context.axis.size
+        counted = [length for name, length in lengths.items() if name.startswith("decoder_")] or [*lengths.values()]
+        self._context.length = size * counted[0]
+        for name, value in given.items():
+            if name != "labels" and _has_tokens(name, value, lengths.values()):
+                order = self._context.order(size * value.shape[1])
+                is_real = value.is_floating_point() and value.requires_grad
+                given[name] = self._all(value) if is_real else whole_sequence(value, self._context.axis, order)
+        if "use_cache" in signature.parameters:
+            given["use_cache"] = False
+        return (), given
+
+    def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> Any:
+        """This rank's tokens of the hidden states."""
+        del head
+        if self._is_idle or not args or args[0].ndim != 3 or args[0].shape[1] != self._context.length:
+            return None
+        return (self._own(args[0]), *args[1:])
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """Of what the model gives for each token, this rank's part."""
+        del model, args
+        if self._is_idle:
+            return None
+        leaves, tree = tree_flatten(output)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.ndim == 3 and leaf.shape[1] == self._context.length:
+                leaves[place] = self._own(leaf)
+        return tree_unflatten(leaves, tree)

@@ -1,0 +1,268 @@
+"""Documents of packed sequences: from an id for each token to the borders between them.
+
+B sequences, T tokens of this rank, S of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.comm.autograd import exchange_dims
+from weft.comm.collectives import all_gather, reduce_scatter
+from weft.comm.mesh import Axis
+from weft.comm.peer import start_shift
+from weft.errors import ModelError
+from weft.models.attention import repeat_heads, takes_groups
+from weft.parallel.context.kernels import (
+    CAUSAL,
+    Borders,
+    Gradients,
+    Piece,
+    Scoring,
+    Seen,
+    Sight,
+    pieces,
+    sink_gradient,
+    sum_dtype,
+)
+from weft.parallel.context.sequence_order import SequenceOrder, whole_values
+from weft.private_torch import without_modes
+
+#: The id of padding. Padded tokens see each other alone, and nothing that is trained sees them.
+PADDING = -1
+
+
+def whole_sequence(x_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> torch.Tensor:
+    """What all ranks have of a sequence, in its order; (B, S). A collective over the axis."""
+    x_BT = x_BT.contiguous()
+    parts = all_gather(x_BT, axis, out=x_BT.new_empty((axis.size, *x_BT.shape)))
+    return order.join(list(parts.unbind(0)))
+
+
+def find_borders(ids_BT: torch.Tensor, axis: Axis, order: SequenceOrder) -> tuple[Borders, ...] | None:
+    """Borders of the documents in whole sequences, from the ids of each rank's own tokens; the same on all ranks.
+
+    None where no sequence has a border inside. Where the batch came from the host, its values say them; of ids that the
+    device made, this is a collective over the axis, and the host waits for it. Raises ModelError where a document goes
+    on after another.
+    """
+    known = whole_values(ids_BT)
+    ids_BS = (whole_sequence(ids_BT.flatten(1), axis, order).cpu() if known is None else known).numpy()
+    changes = np.diff(ids_BS, axis=1)
+    if not changes.any():
+        return None
+    if (changes < 0).any():
+        for row in ids_BS:
+            _check_row(row)
+    return tuple((0, *(np.flatnonzero(change) + 1).tolist(), order.seq_len) for change in changes)
+
+
+def _check_row(row: np.ndarray) -> None:
+    """Each document is in one place; padding may be in several."""
+    starts = row[np.flatnonzero(np.diff(row, prepend=row[0] - 1))]
+    real = starts[starts != PADDING]
+    if len(np.unique(real)) != len(real):
+        ids, counts = np.unique(real, return_counts=True)
+        raise ModelError(
+            f"document_ids: document {ids[counts > 1][0]} continues after another one has begun, and a cut sequence "
+            "needs each document in one piece. Give each piece an id of its own."
+        )
+
+
+# The three ways in which a rank's queries meet the keys of the whole sequence.
+
+
+@dataclass(slots=True)
+class View:
+    """What this rank's tokens may see: their order, and the documents of each sequence (None: one each)."""
+
+    axis: Axis
+    order: SequenceOrder
+    borders: tuple[Borders, ...] | None = None
+    _pieces: dict[tuple[int | None, Sight], list[Piece]] = field(default_factory=dict)
+    _places: dict[int, Tensor] = field(default_factory=dict)
+
+    def pieces(self, source: int, sight: Sight) -> list[Piece]:
+        """What it sees of the tokens of rank `source`; found once and kept for all layers that see alike."""
+        if (source, sight) not in self._pieces:
+            mine, theirs, length = self.order.chunks(), self.order.chunks(source), self.order.chunk_len
+            self._pieces[source, sight] = pieces(mine, theirs, length, self.borders, sight)
+        return self._pieces[source, sight]
+
+    def places(self, source: int, device: torch.device) -> Tensor:
+        """Places in the sequence of the tokens of rank `source`, (T,)."""
+        if source not in self._places:
+            self._places[source] = replace(self.order, rank=source).places(device)
+        return self._places[source]
+
+    def whole(self, sight: Sight) -> list[Piece]:
+        """What all tokens of the sequence see of all."""
+        if (None, sight) not in self._pieces:
+            self._pieces[None, sight] = pieces((0,), (0,), self.order.seq_len, self.borders, sight)
+        return self._pieces[None, sight]
+
+
+def attend_cut(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None = None
+) -> Tensor:
+    """Attention over the whole sequence, of which each rank holds its own tokens; (B, H, T, C).
+
+    Values may have another width than queries and keys (multi-head latent attention); the output has that of values.
+    The narrower ones travel padded with zeros, which change no product: keys and values stay one message.
+    sink_H: a score of each head that takes a share of the weights, and has no value (attention sinks of GPT-OSS).
+    """
+    width = v_BKTC.shape[-1]
+    widest = max(width, q_BHTC.shape[-1])
+    q_BHTC, k_BKTC, v_BKTC = (_padded(x, widest) for x in (q_BHTC, k_BKTC, v_BKTC))
+    if view.order.mode == "ulysses":
+        out_BHTC = _ulysses(q_BHTC, k_BKTC, v_BKTC, scoring, view, sink_H)
+    else:
+        function = _Gather if view.order.mode == "gather" else _Ring
+        out_BHTC = function.apply(q_BHTC, k_BKTC, v_BKTC, sink_H, scoring, view)
+    return out_BHTC if width == widest else out_BHTC[..., :width]
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sink_H: Tensor | None, scoring: Scoring, view: View
+    ) -> Tensor:
+        with without_modes():
+            kv_2BKTC = torch.stack((k_BKTC, v_BKTC))
+            seen = Seen(q_BHTC, scoring, view.places(view.axis.rank, q_BHTC.device))
+            for source, kv in enumerate(_gathered(kv_2BKTC, view.axis)):
+                seen.meet(kv, view.pieces(source, scoring.sight), view.places(source, q_BHTC.device))
+            out_BHTC, lse_BHT = seen.result(sink_H)
+        ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H)
+        ctx.scoring, ctx.view = scoring, view
+        return out_BHTC
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H = ctx.saved_tensors
+        view, axis, dtype, device = ctx.view, ctx.view.axis, sum_dtype(q_BHTC.dtype), q_BHTC.device
+        all_kv = _gathered(kv_2BKTC, axis)
+        all_grads = torch.zeros_like(all_kv, dtype=dtype)
+        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scoring, view.places(axis.rank, device))
+        for source, kv in enumerate(all_kv):
+            grads.meet(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), all_grads[source])
+        own = reduce_scatter(all_grads, axis, out=torch.empty_like(kv_2BKTC, dtype=dtype))
+        return *_returned(grads, own, q_BHTC), sink_gradient(grad_BHTC, out_BHTC, lse_BHT, sink_H), None, None
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sink_H: Tensor | None, scoring: Scoring, view: View
+    ) -> Tensor:
+        with without_modes():
+            kv_2BKTC = kv = torch.stack((k_BKTC, v_BKTC))
+            axis, device = view.axis, q_BHTC.device
+            seen = Seen(q_BHTC, scoring, view.places(axis.rank, device))
+            for step in range(axis.size):
+                coming = start_shift(kv, axis) if step + 1 < axis.size else None
+                source = (axis.rank - step) % axis.size
+                seen.meet(kv, view.pieces(source, scoring.sight), view.places(source, device))
+                kv = coming.wait() if coming else kv
+            out_BHTC, lse_BHT = seen.result(sink_H)
+        ctx.save_for_backward(q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H)
+        ctx.scoring, ctx.view = scoring, view
+        return out_BHTC
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        q_BHTC, kv_2BKTC, out_BHTC, lse_BHT, sink_H = ctx.saved_tensors
+        view, axis, dtype, device = ctx.view, ctx.view.axis, sum_dtype(q_BHTC.dtype), q_BHTC.device
+        grads = Gradients(grad_BHTC, q_BHTC, out_BHTC, lse_BHT, ctx.scoring, view.places(axis.rank, device))
+        own = torch.zeros_like(kv_2BKTC, dtype=dtype)
+        kv, grad_coming = kv_2BKTC, None
+        for step in range(axis.size):
+            coming = start_shift(kv, axis) if step + 1 < axis.size else None
+            part, source = own if step == 0 else torch.zeros_like(own), (axis.rank - step) % axis.size
+            grads.meet(kv, view.pieces(source, ctx.scoring.sight), view.places(source, device), part)
+            if step:
+                # The gradient of these keys, from the ranks that they have passed, came along behind them.
+                part = part if grad_coming is None else part.add_(grad_coming.wait())
+                grad_coming = start_shift(part, axis)
+            kv = coming.wait() if coming else kv
+        if grad_coming is not None:
+            own.add_(grad_coming.wait())
+        return *_returned(grads, own, q_BHTC), sink_gradient(grad_BHTC, out_BHTC, lse_BHT, sink_H), None, None
+
+
+class _Whole(torch.autograd.Function):
+    """Attention over whole sequences on one rank, where no single call of a fused kernel gives it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHSC: Tensor, k_BKSC: Tensor, v_BKSC: Tensor, sink_H: Tensor | None, scoring: Scoring,
+        found: list[Piece],
+    ) -> Tensor:  # fmt: skip
+        with without_modes():
+            places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
+            seen = Seen(q_BHSC, scoring, places_S)
+            seen.meet((k_BKSC, v_BKSC), found, places_S)
+            out_BHSC, lse_BHS = seen.result(sink_H)
+        ctx.save_for_backward(q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS, sink_H)
+        ctx.scoring, ctx.found = scoring, found
+        return out_BHSC
+
+    @staticmethod
+    def backward(ctx: Any, grad_BHSC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+        q_BHSC, k_BKSC, v_BKSC, out_BHSC, lse_BHS, sink_H = ctx.saved_tensors
+        places_S = torch.arange(q_BHSC.shape[2], device=q_BHSC.device)
+        grads = Gradients(grad_BHSC, q_BHSC, out_BHSC, lse_BHS, ctx.scoring, places_S)
+        own = k_BKSC.new_zeros((2, *k_BKSC.shape), dtype=sum_dtype(q_BHSC.dtype))
+        grads.meet((k_BKSC, v_BKSC), ctx.found, places_S, own)
+        return *_returned(grads, own, q_BHSC), sink_gradient(grad_BHSC, out_BHSC, lse_BHS, sink_H), None, None
+
+
+def _ulysses(
+    q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, scoring: Scoring, view: View, sink_H: Tensor | None
+) -> Tensor:
+    axis = view.axis
+    if k_BKTC.shape[1] % axis.size:
+        # Fewer heads than ranks: each goes to all ranks that hold queries of its group.
+        times = axis.size // k_BKTC.shape[1]
+        k_BKTC, v_BKTC = k_BKTC.repeat_interleave(times, 1), v_BKTC.repeat_interleave(times, 1)
+    # One message for all three: the heads of each rank side by side.
+    shares = [x.unflatten(1, (axis.size, -1)) for x in (q_BHTC, k_BKTC, v_BKTC)]
+    sizes = [share.shape[2] for share in shares]
+    swapped = exchange_dims(torch.cat(shares, 2), axis, 1, 3).squeeze(1)
+    q_BHSC, k_BKSC, v_BKSC = swapped.split(sizes, 1)
+    if view.borders is None and scoring.is_usual and sink_H is None:
+        grouped = k_BKSC.shape[1] != q_BHSC.shape[1]
+        if grouped and not takes_groups(q_BHSC.device.type, q_BHSC.dtype, has_mask=False):
+            k_BKSC, v_BKSC = (repeat_heads(x, q_BHSC.shape[1]) for x in (k_BKSC, v_BKSC))
+            grouped = False
+        out_BHSC = F.scaled_dot_product_attention(
+            q_BHSC, k_BKSC, v_BKSC, is_causal=scoring.sight == CAUSAL, scale=scoring.scale, enable_gqa=grouped
+        )
+    else:
+        if scoring.drop is not None:
+            first = scoring.drop.first_head + axis.rank * q_BHSC.shape[1]
+            scoring = replace(scoring, drop=replace(scoring.drop, first_head=first))
+        if sink_H is not None:  # of this rank's heads
+            sink_H = sink_H.unflatten(0, (axis.size, -1))[axis.rank]
+        out_BHSC = _Whole.apply(q_BHSC, k_BKSC, v_BKSC, sink_H, scoring, view.whole(scoring.sight))
+    return exchange_dims(out_BHSC, axis, 2, 1)
+
+
+def _gathered(kv_2BKTC: Tensor, axis: Axis) -> Tensor:
+    """Keys and values of all ranks in order of the axis; (size, 2, B, K, T, C)."""
+    return all_gather(kv_2BKTC, axis, out=kv_2BKTC.new_empty((axis.size, *kv_2BKTC.shape)))
+
+
+def _returned(grads: Gradients, own: Tensor, q_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    grad_kv = own.to(q_BHTC.dtype)
+    return grads.q_BHTC.to(q_BHTC.dtype), grad_kv[0], grad_kv[1]

@@ -1,0 +1,121 @@
+"""Which tokens of a sequence are a rank's own, and batches cut to them.
+
+B sequences, S tokens of a whole sequence, T of them on this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.config.partitioning import chunks_of, num_chunks
+from weft.data.batches import host_values, map_tensors, parts_of, remember_host, with_parts
+from weft.errors import ModelError
+from weft.private_torch import version_of
+
+_WHOLE = "_weft_whole_values"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOrder:
+    """The place of one rank's tokens in the sequence. mode: "gather", "ring" or "ulysses"."""
+
+    mode: str
+    cp: int
+    rank: int
+    seq_len: int
+
+    @property
+    def chunk_len(self) -> int:
+        """Tokens in one chunk."""
+        return self.seq_len // num_chunks(self.mode, self.cp)
+
+    def chunks(self, rank: int | None = None) -> tuple[int, ...]:
+        """Numbers of the chunks of a rank (this one by default), in order of the sequence."""
+        return chunks_of(self.mode, self.cp, self.rank if rank is None else rank)
+
+    def places(self, device: torch.device) -> torch.Tensor:
+        """Place in the sequence of each of this rank's tokens, (T,)."""
+        length = self.chunk_len
+        parts = [torch.arange(chunk * length, (chunk + 1) * length, device=device) for chunk in self.chunks()]
+        return torch.cat(parts)
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor whose dim 1 is the sequence."""
+        length = self.chunk_len
+        parts = [x.narrow(1, chunk * length, length) for chunk in self.chunks()]
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0].contiguous()
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The whole sequence from all ranks' parts in order of the axis; dim 1 is the sequence."""
+        found: dict[int, torch.Tensor] = {}
+        for rank, part in enumerate(parts):
+            chunks = self.chunks(rank)
+            found.update(zip(chunks, part.chunk(len(chunks), 1), strict=True))
+        return torch.cat([found[chunk] for chunk in sorted(found)], 1)
+
+
+def sequence_length(batch: Any) -> int | None:
+    """Tokens in each sequence of a batch: dim 1 of its input_ids, or else of its first tensor with two dims."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[1] if batch.ndim >= 2 else None
+    parts = parts_of(batch) or []
+    if isinstance(batch, Mapping):
+        parts = [batch[name] for name in ("input_ids", "inputs_embeds") if name in batch] + parts
+    return next((length for part in parts if (length := sequence_length(part)) is not None), None)
+
+
+def cut_batch(batch: Any, order: SequenceOrder) -> Any:
+    """Return the batch with every tensor whose dim 1 is the sequence reduced to this rank's tokens.
+
+    Raises:
+        ModelError: for a mask over pairs of tokens, which has the sequence in two dims.
+    """
+    if isinstance(batch, Mapping):
+        parts = [map_tensors(functools.partial(cut_tensor, order=order, name=str(name)), batch[name]) for name in batch]
+        return with_parts(batch, parts)
+    return map_tensors(lambda tensor: cut_tensor(tensor, order), batch)
+
+
+def cut_tensor(tensor: torch.Tensor, order: SequenceOrder, name: str = "") -> torch.Tensor:
+    """Return this rank's tokens if dim 1 is the sequence, else the tensor.
+
+    Raises:
+        ModelError: for a tensor with the sequence in its last two dims. `name` is its name in the batch.
+    """
+    if tensor.ndim >= 3 and list(tensor.shape[-2:]) == [order.seq_len] * 2:
+        shape = tuple(tensor.shape)
+        if name and "mask" not in name and "bias" not in name:
+            raise ModelError(
+                f"cp={order.cp}: the last two dims of {name} {shape} both equal the sequence length {order.seq_len}, "
+                f"so Weft cannot tell an image from a mask over pairs of tokens. Use cp=1, or another length."
+            )
+        raise ModelError(
+            f"cp={order.cp}: the batch holds a mask of shape {shape} over pairs of tokens, which cannot "
+            f"be cut along the sequence. Give document_ids, or an attention_mask of shape (batch, sequence)."
+        )
+    if tensor.ndim < 2 or tensor.shape[1] != order.seq_len:
+        return tensor
+    part = order.cut(tensor)
+    values = None if tensor.is_floating_point() else host_values(tensor)
+    if values is not None:
+        remember_whole(part, values)
+        if values is not tensor:
+            remember_host(part, order.cut(values))
+    return part
+
+
+def remember_whole(part: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Say what the sequences hold, (B, S) on the host, of which a tensor is this rank's part."""
+    if values is not None and not part.is_inference():
+        setattr(part, _WHOLE, (values, version_of(part)))
+
+
+def whole_values(part: torch.Tensor) -> torch.Tensor | None:
+    """What `remember_whole` was told of the tensor; None where nobody knows it, or the tensor was written to."""
+    values, version = getattr(part, _WHOLE, (None, 0))
+    return values if values is None or version_of(part) == version else None

@@ -1,0 +1,560 @@
+"""Where a model on one rank is in its random numbers, and what its modules drop there.
+
+A number is drawn from (seed, step, module path, place), where a place is (sample of the global batch, token of the
+sequence, feature or head). So ranks that compute the same drop the same, ranks with a part of the tokens, heads or
+features drop what one process would drop there, and no cut of a batch into ranks and microbatches shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.mesh import Mesh
+from weft.data.batches import tensors_in
+from weft.data.random_state import kept_generators, seed_generators
+from weft.errors import ModelError
+from weft.memory.graph_recorder import send_numbers
+from weft.memory.opaque import Handle
+from weft.parallel.context.apply import Context
+from weft.parallel.context.kernels import AttentionDrop
+from weft.parallel.random.draws import drawing_by
+from weft.parallel.random.streams import CutPart, SampleNumbers, kept_at, key_of, rows_of_samples
+from weft.private_torch import graph_task, uncompiled
+
+#: The attribute of a batch's tensors that names their samples.
+MARK = "_weft_samples"
+#: Calls of one module in one forward of its block that a compiled block makes itself; later ones run outside of it.
+_CALLS = 4
+
+
+def marked_samples(batch: Any) -> SampleNumbers | None:
+    """Return the samples of a batch that `run.shard` gave, or None if its tensors name none."""
+    return next((found for one in tensors_in(batch) if (found := getattr(one, MARK, None)) is not None), None)
+
+
+class Drops:
+    """Where one model on one rank is in its random numbers: key of the step, samples of the microbatch.
+
+    Args:
+        mesh: of the ranks.
+        seed: of keys that nobody gives.
+        part: where the rank is in what tp cut; None: nothing was.
+        context: how cp cuts sequences; None: it does not.
+    """
+
+    def __init__(self, mesh: Mesh, seed: int, part: CutPart | None, context: Context | None):
+        self.part = part or CutPart(mesh["tp"])
+        self.sites: list[DropSite] = []
+        #: Numbers of the samples, as a tensor that compiled blocks read; None where they follow from the rank, or where
+        #: rows are no samples: then dropout runs outside of compiled blocks.
+        self.told_samples: Tensor | None = None
+        self.is_told = True
+        self._data = mesh.data
+        self._num_contexts = mesh["cp"].size
+        self.device = mesh.device
+        self._is_compiled = mesh.plan.compile
+        self._context = context
+        self._seed = seed
+        self.num_keys = 0  #: how many were asked for here
+        self._is_driven = False
+        self._key = 0
+        self._samples: SampleNumbers | None = None  # None: a rank's samples follow those of the rank before
+        self._told: int | None = None  # the key that compiled blocks have
+        self._fixed: FixedDraws | None = None
+        self._kept: contextlib.ExitStack | None = None  # the generators of the loop, during a forward of it
+        self._cp_rank = mesh["cp"].rank
+        #: Whether noise of samples may follow their numbers. Code that is recorded or compiled draws it by itself.
+        self.may_place_noise = mesh["cp"].size == 1 and not mesh.plan.compile and not mesh.plan.graphs
+        self.places_noise = False  #: Whether it does now: not in a step that was given seeds for it.
+        self._has_graphs = mesh.plan.graphs
+        self._model: weakref.ref[nn.Module] | None = None
+        self._paths: dict[int, str] = {}  # of the model's modules by id, once something is drawn
+        self._draws: dict[str, int] = {}  # how many tensors each module drew in this forward
+        self._draw_sites: dict[str, DropSite] = {}
+        self._is_replay = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Drops:
+        return self  # a copy of the model runs on the same ranks
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    @property
+    def key(self) -> int:
+        """Key of this step's numbers, equal on all ranks."""
+        return self._key
+
+    def next_key(self) -> int:
+        """Return a key from the seed and how many were asked for: for steps and forwards that nobody numbers."""
+        self.num_keys += 1
+        return key_of(self._seed, self.num_keys)
+
+    @contextlib.contextmanager
+    def microbatch(
+        self, key: int, samples: SampleNumbers | None, replayed: Mapping[str, int] | None = None
+    ) -> Iterator[None]:
+        """Let the model be given these samples of the global batch inside.
+
+        Args:
+            key: of the step.
+            samples: None: a rank's follow those of the rank before.
+            replayed: how many tensors each module had drawn when the forward began that is replayed inside; None for a
+                forward.
+        """
+        before = self._is_driven, self._key, self._samples, self._draws, self._is_replay
+        self._is_driven, self._key, self._samples = True, key, samples
+        self._draws, self._is_replay = dict(replayed or {}), replayed is not None
+        self._tell_compiled()
+        if replayed is None:
+            self.restart()
+        else:
+            self.part.is_open = False  # a block begins in front of its cut layers
+        try:
+            with drawing_by(self):
+                yield
+        finally:
+            self._is_driven, self._key, self._samples, self._draws, self._is_replay = before
+
+    @property
+    def reads_tensors(self) -> bool:
+        """Whether keys and samples are read from tensors now, because code keeps numbers: compiled, or recorded."""
+        return self._fixed is not None or torch.compiler.is_compiling()
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether they are read from memory that stays."""
+        return self._fixed is not None
+
+    @contextlib.contextmanager
+    def held(self, fixed: FixedDraws) -> Iterator[None]:
+        """Let keys and samples be read from memory that stays, inside. fixed: that memory."""
+        before = self.told_samples, self.is_told, [site.keys for site in self.sites]
+        self._fixed, self.told_samples, self.is_told = fixed, fixed.samples, True
+        for site, row in zip(self.sites, fixed.keys.unbind(), strict=True):
+            site.keys = row
+        try:
+            yield
+        finally:
+            self._fixed, (self.told_samples, self.is_told) = None, before[:2]
+            for site, row in zip(self.sites, before[2], strict=True):
+                site.keys = row
+
+    def travelling(self) -> AbstractContextManager[None]:
+        """Return what a later replay of what is computed now must run inside of."""
+        return _Replay(self, self._key, self._samples, dict(self._draws))
+
+    def name_modules(self, model: nn.Module) -> None:
+        """Use for keys of draws in forward the paths of the model's modules."""
+        self._model = weakref.ref(model)
+
+    def next_draw(self, like: Tensor, modules: Iterable[nn.Module]) -> tuple[Tensor, list[Tensor]]:
+        """Return the key of the next tensor that is drawn in forward, and the position of its elements in each dim.
+
+        Args:
+            like: a tensor of the shape that is drawn.
+            modules: whose forward draws, innermost first.
+
+        Raises:
+            ModelError: if positions do not follow from the shape, or draws cannot be counted.
+        """
+        if self._has_graphs:
+            raise ModelError("graphs=on: the model draws with weft.randn_like or a similar function. Use graphs=off.")
+        if graph_task() != -1 and not self._is_replay:
+            raise ModelError(
+                "weft.randn_like: it is called in a forward that backward replays, where draws cannot be counted. Use "
+                "recompute=full in the plan instead of torch.utils.checkpoint, and compile=off."
+            )
+        path = self._path_of(modules)
+        count = self._draws[path] = self._draws.get(path, 0) + 1
+        site = self._draw_sites.get(path)
+        if site is None:
+            site = self._draw_sites[path] = DropSite(self, path)
+        key = torch.full((), key_of(self._key, path, "draw", count), dtype=torch.int64, device=like.device)
+        return key, site.draw_positions(like)
+
+    def _path_of(self, modules: Iterable[nn.Module]) -> str:
+        """Return the path of the innermost module that is the model's own; "" outside of all."""
+        model = None if self._model is None else self._model()
+        for module in modules:
+            if id(module) not in self._paths and model is not None:
+                self._paths = {id(one): path for path, one in model.named_modules()}
+            if id(module) in self._paths:
+                return self._paths[id(module)]
+        return ""
+
+    def draw_rows(self, count: int, device: torch.device) -> Tensor:
+        """Return a number for each row of a tensor that is drawn.
+
+        Args:
+            count: of the rows.
+            device: of the numbers.
+
+        Raises:
+            ModelError: if rows do not belong to samples.
+        """
+        samples = self._samples
+        if samples is not None and not samples.is_empty and samples.rows_of_each(count) is None:
+            raise ModelError(
+                f"weft.randn_like: a tensor of {count} rows in a microbatch of {len(samples.numbers)} samples, so its "
+                "numbers cannot follow samples. Give it a tensor whose dim 0 is the samples."
+            )
+        return self.samples(count, device)
+
+    def check_draw(self, like: Tensor, is_inside: bool, is_cut: bool, is_whole: bool) -> None:
+        """Refuse a random tensor if its shape does not show which part of it this rank has.
+
+        Args:
+            like: a tensor of the shape that is drawn.
+            is_inside: the rank has a part of the features.
+            is_cut: the rank of tp has a part of the tokens.
+            is_whole: cp leaves the module all tokens.
+
+        Raises:
+            ModelError: with the field of the plan.
+        """
+        in_context = self._context is not None and self._context.in_use and not is_whole
+        field = f"tp={self.part.axis.size}" if is_inside or is_cut else f"cp={self._num_contexts}" if in_context else ""
+        if field and like.ndim != 3:
+            raise ModelError(
+                f"{field}: weft.randn_like draws a tensor of shape {tuple(like.shape)} where each rank has a part, and "
+                f"only (samples, tokens, features) shows which. Draw it in that shape, or use {field[:2]}=1."
+            )
+
+    def restart(self) -> None:
+        """Begin a forward: no call of it has been made, and no rank is inside a cut part."""
+        self.part.is_open = False
+        for site in self.sites:
+            site.calls = 0
+
+    def before_forward(self, model: nn.Module, inputs: Any) -> None:
+        """Give a training forward of the full model a key of its own, in a loop that calls no train step.
+
+        torch's generators are seeded from it too, until `after_forward`.
+        """
+        if self._is_driven or not model.training:
+            return
+        self._key, self._samples, self.places_noise = self.next_key(), marked_samples(inputs), True
+        self._tell_compiled()
+        self.restart()
+        if self._kept is None and not torch.compiler.is_compiling():
+            self._kept = contextlib.ExitStack()
+            self._kept.enter_context(kept_generators(self.device))
+            seed_generators(self.seed_at(self._key, self._samples, model))
+
+    def after_forward(self) -> None:
+        """Restore torch's generators after a forward that `before_forward` began."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+    def seed_at(self, key: int, samples: SampleNumbers | None, model: nn.Module) -> int:
+        """Return the seed of torch's generators for a microbatch, from the key of its step and its first sample.
+
+        Ranks of tp share it. Ranks of cp, which hold other tokens of the same samples, do not.
+
+        Args:
+            key: of the step.
+            samples: of the microbatch; None: not known.
+            model: whose forward draws.
+        """
+        numbers = (self._data.rank,) if samples is None else samples.numbers
+        first = min(numbers, default=-1 - self._data.rank)
+        return key_of(key, type(model).__qualname__, first, self._cp_rank) % 2**63
+
+    def _tell_compiled(self) -> None:
+        """Give compiled blocks keys and samples as tensors: numbers would be parts of their graphs."""
+        if not self._is_compiled or self._fixed is not None or not self.sites:
+            return
+        samples = self._samples
+        self.is_told = samples is None or not (samples.is_empty or samples.rows)
+        if samples is not None and self.is_told:
+            self.told_samples = samples.places(len(samples.numbers), self.device)
+        else:
+            self.told_samples = None
+        if self._told != self._key:
+            keys = self.keys_of(self._key, _CALLS)
+            for site, row in zip(self.sites, torch.tensor(keys, device=self.device).unbind(), strict=True):
+                site.keys = row  # another tensor, since the replay of an earlier forward reads the one before
+            self._told = self._key
+
+    def keys_of(self, key: int, calls: int) -> list[list[int]]:
+        """Return the keys of each site's first calls, from the step's."""
+        return [[site.key(key, call) for call in range(1, calls + 1)] for site in self.sites]
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that any site was seen to make in one forward, or may make where blocks are compiled."""
+        return _CALLS if self._is_compiled else max((site.most_calls for site in self.sites), default=0)
+
+    def samples(self, count: int, device: torch.device) -> Tensor:
+        """Return a number for each row of a tensor, from its sample's in the global batch."""
+        if self.reads_tensors and self.told_samples is not None:
+            return rows_of_samples(self.told_samples, count)
+        if self._samples is None:
+            return torch.arange(self._data.rank * count, (self._data.rank + 1) * count, device=device)
+        # Made anew for each call: a replay must run what the forward ran.
+        return self._samples.places(count, device)
+
+    def has_samples(self, count: int) -> bool:
+        """Return whether the microbatch is known to have as many samples, whose noise follows their numbers."""
+        known = self._samples is not None and len(self._samples.numbers) == count
+        return known and self.places_noise and self.may_place_noise
+
+    def rows(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
+        """Return the same of rows that are samples, or all sequences' tokens, of which a rank may have a part.
+
+        Args:
+            count: of the rows.
+            is_cut: over tp.
+            is_whole: over cp.
+            device: of the numbers.
+        """
+        context = self._context
+        in_context = context is not None and context.in_use and not is_whole
+        sequences = self._num_sequences() if is_cut or in_context else 0
+        if not sequences or count % sequences or (count == sequences and not is_cut):
+            return self.samples(count, device)
+        here = self.tokens(count // sequences, is_cut, is_whole, device)
+        cuts = (self.part.axis.size if is_cut else 1) * (self._num_contexts if in_context else 1)
+        return self.samples(count * cuts, device).view(sequences, -1)[:, here].flatten()
+
+    def _num_sequences(self) -> int:
+        """Of the microbatch; 0 where it cannot be told."""
+        if self.part.sequences:
+            return self.part.sequences
+        if self.reads_tensors and self.told_samples is not None:
+            return len(self.told_samples)
+        return len(self._samples.numbers) if self._samples is not None and not self._samples.rows else 0
+
+    def sees_whole(self, path: str) -> bool:
+        """Return whether cp leaves a module all tokens."""
+        return self._context is not None and self._context.sees_whole(path)
+
+    def tokens(self, count: int, is_cut: bool, is_whole: bool, device: torch.device) -> Tensor:
+        """Return the places in the sequence of this rank's tokens.
+
+        Args:
+            count: of the tokens that are here.
+            is_cut: over tp, as between cut layers under sp.
+            is_whole: over cp, where the module gets all tokens.
+            device: of the places.
+        """
+        tp = self.part.axis
+        whole = count * tp.size if is_cut else count
+        context = self._context
+        if context is not None and context.in_use and not is_whole:
+            places = context.places(whole, device)
+        else:
+            places = torch.arange(whole, device=device)
+        return places.narrow(0, tp.rank * count, count) if is_cut else places
+
+
+class _Replay:
+    """Context of a replayed forward; may be entered again, for a second backward.
+
+    Args:
+        drops: the model's random numbers.
+        key: the step's key.
+        samples: the microbatch's samples.
+        draws: how many tensors each module had drawn when the forward began.
+    """
+
+    def __init__(self, drops: Drops, key: int, samples: SampleNumbers | None, draws: Mapping[str, int]):
+        self._drops, self._state = drops, (key, samples, draws)
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        context = self._drops.microbatch(*self._state)
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+class DropSite:
+    """Where one module drops. path: its name."""
+
+    def __init__(self, drops: Drops, path: str):
+        self.calls = self.most_calls = 0
+        self.keys: Tensor | None = None  # of the first calls, for code that keeps numbers
+        self.handle = Handle()  # of attention, for compiled blocks
+        self.is_sequence_first = False  # its inputs are (tokens, samples, features)
+        self.packed_order: Tensor | None = None  # of the packed sequences that it runs now: the sample of each row
+        self._drops = drops  # None once the module went through a pickle: then it is a plain one
+        self._path = path
+        self._cuts_tokens = drops.part.sees_cut_tokens(path)  # each rank of tp has a part of them
+        self._sees_all = drops.part.sees_all(path)
+        self._sees_whole = drops.sees_whole(path)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the module was unpickled, away from the ranks it was laid over."""
+        return self._drops is None
+
+    def key(self, key: int, call: int) -> int:
+        """Of one call in a forward of the block around it, from the step's."""
+        return key_of(key, self._path, call)
+
+    def _next_key(self) -> int:
+        if self.calls >= self.most_calls and graph_task() >= 0:
+            self.calls = 0  # a replay by torch's checkpoint, which begins no block
+        self.calls += 1
+        self.most_calls = max(self.most_calls, self.calls)
+        if self._drops.is_fixed:
+            raise ModelError(
+                f"graphs=on: {self._path} drops more often in one forward than in those before, and a graph reads one "
+                "key for each call that it has seen. Use graphs=off."
+            )
+        return self.key(self._drops.key, self.calls)
+
+    def drop(self, x: Tensor, rate: float) -> Tensor:
+        """Set elements of x to zero, each with probability `rate`, and scale the others up. Return the same shape.
+
+        x: (samples, features), (samples, tokens, features) or (samples, heads, queries, keys), as parts of the whole.
+        """
+        if rate >= 1:
+            return x * 0.0
+        if x.ndim == 1:
+            return self.drop(x[:, None], rate)[:, 0]
+        if self.is_sequence_first and x.ndim > 2:
+            return self._drop_in_order(x.transpose(0, 1), rate).transpose(0, 1)
+        return self._drop_in_order(x, rate)
+
+    def keep(self, shape: Sequence[int], rate: float, device: torch.device) -> Tensor:
+        """Return which elements of such a shape stay, bool. Not for compiled code.
+
+        Args:
+            shape: of x in `drop`.
+            rate: the probability that one goes.
+            device: of the result.
+        """
+        if rate >= 1:
+            return torch.zeros(shape, dtype=torch.bool, device=device)
+        if len(shape) == 1:
+            return self.keep((*shape, 1), rate, device)[:, 0]
+        if self._drops.reads_tensors and self.is_told:
+            return self._keep(shape, rate, self._told_key())
+        return self._keep(shape, rate, torch.full((), self._next_key(), dtype=torch.int64, device=device))
+
+    def drop_packed(self, values: Tensor, batch_sizes: Tensor, rate: float) -> Tensor:
+        """Drop values of packed sequences where `drop` would drop those of padded ones.
+
+        Args:
+            values: of nn.utils.rnn.PackedSequence, (tokens of all samples, features).
+            batch_sizes: samples that have a token at each position of the sequence.
+            rate: the probability that one goes.
+        """
+        sizes = batch_sizes.tolist()
+        kept = self.keep((sizes[0], len(sizes), values.shape[1]), rate, values.device)
+        places = torch.arange(len(sizes)).repeat_interleave(batch_sizes).to(values.device)
+        rows = torch.cat([torch.arange(size) for size in sizes]).to(values.device)
+        rows = rows if self.packed_order is None else self.packed_order[rows]
+        return torch.where(kept[rows, places], values * (1.0 / (1.0 - rate) if rate < 1 else 0.0), 0.0)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the next call finds its key in a tensor."""
+        return self.keys is not None and self.calls < len(self.keys) and self._drops.is_told
+
+    def _told_key(self) -> Tensor:
+        assert self.keys is not None
+        self.calls += 1
+        return self.keys[self.calls - 1]
+
+    def _drop_in_order(self, x: Tensor, rate: float) -> Tensor:
+        if not self._drops.reads_tensors or not self.is_told:
+            return self._drop_by_number(x, rate)
+        return self._drop(x, rate, self._told_key())
+
+    @uncompiled
+    def _drop_by_number(self, x: Tensor, rate: float) -> Tensor:
+        return self._drop(x, rate, torch.full((), self._next_key(), dtype=torch.int64, device=x.device))
+
+    def _drop(self, x: Tensor, rate: float, key: Tensor) -> Tensor:
+        return torch.where(self._keep(x.shape, rate, key), x * (1.0 / (1.0 - rate)), 0.0)
+
+    def _keep(self, shape: Sequence[int], rate: float, key: Tensor) -> Tensor:
+        drops, device = self._drops, key.device
+        places = [torch.arange(size, device=device) for size in shape]
+        is_inside = drops.part.is_open and not self._sees_all
+        is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
+        if len(shape) == 2:
+            places[0] = drops.rows(shape[0], is_cut, self._sees_whole, device)
+        else:
+            places[0] = drops.samples(shape[0], device)
+        if is_inside:
+            own = 1 if len(shape) > 3 else len(shape) - 1
+            places[own] = places[own] + drops.part.axis.rank * shape[own]
+        # What all heads share has a dim of 1 for them.
+        if len(shape) == 3 or (len(shape) == 4 and shape[1] == 1):
+            places[-2] = drops.tokens(shape[-2], is_cut, self._sees_whole, device)
+        return kept_at(key, places, rate)
+
+    def key_of_noise(self, shape: Sequence[int]) -> int | None:
+        """Return the key of the next call that draws noise, or None if its rows are no samples of full tensors."""
+        if not shape or not self._drops.has_samples(shape[0]) or self._cuts_tokens or self._drops.part.is_open:
+            return None
+        return self._next_key()
+
+    def rows(self, count: int, device: torch.device) -> Tensor:
+        """Return the numbers of the microbatch's samples, int64 (count,)."""
+        return self._drops.samples(count, device)
+
+    def draw_positions(self, x: Tensor) -> list[Tensor]:
+        """Return the positions of a random tensor's elements, for each dim. x: (samples, ...)."""
+        drops = self._drops
+        is_inside = drops.part.is_open and not self._sees_all
+        is_cut = self._cuts_tokens and not is_inside and not drops.part.is_whole
+        drops.check_draw(x, is_inside, is_cut, self._sees_whole)
+        places = [torch.arange(size, device=x.device) for size in x.shape]
+        if places:
+            places[0] = drops.draw_rows(x.shape[0], x.device)
+        if x.ndim == 3:
+            places[1] = drops.tokens(x.shape[1], is_cut, self._sees_whole, x.device)
+        if is_inside:
+            places[-1] = places[-1] + drops.part.axis.rank * x.shape[-1]
+        return places
+
+    def attention(self, rate: float, num_samples: int, num_heads: int, device: torch.device) -> AttentionDrop:
+        """What a call of attention drops of its weights. num_heads: of this rank."""
+        part = self._drops.part
+        first_head = part.axis.rank * num_heads if part.is_open else 0
+        is_told = self.is_told if self._drops.is_fixed else torch.compiler.is_compiling()
+        key = self._told_key() if is_told else self._next_key()
+        return AttentionDrop(rate, key, self._drops.samples(num_samples, device), first_head)
+
+
+class FixedDraws:
+    """Memory that a recording reads what it drops by: keys of the sites' calls, and numbers of the samples.
+
+    Args:
+        drops: of the model.
+        samples: of a microbatch, which all that are replayed have as many of.
+    """
+
+    def __init__(self, drops: Drops, samples: SampleNumbers):
+        device, self._calls = drops.device, max(1, drops.num_calls)
+        self._drops = drops
+        self.keys = torch.zeros((len(drops.sites), self._calls), dtype=torch.int64, device=device)
+        self.samples = torch.zeros(len(samples.numbers), dtype=torch.int64, device=device)
+        self._sent: int | None = None  # the key that is there
+
+    def fill(self, key: int, samples: SampleNumbers) -> None:
+        """Let the next replay drop as a microbatch does.
+
+        Args:
+            key: of the step.
+            samples: of the microbatch.
+        """
+        if key != self._sent:
+            send_numbers(self._drops.keys_of(key, self._calls), self.keys)
+            self._sent = key
+        send_numbers(list(samples.numbers), self.samples)

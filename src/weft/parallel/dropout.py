@@ -1,0 +1,198 @@
+"""Modules that drop by position, in the place of those that a model came with.
+
+nn.Dropout modules get a subclass. In modules that drop by functions (F.dropout, F.scaled_dot_product_attention) a mode
+replaces these calls. Attention with dropout then runs in plain arithmetic, since no fused kernel takes such numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from weft.comm.mesh import Mesh
+from weft.memory.opaque import Opaque
+from weft.models.inspect.blocks import become, repeated_blocks
+from weft.parallel.context.context import context_of
+from weft.parallel.drop_state import Drops, DropSite
+from weft.parallel.dropout_calls import (
+    CHANNEL_DROPOUTS,
+    ByPosition,
+    attend_dropping,
+    calls_dropout,
+    draws_noise,
+    recomputes_itself,
+)
+from weft.parallel.random.streams import cut_part_of, drops_itself
+from weft.private_torch import uncompiled
+
+_ATTRIBUTE = "_weft_drops"
+
+
+class _Hook:
+    """Hook of the full model. An object, since copies of a module copy its hooks."""
+
+    def __init__(self, drops: Drops | None):
+        self._drops = drops
+
+
+class _Begin(_Hook):
+    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._drops is not None:
+            self._drops.before_forward(model, [args, kwargs])
+
+
+class _End(_Hook):
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        del model, args, output
+        if self._drops is not None:
+            self._drops.after_forward()
+
+
+class PositionDropout(nn.Module):
+    """nn.Dropout by position."""
+
+    _weft_site: DropSite
+    inplace: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape."""
+        rate: Any = self.p
+        if not self.training or rate == 0 or self._weft_site.is_plain:
+            return super().forward(x)
+        dropped = self._weft_site.drop(x, rate)
+        return x.copy_(dropped) if self.inplace else dropped
+
+
+class FunctionalDropout(nn.Module):
+    """A module whose forward drops by functions: in training they go by position."""
+
+    _weft_site: DropSite
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of its own class."""
+        site = self._weft_site
+        if not self.training or site.is_plain:
+            return super().forward(*args, **kwargs)
+        if torch.compiler.is_compiling() and not (site.is_told and site.handle.is_open):
+            return self._uncompiled(*args, **kwargs)
+        with ByPosition(site):
+            return super().forward(*args, **kwargs)
+
+    @uncompiled
+    def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        return FunctionalDropout.forward(self, *args, **kwargs)
+
+
+class UncompiledDropout(FunctionalDropout):
+    """A layer of torch that drops inside: it runs outside of compiled code."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of its own class."""
+        if torch.compiler.is_compiling() and self.training and not self._weft_site.is_plain:
+            return self._uncompiled(*args, **kwargs)
+        return super().forward(*args, **kwargs)
+
+
+class NoisyModule(nn.Module):
+    """A module that draws noise: in training that of samples follows their numbers."""
+
+    _weft_site: DropSite
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of its own class."""
+        if not self.training or self._weft_site.is_plain or torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        with ByPosition(self._weft_site):
+            return super().forward(*args, **kwargs)
+
+
+class RecurrentDropout(UncompiledDropout):
+    """A recurrent network with dropout between its layers."""
+
+    def forward(self, input: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of its own class."""
+        if not self._weft_site.is_plain:
+            self._weft_site.packed_order = input.sorted_indices if isinstance(input, PackedSequence) else None
+        return super().forward(input, *args, **kwargs)
+
+
+class DroppingBlock(nn.Module):
+    """A block with dropout in it: its calls are counted anew in each forward, so that a replay counts alike."""
+
+    _weft_sites: list[DropSite]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What its own class computes."""
+        for site in self._weft_sites:
+            site.calls = 0
+        return super().forward(*args, **kwargs)
+
+
+def hold_dropped_attention(model: nn.Module, recomputes: bool) -> None:
+    """Let compiled blocks hold attention that drops as one operator each. Call it before they are compiled."""
+    sites = [module._weft_site for module in model.modules() if isinstance(module, FunctionalDropout)]
+    if sites:
+        opaque = Opaque(is_attention=True, recomputes=recomputes)
+        for site in sites:
+            site.handle = opaque.handle(attend_dropping, site)
+
+
+def follow_positions(model: nn.Module, mesh: Mesh, seed: int = 0) -> Drops:
+    """Make what the model drops, and draws with weft.randn_like, follow positions in training. In place.
+
+    Call it when the model has been cut, before recompute. Other random numbers that a forward draws come from torch's
+    generators, which are seeded for each microbatch.
+
+    Args:
+        model: with modules that drop, or without.
+        mesh: of the ranks.
+        seed: of steps and forwards without a key.
+    """
+    drops = Drops(mesh, seed, cut_part_of(model), context_of(model))
+    drops.name_modules(model)
+    known, noisy = dict[tuple[type, bool], bool](), dict[tuple[type, bool], bool]()
+    kinds: dict[str, type[nn.Module]] = {}
+    for path, module in model.named_modules():
+        kind = NoisyModule
+        if drops_itself(module) or calls_dropout(module, known):
+            kind = _kind_of(module)
+        elif not drops.may_place_noise or not draws_noise(module, noisy):
+            continue
+        if kind not in (FunctionalDropout, NoisyModule) or not recomputes_itself(module):
+            kinds[path] = kind
+    by_module: dict[nn.Module, DropSite] = {}
+    for path, kind in kinds.items():
+        module, site = model.get_submodule(path), DropSite(drops, path)
+        become(module, kind, site=site)
+        by_module[module] = site
+        drops.sites.append(site)
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            for module in layer.modules():
+                if isinstance(module, nn.Dropout) and module in by_module:
+                    by_module[module].is_sequence_first = not layer.self_attn.batch_first
+    for block in (repeated_blocks(model) or {"": model}).values():
+        sites = [by_module[module] for module in block.modules() if module in by_module]
+        if sites:
+            become(block, DroppingBlock, sites=sites)
+        block.__dict__["_weft_travels"] = drops
+    model.register_forward_pre_hook(_Begin(drops), with_kwargs=True)
+    model.register_forward_hook(_End(drops), always_call=True)
+    setattr(model, _ATTRIBUTE, drops)
+    return drops
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module]:
+    if type(module).forward is nn.Dropout.forward:
+        return PositionDropout
+    if isinstance(module, nn.RNNBase):
+        return RecurrentDropout
+    return UncompiledDropout if isinstance(module, (nn.MultiheadAttention, *CHANNEL_DROPOUTS)) else FunctionalDropout
+
+
+def drops_of(model: nn.Module) -> Drops | None:
+    """Return what `follow_positions` made for this model, or None for a model that was not parallelized."""
+    return getattr(model, _ATTRIBUTE, None)

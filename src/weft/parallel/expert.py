@@ -1,0 +1,479 @@
+"""The auxiliary loss for routers of Hugging Face: by sequence, as the project's own, so that no plan changes it.
+
+Transformers adds its loss (`output_router_logits`) to what the model computes itself, over one rank's microbatch and
+all layers together. Here it enters in backward at each router's weights (docs/adr/0010), with every loss function. For
+one layer and one sequence the two are the same number.
+
+B sequences, T tokens, M = B T, D model width, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.autograd import exchange, gather_slice, slice_to, sum_over
+from weft.comm.collectives import all_gather, start_all_reduce
+from weft.comm.mesh import Axis, Mesh
+from weft.comm.pending import Pending
+from weft.config.layout import Layout
+from weft.errors import ModelError
+from weft.models.experts import (
+    Experts,
+    Load,
+    Router,
+    Span,
+    attach,
+    combine_rows,
+    count_tokens,
+    grouped_linear,
+    move_bias,
+    permute_rows,
+    routers,
+    sequence_loss,
+    sort_by_expert,
+    spread_rows,
+    told_ends,
+)
+from weft.models.inspect import hugging_face, layers
+from weft.models.inspect.blocks import become
+from weft.parallel.layers.index_check import StandIn
+from weft.parallel.state.placement import Placement
+from weft.private_torch import uncompiled, without_modes
+
+
+class ForeignRouter(nn.Module):
+    """A router that gives (logits, weights of the chosen experts, their ids), each of M rows.
+
+    span, aux_scale, load: as of `weft.models.experts.Router`. rows: samples of the layer's input, set before each
+    forward.
+    """
+
+    load: Load
+    span: Span
+    aux_scale: float | Tensor | None
+    rows: int
+    _weft_rate: float
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What its own class gives; in backward the weights send a gradient to the loss of balance."""
+        logits_ME, weights_MK, ids_MK = super().forward(*args, **kwargs)
+        if not self.training or not torch.is_grad_enabled():
+            return logits_ME, weights_MK, ids_MK
+        probs_BTE = logits_ME.to(torch.promote_types(logits_ME.dtype, torch.float32)).softmax(-1)
+        probs_BTE, ids_BTK = (x.unflatten(0, (self.rows, -1)) for x in (probs_BTE, ids_MK))
+        tokens_BE = count_tokens(ids_BTK, probs_BTE.shape[-1])
+        aux_sum = sequence_loss(tokens_BE, probs_BTE, ids_MK.shape[-1], self.span)
+        scale = self._weft_rate * (1 / ids_MK.shape[0] if self.aux_scale is None else self.aux_scale)
+        return logits_ME, attach(weights_MK, aux_sum, scale, tokens_BE.sum(0), self.load), ids_MK
+
+
+class _Rows:
+    """Hook of the layer around a router, which flattens its samples. An object, since copies copy hooks."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        hidden_BTD = args[0] if args else next(iter(kwargs.values()))
+        getattr(layer, self._name).rows = hidden_BTD.shape[0]
+
+
+def balance_routers(model: nn.Module, rate: float) -> int:
+    """Give the routers of a Hugging Face model the auxiliary loss, in place and before `parallelize`.
+
+    rate: what their config calls router_aux_loss_coef; the loss is the mean over layers of K times the sequence-wise
+    one. Returns the number of routers.
+
+    Raises:
+        ModelError: for a model without such routers.
+    """
+    paths = [path.rpartition(".")[0] for path, _ in layers.find_experts(model)]
+    around = [model.get_submodule(path) for path in paths]
+    found = [
+        (layer, name)
+        for layer in around
+        for name in ("gate", "router")
+        if hugging_face.is_router(getattr(layer, name, None))
+    ]
+    if not found:
+        raise ModelError(
+            f"balance_rate={rate}: {type(model).__name__} has no routers beside its experts that give (logits, "
+            f"weights, ids). Leave balance_rate out; Weft's own models have model.balance."
+        )
+    for layer, name in found:
+        router: Any = getattr(layer, name)
+        become(router, ForeignRouter, rate=rate * router.top_k / len(found))
+        router.load, router.span, router.aux_scale = Load(router.weight.shape[0]), Span(), None
+        layer.register_forward_pre_hook(_Rows(name), with_kwargs=True)
+    return len(found)
+
+
+# Balancing of experts over all ranks: sequences that lie on several of them, and the step of the selection bias.
+
+
+class TokenOrder(Protocol):
+    """Which tokens of whole sequences this rank has."""
+
+    def cut(self, x: Tensor) -> Tensor:
+        """(B, T, ...) to this rank's (B, S, ...)."""
+        ...
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """(B, S, ...) of each rank to (B, T, ...)."""
+        ...
+
+
+class CutSequences(Protocol):
+    """Sequences that lie on several ranks of `axis`, while `in_use`."""
+
+    axis: Axis
+    in_use: bool
+
+    def order(self, seq_len: int) -> TokenOrder:
+        """Where this rank's tokens are in whole sequences of that length."""
+        ...
+
+
+class DividedSpan(Span):
+    """Sequences divided over cp while they are cut, and under sequence parallelism each part over tp."""
+
+    def __init__(self, context: CutSequences | None, tp: Axis):
+        self._context, self._tp = context, tp
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Span:
+        return Span()  # a copy of the model is a plain one
+
+    @property
+    def num_parts(self) -> int:
+        return self._tp.size * (self._cut.axis.size if self._cut else 1)
+
+    def sum(self, x_BE: Tensor) -> Tensor:
+        x_BE = sum_over(x_BE, self._tp)
+        return sum_over(x_BE, self._cut.axis) if self._cut else x_BE
+
+    def whole(self, ids_BTK: Tensor) -> Tensor:
+        part = torch.cat(_gathered(ids_BTK, self._tp), 1)
+        if not self._cut:
+            return part
+        axis = self._cut.axis
+        return self._cut.order(part.shape[1] * axis.size).join(_gathered(part, axis))
+
+    def part(self, x_BSK: Tensor) -> Tensor:
+        if self._cut:
+            x_BSK = self._cut.order(x_BSK.shape[1]).cut(x_BSK)
+        share = x_BSK.shape[1] // self._tp.size
+        return x_BSK.narrow(1, self._tp.rank * share, share)
+
+    @property
+    def _cut(self) -> CutSequences | None:
+        return self._context if self._context is not None and self._context.in_use else None
+
+
+def divide_sequences(model: nn.Module, mesh: Mesh, context: CutSequences | None) -> None:
+    """Tell routers that sequences lie on several ranks, where cp or sp divides them. After these were applied.
+
+    Args:
+        model: with or without routers.
+        mesh: of the ranks.
+        context: how cp cuts sequences; None where it does not.
+    """
+    tp = mesh["tp"] if mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
+    if context is not None or tp.size > 1:
+        for router in balanced_routers(model):
+            router.span = DividedSpan(context, tp)
+
+
+def _gathered(x: Tensor, axis: Axis) -> list[Tensor]:
+    return [x] if axis.size == 1 else list(all_gather(x.contiguous(), axis).view(axis.size, *x.shape))
+
+
+def balanced_routers(model: nn.Module) -> Iterator[Router | ForeignRouter]:
+    """Yield routers that count what they choose: the project's, and those that `balance_routers` was called for."""
+    return (module for module in model.modules() if isinstance(module, Router | ForeignRouter))
+
+
+class ExpertBalance:
+    """What a training step does for the routers of a model; nothing for a model without."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh):
+        self._routers = list(balanced_routers(model))
+        self._biased = [router for router in routers(model) if router.bias_ppm is not None]
+        names = ("dp_replicate", "dp_shard", "cp", *(("tp",) if mesh.plan.sp else ()))
+        self._axis = mesh[names] if self._biased else None
+        self._pending: Pending | None = None
+
+    def begin(self, scale: float | Tensor) -> None:
+        """Begin a step. scale: of the gradient of a loss that is summed over tokens."""
+        self._pending = None
+        for router in self._routers:
+            router.aux_scale = scale
+            router.load.clear()
+
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Count nothing of what is forwarded inside: no loss of balance in its backward, no tokens of it."""
+        before = [(router, router.aux_scale, router.load) for router in self._routers]
+        for router, _, load in before:
+            router.aux_scale, router.load = 0.0, Load(load.num_experts)
+        try:
+            yield
+        finally:
+            for router, scale, load in before:
+                router.aux_scale, router.load = scale, load
+
+    def start(self) -> None:
+        """Begin to add up the ranks' counts, after the last backward. All ranks call it."""
+        if self._axis is not None:
+            self._pending = start_all_reduce(torch.stack([_tokens(router) for router in self._biased]), self._axis)
+
+    def finish(self, *, moved: bool | Tensor) -> None:
+        """Move the biases at the end of a step where the weights moved. A skipped step leaves them.
+
+        moved: a 0-d bool of the device where the host does not know it yet.
+        """
+        if self._pending is None:
+            return
+        counted = self._pending.wait()
+        self._pending = None
+        for router, tokens_E in zip(self._biased, counted.unbind(), strict=True):
+            assert router.bias_ppm is not None
+            if isinstance(moved, Tensor):
+                tokens_E = tokens_E * moved  # as if no token had gone anywhere: no expert had more than another
+            if not isinstance(moved, bool) or moved:
+                move_bias(router.bias_ppm, tokens_E, router.spec.balance_rate)
+
+
+def _tokens(router: Router) -> Tensor:
+    counted = router.load.tokens_E
+    assert router.bias_ppm is not None
+    return torch.zeros_like(router.bias_ppm) if counted is None else counted
+
+
+# Expert parallelism: the experts of a layer are divided among the ranks of ep, and tokens travel to them and back.
+
+#: What an expert of this rank gives for rows in order of the experts: (rows (N, D), number of rows up to each).
+Run = Callable[[Tensor, Tensor], Tensor]
+_COUNT = "num_experts"  # as modules of experts call it
+
+
+def spread_experts(model: nn.Module, mesh: Mesh, layout: Layout | None = None) -> dict[str, Placement]:
+    """Let each rank keep its experts, in place. Returns how the parameters of experts are placed now.
+
+    Args:
+        model: whole, or a stage.
+        mesh: its ep and tp.
+        layout: modules whose style is `expert` are spread too, besides those that are known by themselves.
+
+    Raises:
+        ModelError: where the plan asks for experts and the model has none, or they cannot be divided.
+    """
+    ep, tp = mesh["ep"], mesh["tp"]
+    found = dict(layers.find_experts(model, layout))
+    if not found:
+        if not any(isinstance(module, StandIn) for module in model.modules()):
+            expect_experts(model, layout, ep.size)
+        return {}
+    if ep.size == 1 and tp.size == 1:
+        return {}
+    whole_tokens = tp if not mesh.plan.sp else Axis("tp", 1, 0, (mesh.rank,))
+    placements: dict[str, Placement] = {}
+    for path, experts in found.items():
+        placements.update(_keep_own(path, experts, ep))
+        spread = Spread(ep, whole_tokens, layers.num_experts(path, experts) * ep.size, hides=mesh.plan.zero == 3)
+        _refuse_spread(experts)
+        become(experts, SpreadExperts, _members, spread=spread)
+    return placements
+
+
+def expect_experts(model: nn.Module, layout: Layout | None, ep: int) -> None:
+    """Refuse a plan that divides experts where the model has none.
+
+    Args:
+        model: the whole; a stage may well have none.
+        layout: modules whose style is `expert` hold some too.
+        ep: ranks that divide them.
+
+    Raises:
+        ModelError: where ep is above 1 and there are none.
+    """
+    if ep > 1 and next(layers.find_experts(model, layout), None) is None:
+        raise ModelError(
+            f"ep={ep}: the model {type(model).__name__} has no experts. Use ep=1, or name its modules of stacked "
+            f"experts in a layout, such as blocks.*.mlp.experts=expert."
+        )
+
+
+def _keep_own(path: str, experts: nn.Module, ep: Axis) -> dict[str, Placement]:
+    """Replace parameters by this rank's experts of them."""
+    count = layers.num_experts(path, experts)
+    if count % ep.size:
+        legal = [str(size) for size in range(1, count + 1) if count % size == 0]
+        raise ModelError(
+            f"ep={ep.size}: {path!r} has {count} experts, and {count} is not a multiple of {ep.size}. "
+            f"Use ep={', '.join(legal[:-1])} or {legal[-1]}."
+        )
+    placement = Placement(cut=("ep",))
+    placements: dict[str, Placement] = {}
+    for name, whole in list(experts.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        part = placement.local(whole.detach(), ep.rank, ep.size).clone() if ep.size > 1 else whole.detach()
+        setattr(experts.get_submodule(owner), last, nn.Parameter(part, requires_grad=whole.requires_grad))
+        placements[f"{path}.{name}"] = placement
+    if isinstance(getattr(experts, _COUNT, None), int):
+        setattr(experts, _COUNT, count // ep.size)
+    return placements
+
+
+class Traffic(NamedTuple):
+    """Rows between this rank and the others of ep.
+
+    send, receive: rows to and from each. most: the most between any two. by_source: on the device, rows from each rank
+    for each of this rank's experts, (ep, L).
+    """
+
+    send: list[int]
+    receive: list[int]
+    most: int
+    by_source: Tensor
+
+
+def count_traffic(ends_E: Tensor, ep: Axis) -> Traffic:
+    """Tell all ranks of ep how many rows go where. ends_E: of this rank's rows in order of all experts."""
+    counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
+    # All ranks' counts, and not only those for this one: a few kilobytes save the ranks asking for the largest.
+    table = all_gather(counts_E, ep).view(ep.size, ep.size, -1)  # from, to, expert there
+    # The host must know how much it sends and receives: the one wait for the device in this layer.
+    between = table.cpu().long().sum(2)
+    send, receive = between[ep.rank].tolist(), between[:, ep.rank].tolist()
+    return Traffic(send, receive, int(between.max()), table[:, ep.rank].long())
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How one module's tokens reach their experts.
+
+    tp: ranks that come with the same tokens (size 1: none does). hides: selective recompute sees nothing of the module,
+    and so makes all of it again. Under zero=3 experts are units of their own inside of their block, whose gathering
+    makes other operations in a replay than it did before, and torch refuses that.
+    """
+
+    ep: Axis
+    tp: Axis
+    num_experts: int
+    hides: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+        return self  # a copy of the module runs on the same ranks
+
+    def __call__(self, run: Run, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor, drops: bool) -> Tensor:
+        """Weighted sum of what each token's experts give; (M, D)."""
+        if self.tp.size == 1:
+            return self._travel(run, x_MD, ids_MK, weights_MK, drops)
+        num_tokens = x_MD.shape[0]
+        rest = -num_tokens % self.tp.size
+        if rest:  # tokens that weigh nothing make the ranks' parts equal
+            x_MD, weights_MK = (torch.cat((part, part.new_zeros(rest, part.shape[1]))) for part in (x_MD, weights_MK))
+            ids_MK = torch.cat((ids_MK, ids_MK[:1].expand(rest, -1)))
+        share = ids_MK.shape[0] // self.tp.size
+        own = ids_MK.narrow(0, self.tp.rank * share, share)
+        x_MD, weights_MK = slice_to(x_MD, self.tp, 0), slice_to(weights_MK, self.tp, 0)
+        return gather_slice(self._travel(run, x_MD, own, weights_MK, drops), self.tp, 0)[:num_tokens]
+
+    def _travel(self, run: Run, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor, drops: bool) -> Tensor:
+        order = sort_by_expert(ids_MK, self.num_experts, drops)
+        rows_RD = spread_rows(x_MD, order)
+        if self.ep.size == 1:
+            return combine_rows(run(rows_RD, order.ends_E), weights_MK, order)
+        traffic = count_traffic(order.ends_E, self.ep)
+        arrived_ND = exchange(rows_RD, self.ep, traffic.send, traffic.receive, traffic.most)
+        index_N, inverse_N, ends_L = _by_expert(traffic.by_source, sum(traffic.receive))
+        out_ND = permute_rows(run(permute_rows(arrived_ND, index_N, inverse_N), ends_L), inverse_N, index_N)
+        back_RD = exchange(out_ND, self.ep, traffic.receive, traffic.send, traffic.most)
+        return combine_rows(back_RD, weights_MK, order)
+
+
+def _by_expert(by_source: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows arrive by rank and then by expert: the index that orders them by expert, its inverse, and the ends.
+
+    by_source: rows from each rank for each of this rank's experts, (ep, L), whose sum is num_rows.
+    """
+    num_ranks, num_here = by_source.shape
+    device = by_source.device
+    experts_N = torch.arange(num_here, device=device).repeat(num_ranks)
+    # With its size told, the device computes all this while the host goes on.
+    experts_N = experts_N.repeat_interleave(by_source.flatten(), output_size=num_rows)
+    index_N = experts_N.argsort(stable=True)
+    inverse_N = torch.empty_like(index_N).scatter_(0, index_N, torch.arange(num_rows, device=device))
+    return index_N, inverse_N, by_source.sum(0).cumsum(0).to(torch.int32)
+
+
+class StackedGated(Protocol):
+    """Hugging Face's common form of stacked experts."""
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
+    def _apply_gate(self, gate_up_out: Tensor) -> Tensor: ...
+
+
+def _run_gated(experts: StackedGated, rows_ND: Tensor, ends_L: Tensor) -> Tensor:
+    ends = told_ends(ends_L, experts.gate_up_proj, experts.down_proj)
+    hidden_NF = experts._apply_gate(grouped_linear(rows_ND, experts.gate_up_proj, ends))
+    return grouped_linear(hidden_NF, experts.down_proj, ends)
+
+
+def _run_plain(experts: nn.Module, plain: Callable[..., Tensor], rows_ND: Tensor, ends_L: Tensor) -> Tensor:
+    """The class's own forward, with one expert for each row, of weight 1."""
+    if not rows_ND.shape[0]:
+        return rows_ND  # many have no gradient for nothing, and the exchange back needs one
+    ids_N = torch.searchsorted(
+        ends_L, torch.arange(rows_ND.shape[0], device=ends_L.device, dtype=torch.int32), right=True
+    )
+    return plain(experts, rows_ND, ids_N[:, None], rows_ND.new_ones(rows_ND.shape[0], 1))
+
+
+class SpreadExperts(nn.Module):
+    """Base of the classes that modules of experts are given; beside it stands their own."""
+
+    _weft_spread: Spread
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._weft_spread.hides:
+            return super().__call__(*args, **kwargs)
+        with without_modes():
+            return super().__call__(*args, **kwargs)
+
+
+def _refuse_spread(experts: nn.Module) -> None:
+    if isinstance(experts, SpreadExperts):
+        kind = type(experts).__name__
+        raise ModelError(f"module of type {kind}: its experts are already divided over ep. Build a new model.")
+
+
+def _members(kind: type) -> dict[str, Any]:
+    return {"forward": _forward(kind.forward)}
+
+
+def _forward(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # How many rows go where is known only on the host, when the router has chosen.
+    @uncompiled
+    def forward(self: Any, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Tensor:
+        spread: Spread = self._weft_spread
+
+        def run(rows_ND: Tensor, ends_L: Tensor) -> Tensor:
+            if isinstance(self, Experts):
+                return self.run(rows_ND, ends_L)
+            if hugging_face.has_gated_experts(self):
+                return _run_gated(self, rows_ND, ends_L)
+            return _run_plain(self, plain, rows_ND, ends_L)
+
+        drops = isinstance(self, Experts) and self.drops
+        return spread(run, x_MD, ids_MK, weights_MK, drops)
+
+    return forward

@@ -1,0 +1,132 @@
+"""Gradients of weights that may wait: a product whose backward keeps its two factors where it is asked to.
+
+While a `HeldGradients` is open, backward gives the input's gradient at once and keeps the factors of the weight's. All
+else that autograd kept is let go, so what waits costs a layer's input and its output's gradient.
+
+Method: Qi et al. 2023, arXiv 2401.10241. R rows, I features in, O features out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft.parallel.layers.float8_products import Float8, product
+from weft.private_torch import Function
+
+
+@dataclass(slots=True)
+class HeldProduct:
+    """The factors of one weight's gradient. is_transposed: the weight is (I, O)."""
+
+    weight: nn.Parameter
+    x_RI: Tensor
+    grad_RO: Tensor
+    is_transposed: bool
+
+    def multiply(self) -> Tensor:
+        """Compute the gradient, in the weight's shape."""
+        left, right = (self.x_RI, self.grad_RO) if self.is_transposed else (self.grad_RO, self.x_RI)
+        return left.t() @ right
+
+
+class HeldGradients:
+    """What the backward under way holds back."""
+
+    def __init__(self) -> None:
+        self._open: list[HeldProduct] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether backward shall hold back."""
+        return self._open is not None
+
+    def hold(self, product: HeldProduct) -> None:
+        """Keep the factors of one gradient."""
+        assert self._open is not None
+        self._open.append(product)
+
+    def during(self, backward: Callable[[], None]) -> list[HeldProduct]:
+        """Run a backward that holds back; what it held."""
+        self._open = []
+        try:
+            backward()
+            return self._open
+        finally:
+            self._open = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> HeldGradients:
+        return self  # layers of a copy ask the same
+
+
+class HoldingLayer(nn.Module):
+    """A layer that asks `_weft_held`, where it is set, whether its weight's gradient shall wait.
+
+    _weft_float8: how it multiplies in float8; None: in the format of its weight.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    _weft_held: HeldGradients | None = None
+    _weft_float8: Float8 | None = None
+
+
+class _Linear(Function):
+    """x W^T + b, whose weight gradient may wait."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, param: Any, held: Any, transposed: bool, form: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight has no gradient
+        ctx.param, ctx.held, ctx.is_transposed, ctx.form = param, held, transposed, form
+        return product(x, weight.t() if transposed else weight, bias, form)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        x, weight = ctx.saved_tensors
+        grad = grads[0]
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            weight_OI = weight.t() if ctx.is_transposed else weight
+            if ctx.form is None:
+                grad_x = grad @ weight_OI
+            else:
+                [grad_RI] = ctx.form.input_gradients([grad.reshape(-1, grad.shape[-1])], [weight_OI])
+                grad_x = grad_RI.view(*grad.shape[:-1], -1)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        if ctx.needs_input_grad[1]:
+            product = HeldProduct(
+                ctx.param, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]), ctx.is_transposed
+            )
+            if ctx.held is not None and ctx.held.is_open and isinstance(ctx.param, nn.Parameter):
+                ctx.held.hold(product)
+            else:
+                grad_weight = product.multiply()
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    held: HeldGradients | None,
+    *,
+    transposed: bool = False,
+    form: Float8 | None = None,
+) -> Tensor:
+    """Compute `torch.nn.functional.linear`; its weight gradient may wait, and float8 may multiply.
+
+    Args:
+        x: (..., I).
+        weight: (O, I).
+        bias: (O,) or None.
+        held: keeps the factors of the weight gradient while it holds back; None: nothing holds back.
+        transposed: the weight is (I, O).
+        form: how float8 multiplies; None: in the format of the operands.
+    """
+    return _Linear.apply(x, weight, bias, weight, held, transposed, form)

@@ -1,0 +1,537 @@
+"""Who computes which item, found by cost: every rank finds the same, so nothing is sent for it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.collectives import all_gather
+from weft.comm.mesh import Axis, Mesh
+from weft.config.layout import Layout
+from weft.errors import LayoutError, ModelError
+from weft.models.initialize import BATCH_NORMS
+from weft.models.inspect import hugging_face, layers
+from weft.models.inspect.blocks import become, repeated_blocks
+from weft.models.inspect.chain import find_chain
+from weft.parallel.layers.encoder_items import (
+    Beside,
+    Division,
+    HomeOnDemand,
+    ItemCall,
+    Items,
+    Ranks,
+    ToldCalls,
+    find_items,
+    first_told,
+    lists_of_states,
+    read_told,
+    told,
+)
+from weft.parallel.layers.index_check import StandIn
+from weft.private_torch import graph_task, tree_flatten, tree_leaves, tree_unflatten, uncompiled
+
+
+@dataclass(frozen=True, slots=True)
+class ItemCost:
+    """FLOPs of an item, up to a factor: a part for each of its rows, and one for each pair that attends."""
+
+    per_row: float
+    per_pair: float
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ItemCost:
+        """Return that of an encoder, from its weights and the width and number of its blocks."""
+        weights = sum(param.numel() for param in module.parameters() if param.dim() > 1)
+        blocks = list(repeated_blocks(module).values())
+        first = next((part for block in blocks for part in block.modules() if layers.is_linear(part)), None)
+        width = layers.weight_of(first).shape[1] if first is not None else 0
+        return cls(2.0 * max(weights, 1), 4.0 * width * len(blocks))
+
+    def __call__(self, rows: int, span: int) -> float:
+        """Return the cost of an item.
+
+        Args:
+            rows: that it has.
+            span: how many of them attend to each other.
+        """
+        return rows * (self.per_row + self.per_pair * span)
+
+
+def deal_items(costs: Sequence[float], homes: Sequence[int], num_ranks: int, ranks_per_home: int) -> list[list[int]]:
+    """Return the items of each rank, ascending: always the most costly that is left, to the rank that has least.
+
+    Args:
+        costs: of each item.
+        homes: which data rank brought it.
+        num_ranks: that share all items.
+        ranks_per_home: ranks of each data rank, which lie together; of equally costly items a rank gets its own first.
+    """
+    alike: dict[float, dict[int, list[int]]] = {}
+    for item in reversed(range(len(costs))):
+        alike.setdefault(costs[item], {}).setdefault(homes[item], []).append(item)
+    sums, found = [0.0] * num_ranks, [list[int]() for _ in range(num_ranks)]
+    for cost in sorted(alike, reverse=True):
+        waiting = alike[cost]
+        for _ in range(sum(map(len, waiting.values()))):
+            rank = min(range(num_ranks), key=lambda one: (sums[one], one))
+            home = rank // ranks_per_home
+            if not waiting.get(home):
+                home = max(waiting, key=lambda one: (len(waiting[one]), -one))
+            found[rank].append(waiting[home].pop())
+            sums[rank] += cost
+    return [sorted(own) for own in found]
+
+
+# Encoders whose items are divided by cost over ranks: whole on each, called once for the items that a rank is
+# dealt.
+
+#: Methods of models of transformers that call an encoder and what follows it, such as a projector.
+FEATURES = ("get_image_features", "get_audio_features")
+#: Items of a rank that does not call the encoder.
+_NOT_CALLED = -1
+
+
+#: A call of a method of the model's: its name, positional and named arguments.
+Outer = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+class Encoder:
+    """One module whose items are divided.
+
+    Args:
+        path: of the module.
+        module: it.
+        mesh: of the ranks.
+        shares: whether items are divided at all, or ranks only see to it that all call the module.
+        over_data: whether over data ranks too.
+    """
+
+    def __init__(self, path: str, module: nn.Module, mesh: Mesh, *, shares: bool, over_data: bool):
+        self.path, self._module, self._device = path, module, mesh.device
+        alone = Axis("alone", 1, 0, (mesh.rank,))
+        self._over_data = over_data and mesh.data.size > 1
+        self._ranks = Ranks(mesh.data if self._over_data else alone, mesh["tp"] if shares else alone)
+        #: Ranks that must call the module alike.
+        self.alike = mesh.data if self._over_data or mesh.plan.zero == 3 else alone
+        self._cost = ItemCost.of(module)
+        self._call: ItemCall | None = None
+        self._told: list[int] = []  # items of each data rank, or _NOT_CALLED
+        self._stands_by = False
+        self.calls = 0
+        #: What the module gave in this forward, which backward must pass through on all ranks.
+        self.made: list[Tensor] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
+        return self  # a copy of the model runs on the same ranks
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        self.calls, self.made, self._call, self._stands_by = 0, [], None, False
+
+    def before(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], outer: Outer | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Keep this rank's items of a call.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            outer: the call of the model's method that it is a part of.
+        """
+        self.calls += 1
+        self._call = None
+        if self.calls > 1 and self.alike.size > 1:
+            if self._over_data:
+                raise LayoutError(
+                    f"{self.path}=spread:data: the model calls it {self.calls} times in a forward, and data ranks "
+                    f"could not tell the calls apart. Use {self.path}=spread."
+                )
+            if self._ranks.per_home == 1:
+                return None
+        items = known = find_items(self.path, args, kwargs)
+        if self._stands_by:
+            return self._divided(items.without_any, items)
+        counts = [len(items)]
+        if self.alike.size > 1 and self.calls == 1:
+            others = self._ask(items, outer)
+            counts = self._told
+            if not len(items) and others is not None:
+                known = others.inner
+        return self._divided(items, known) if max(counts) > 0 else None
+
+    def _divided(self, home: Items, known: Items) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with this rank's items. home: those of its batch. known: of which one stands in for none."""
+        home = home if len(home) else known.without_any
+        division = self._divide(home)
+        places = (*known.by_row, *known.by_item)
+        replaced = {place: division.bring(home, place) for place in places}
+        given = sum(division.rows[item] for item in division.own)
+        if not division.own:
+            cheapest = self._cheapest(known)
+            replaced = {place: known.taken(place, [cheapest]) for place in places}
+            given = known.rows[cheapest]
+        self._call = ItemCall(division, given, known.rows[0] if self._stands_by else 0)
+        return known.arguments(replaced)
+
+    def _cheapest(self, items: Items) -> int:
+        return min(range(len(items)), key=lambda one: self._cost(items.rows[one], items.spans[one]))
+
+    def _divide(self, home: Items) -> Division:
+        """Who computes what; where data ranks share, they tell each other the sizes of their items."""
+        rows, spans, homes = home.rows, home.spans, (0,) * len(home)
+        if self._over_data:
+            counts = [max(count, 0) for count in self._told]
+            told = torch.zeros(max(counts), 2, dtype=torch.int64)
+            if len(home):
+                told[: len(home)] = torch.tensor([rows, spans]).t()
+            axis = self._ranks.data
+            every = all_gather(told.to(self._device), axis).view(axis.size, -1, 2).tolist()
+            found = [(rank, *one) for rank, count in enumerate(counts) for one in every[rank][:count]]
+            homes, rows, spans = (tuple(column) for column in zip(*found, strict=True))
+        costs = [self._cost(*sizes) for sizes in zip(rows, spans, strict=True)]
+        per_home = self._ranks.per_home
+        dealt = deal_items(costs, homes, self._ranks.data.size * per_home, per_home)
+        return Division(self._ranks, rows, homes, dealt)
+
+    def _ask(self, items: Items | None, outer: Outer | None = None) -> ToldCalls | None:
+        """Learn how many items each data rank has; returns how others call it, where a rank needs that. A collective.
+
+        items: of this rank; None: it does not call the module.
+        """
+        said = b""
+        if items is not None and len(items):
+            method, args, kwargs = outer or ("", (), {})
+            around = find_items(self.path, args, kwargs) if method else items
+            said = told(self.path, method, around, items, self._cheapest(items))
+        own = torch.tensor([_NOT_CALLED if items is None else len(items), len(said)], device=self._device)
+        every: list[list[int]] = all_gather(own, self.alike).view(-1, 2).tolist()
+        self._told = [count for count, _ in every]
+        if max(self._told) <= 0 or min(self._told) > 0:
+            return None
+        text = first_told(said, [size for _, size in every], self.alike, self._device)
+        return read_told(text, self._device)
+
+    def after(self, output: Any) -> Any:
+        """Bring the features of all items of the batch together."""
+        call, self._call = self._call, None
+        if self.alike.size > 1:
+            self.keep(output)
+        if call is None or (self._ranks.per_home == 1 and not self._over_data and call.division.own):
+            return output
+        states = {} if self._over_data or call.expected else lists_of_states(output)
+        lazy = {id(one) for some in states.values() for one in some}
+        leaves, tree = tree_flatten(output)
+        places = [
+            place for place, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.dim() and id(leaf) not in lazy
+        ]  # fmt: skip
+        given = [leaves[place] for place in places]
+        for place, leaf in zip(places, call.home(given), strict=True):
+            leaves[place] = leaf
+        found = tree_unflatten(leaves, tree)
+        for name, some in states.items():
+            found[name] = HomeOnDemand(some, call)
+        return found
+
+    def keep(self, output: Any) -> None:
+        """Note what backward must pass through on this rank, as on the others."""
+        self.made += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+    def stand_by(self, model: nn.Module) -> None:
+        """Call the module where the model did not, and other ranks' did. model: whose methods others called."""
+        others = self._ask(None)
+        if others is None:
+            return
+        args, kwargs = others.outer.arguments({})
+        self._stands_by = True
+        self.keep((getattr(model, others.method) if others.method else self._module)(*args, **kwargs))
+        self._stands_by = False
+
+
+class Encoders:
+    """Those of one model on one rank, in the order in which its forward calls them.
+
+    Args:
+        encoders: of the model.
+        holder: whose methods call them.
+    """
+
+    def __init__(self, encoders: list[Encoder], holder: nn.Module):
+        self._encoders, self._holder = encoders, holder
+        self._outer: Outer | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Encoders:
+        return self  # a copy of the model runs on the same ranks
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        self._outer = None
+        for encoder in self._encoders:
+            encoder.begin()
+
+    def inside(self, method: str, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a method of the holder's gives."""
+        before, self._outer = self._outer, (method, args, kwargs)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._outer = before
+
+    def enter(self, encoder: Encoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model calls one: those before it that it has not called stand by first."""
+        for one in self._encoders[: self._encoders.index(encoder)]:
+            self._stand_by(one)
+        return encoder.before(args, kwargs, self._outer)
+
+    def _stand_by(self, encoder: Encoder) -> None:
+        if encoder.alike.size > 1 and not encoder.calls:
+            outer, self._outer = self._outer, None
+            encoder.stand_by(self._holder)
+            encoder.calls = max(encoder.calls, 1)
+            self._outer = outer
+
+    def meet_text(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before the first block of text: who was not called stands by, and what all gave is a part of the graph."""
+        for encoder in self._encoders:
+            self._stand_by(encoder)
+        made = [tensor for encoder in self._encoders for tensor in encoder.made]
+        for encoder in self._encoders:
+            encoder.made = []
+        leaves, tree = tree_flatten((args, kwargs))
+        floats = (place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        place = next(floats, None)
+        if not made or place is None or not torch.is_grad_enabled():
+            return None
+        leaves[place] = Beside.apply(leaves[place], *made)
+        return tree_unflatten(leaves, tree)
+
+
+class FeatureCalls(nn.Module):
+    """A model of transformers that calls its encoders in methods: they note what they are given."""
+
+    _weft_encoders: Encoders
+
+    @staticmethod
+    def members(own: type) -> dict[str, Any]:
+        """Return its methods that do."""
+
+        def noting(name: str) -> Any:
+            @functools.wraps(getattr(own, name))
+            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._weft_encoders.inside(name, functools.partial(getattr(own, name), self), args, kwargs)
+
+            return call
+
+        return {name: noting(name) for name in FEATURES if hasattr(own, name)}
+
+
+class _Hooks:
+    """Hooks of one encoder. An object, since copies of a module copy its hooks."""
+
+    def __init__(self, encoders: Encoders, encoder: Encoder):
+        self._encoders, self._encoder = encoders, encoder
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before its forward."""
+        del module
+        if graph_task() != -1:
+            raise ModelError(
+                f"{self._encoder.path}=spread: the whole encoder is recomputed in backward, where ranks meet for other "
+                "things. Recompute its blocks (recompute=full), or leave spread out."
+            )
+        return self._encoders.enter(self._encoder, args, kwargs)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Behind it."""
+        del module, args
+        return self._encoder.after(output)
+
+
+class _Text:
+    """Hooks of the whole model, and of its first block of text."""
+
+    def __init__(self, encoders: Encoders):
+        self._encoders = encoders
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Before the model's forward."""
+        del module, args
+        if graph_task() == -1:
+            self._encoders.begin()
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the block's."""
+        del module
+        return self._encoders.meet_text(args, kwargs) if graph_task() == -1 else None
+
+
+def hook_encoders(model: nn.Module, text: nn.Module | None, encoders: Mapping[nn.Module, Encoder]) -> None:
+    """Hang the hooks, in front of those that are there: other techniques' collectives come after.
+
+    Args:
+        model: whole, or a stage.
+        text: its first block that reads what encoders gave; None: it is not here, or there is none.
+        encoders: by their modules, in order.
+    """
+    inner = getattr(model, "model", None)
+    holder = inner if isinstance(inner, nn.Module) and any(hasattr(inner, name) for name in FEATURES) else model
+    every = Encoders(list(encoders.values()), holder)
+    if any(hasattr(holder, name) for name in FEATURES):
+        become(holder, FeatureCalls, FeatureCalls.members)
+        holder.__dict__["_weft_encoders"] = every
+    hooks = _Text(every)
+    model.register_forward_pre_hook(uncompiled(hooks.begin), prepend=True)
+    for module, encoder in encoders.items():
+        own = _Hooks(every, encoder)
+        module.register_forward_pre_hook(uncompiled(own.before), with_kwargs=True, prepend=True)
+        module.register_forward_hook(uncompiled(own.after))
+    if text is not None:
+        text.register_forward_pre_hook(uncompiled(hooks.before), with_kwargs=True, prepend=True)
+
+
+# Which modules of a model are spread: those that a layout names, and towers that must be called under zero=3.
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+#: What modules call the share of what they drop, where they drop by functions.
+_RATES = ("attention_dropout", "attn_dropout", "dropout", "activation_dropout", "layerdrop")
+
+
+@dataclass(frozen=True)
+class SpreadChoice:
+    """Modules of a whole model that are encoders.
+
+    shared: paths of those whose items are divided, and whether over data ranks too. watched: paths of those that all
+    data ranks must call, and that stay with their rank. text: the first block that reads what they gave.
+    """
+
+    shared: Mapping[str, bool]
+    watched: tuple[str, ...] = ()
+    text: nn.Module | None = None
+
+    def holds(self, path: str) -> bool:
+        """Return whether a module is one of those whose items are divided, or inside of one."""
+        return any(path == one or path.startswith(f"{one}.") for one in self.shared)
+
+    def parameters(self, model: nn.Module) -> tuple[str, ...]:
+        """Return the names of their parameters that are here: each rank's gradients are those of its items."""
+        return tuple(name for name, _ in model.named_parameters() if self.holds(name.rpartition(".")[0]))
+
+
+def choose_spread(model: nn.Module, mesh: Mesh, layout: Layout | None) -> SpreadChoice:
+    """Return the encoders of a whole model.
+
+    Args:
+        model: before anything is cut.
+        mesh: of the plan.
+        layout: names modules whose items are divided.
+
+    Raises:
+        LayoutError: for a module that cannot be spread.
+    """
+    modules = dict(model.named_modules())
+    named = layout.spread(modules) if layout is not None else {}
+    if layout is not None and (unused := Layout(tuple(p for p in layout.pairs if p[1].startswith("spread")))).pairs:
+        for pattern in unused.unused(modules):
+            raise LayoutError(f"layout pattern {pattern!r}: the model has no such module. See `weft layout MODEL`.")
+    for path in named:
+        _check(path, modules[path], [one for one in named if one != path])
+    if named:
+        _check_plan(next(iter(named)), model, mesh, named)
+    watched = _towers(model) if mesh.plan.zero == 3 and mesh.data.size > 1 else ()
+    watched = tuple(path for path in watched if not any(_meets(path, one) for one in named))
+    if not named and not watched:
+        return SpreadChoice({})
+    inside = (*named, *watched)
+    text = next(
+        (block for path, block in repeated_blocks(model).items() if not any(_meets(path, one) for one in inside)), None
+    )
+    return SpreadChoice(named, watched, text)
+
+
+def attach_spread(model: nn.Module, mesh: Mesh, choice: SpreadChoice) -> None:
+    """Let ranks share the items of the encoders that are here. Call it when all other hooks hang.
+
+    Args:
+        model: whole, or a stage.
+        mesh: of the plan.
+        choice: made of the whole model.
+    """
+    here = {path: module for path, module in model.named_modules() if not isinstance(module, StandIn)}
+    found = {
+        here[path]: Encoder(
+            path, here[path], mesh, shares=path in choice.shared, over_data=choice.shared.get(path, False)
+        )
+        for path in here
+        if path in choice.shared or path in choice.watched
+    }
+    if found:
+        is_here = choice.text is not None and any(module is choice.text for module in model.modules())
+        hook_encoders(model, choice.text if is_here else None, found)
+
+
+def _check_plan(first: str, model: nn.Module, mesh: Mesh, named: Mapping[str, bool]) -> None:
+    """LayoutError where a plan divides what must stay whole."""
+    if mesh.plan.cp > 1:
+        raise LayoutError(
+            f"{first}=spread: with cp={mesh.plan.cp} each rank has a part of the tokens, and Weft cannot tell whose "
+            "items belong to them. Use cp=1."
+        )
+    if mesh.plan.pp == 1:
+        return
+    for site in find_chain(model).blocks:
+        if (inside := next((path for path in named if _meets(site.path, path)), None)) is not None:
+            raise LayoutError(
+                f"{inside}=spread: with pp={mesh.plan.pp} its blocks are divided into stages, and an encoder that is "
+                "spread lies whole on one. Use pp=1, or leave spread out."
+            )
+
+
+def _check(path: str, module: nn.Module, others: list[str]) -> None:
+    if path == "" or any(_meets(path, one) for one in others):
+        raise LayoutError(f"{path or 'the model'}=spread: it holds another module that is spread. Spread one of them.")
+    for name, part in module.named_modules():
+        where = f"{path}.{name}" if name else path
+        if isinstance(part, BATCH_NORMS):
+            raise LayoutError(
+                f"{path}=spread: {where} takes statistics over items, and each rank would take those of its own. "
+                "Leave spread out."
+            )
+        rate = float(part.p) if isinstance(part, _DROPOUTS) else _rate(part)
+        if rate:
+            raise LayoutError(
+                f"{path}=spread: {where} drops at a rate of {rate:g}, and what it drops would follow the rank. Set the "
+                "rate to 0, or leave spread out."
+            )
+
+
+def _rate(module: nn.Module) -> float:
+    found: list[Any] = [vars(module).get(name) for name in _RATES]
+    return next((float(one) for one in found if isinstance(one, int | float) and one), 0.0)
+
+
+def _towers(model: nn.Module) -> tuple[str, ...]:
+    """The towers of a model that writes images over its tokens: a batch of text alone calls none of them."""
+    if not hugging_face.is_hugging_face(model) or not hugging_face.reads_images_as_tokens(model):
+        return ()
+    lists = dict.fromkeys(layers.parent_of(path) for path in repeated_blocks(model))
+    towers = (getattr(part, "language_model", None) for part in (model, getattr(model, "model", None)))
+    text = {id(part) for tower in towers if isinstance(tower, nn.Module) for part in tower.modules()}
+    of_text = [path for path in lists if id(model.get_submodule(path)) in text]
+    found: dict[str, None] = {}
+    for path in lists:
+        if path in of_text or not of_text:
+            continue
+        keys = path.split(".")
+        above = (".".join(keys[: place + 1]) for place in range(len(keys)))
+        found[next(one for one in above if not any(_meets(one, other) for other in of_text))] = None
+    return tuple(found)
+
+
+def _meets(path: str, other: str) -> bool:
+    """Whether one of the modules is the other, or inside of it."""
+    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")

@@ -1,0 +1,204 @@
+"""Means over one rank's samples, where one device would take them over all: found in a model, and said once.
+
+Weft makes sums over ranks, and divides once. What a model divides by itself, before Weft sees it, is another number on
+several ranks: the statistics of batch norm, and the loss that a Hugging Face model computes of labels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm.collectives import all_reduce
+from weft.comm.mesh import Mesh
+from weft.errors import ModelError, WeftWarning
+from weft.models.initialize import BATCH_NORMS
+from weft.models.inspect import hugging_face
+from weft.parallel.state.gradients import is_attached
+
+_SHOWN = 3  # names of modules in a warning
+_OWN_LOSS = "_weft_own_loss"
+
+
+def watch_local_means(model: nn.Module, mesh: Mesh, *, groups_norms: bool) -> None:
+    """Watch for batch norm now, and for a loss that is a mean when a loop of the user's own goes back through it.
+
+    Args:
+        model: before or after it was laid out.
+        mesh: of the ranks.
+        groups_norms: batch norms take the statistics of groups, so they are the same under every plan.
+
+    Raises:
+        ModelError: for an embedding that looks at all indices of a microbatch.
+    """
+    _refuse_frequencies(model, mesh)
+    if not groups_norms:
+        _warn_of_batch_norm(model, mesh)
+    foreign = any(hugging_face.is_hugging_face(module) for module in model.modules())
+    if mesh.rank == 0 and mesh.batch.size > 1 and foreign:
+        hook = _OwnLoss(mesh.batch.size)
+        model.register_forward_hook(hook)
+        setattr(model, _OWN_LOSS, hook)
+
+
+def trust_loss(model: nn.Module) -> None:
+    """Trust that the model's loss is weighted right: nothing more is said of it."""
+    if (hook := getattr(model, _OWN_LOSS, None)) is not None:
+        hook.is_trusted = True
+
+
+def global_mean(loss_sum: torch.Tensor, num_tokens: torch.Tensor | int, mesh: Mesh) -> torch.Tensor:
+    """Return the mean over all ranks' tokens; each rank knows the sum and number of its own. 0-d, equal on all.
+
+    Its gradient is scaled so that the mean over ranks, which is what `.grad` becomes, is that of the global mean.
+    A collective of two numbers; nothing waits for the device.
+
+    Args:
+        loss_sum: 0-d, of this rank's tokens.
+        num_tokens: of this rank; 0-d where it is a tensor.
+        mesh: of the ranks.
+    """
+    exact = {"dtype": torch.float64, "device": mesh.device}
+    sums = torch.stack([loss_sum.detach().to(**exact), torch.as_tensor(num_tokens).to(**exact)])
+    total, count = all_reduce(sums, mesh.batch).unbind()
+    count = count.clamp(min=1.0)
+    ours = loss_sum * (mesh.batch.size / count).to(loss_sum.dtype)
+    return ours + ((total / count).to(loss_sum.dtype) - ours).detach()
+
+
+class TrainMode:
+    """`model.train()` that leaves batch norms in eval which the user froze: those in eval while the model trains."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._norms = list(_batch_norms(model).values())
+        self._frozen: list[nn.Module] = []
+        self._look()
+
+    def enter(self) -> None:
+        """Bring the model into training. An evaluation in between, `model.eval()`, unfreezes nothing."""
+        self._look()
+        self._model.train()
+        for module in self._frozen:
+            module.eval()
+
+    def _look(self) -> None:
+        if self._model.training:
+            self._frozen = [module for module in self._norms if not module.training]
+
+
+def _batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)}
+
+
+def frequency_refusal(what: str) -> str:
+    """Write why gradients by frequency are refused. what: has them."""
+    return (
+        f"scale_grad_by_freq=True: {what} divides gradients by how often an index is in one microbatch on one rank, "
+        "which depends on the plan. Use scale_grad_by_freq=False, or one rank with accumulation=1."
+    )
+
+
+def _refuse_frequencies(model: nn.Module, mesh: Mesh) -> None:
+    if mesh.world_size * mesh.plan.microbatches_per_step == 1:
+        return
+    for path, module in model.named_modules():
+        if getattr(module, "scale_grad_by_freq", False) is True:
+            raise ModelError(frequency_refusal(path or "the model"))
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and mesh.world_size > 1:
+            raise ModelError(
+                f"max_norm={module.max_norm}: {path or 'the model'} scales rows of its weight in forward, on each rank "
+                "those of its own samples, so the ranks' weights part. Scale the weight after each step instead."
+            )
+
+
+def _warn_of_batch_norm(model: nn.Module, mesh: Mesh) -> None:
+    # A model that is in eval as a whole will be trained; batch norm that is in eval while the model trains was frozen.
+    found = {n: module for n, module in _batch_norms(model).items() if module.training or not model.training}
+    num_ranks, num_micro = mesh.data.size, mesh.plan.microbatches_per_step
+    if found and all(isinstance(module, nn.SyncBatchNorm) for module in found.values()):
+        num_ranks = 1
+    if mesh.rank or not found or num_ranks * num_micro == 1:
+        return
+    names = ", ".join([name or "the model" for name in found][:_SHOWN])
+    names += f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    parts = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{num_micro} microbatches"] * (num_micro > 1)
+    remedy = (
+        "Normalise a fixed number of samples together, under every plan:\n"
+        "    run.parallelize(model, norm_group=32)  # train.norm_group=32 in a config\n"
+        "or freeze the statistics of a pretrained model before run.parallelize: norm.eval() on each of them, or use "
+        "GroupNorm"
+    )
+    warnings.warn(
+        f"batch norm in {names}: each of {' x '.join(parts)} normalises its own samples, so the "
+        f"numbers are not those of one device with the whole batch. {remedy}",
+        WeftWarning,
+        stacklevel=5,
+    )
+
+
+class _OwnLoss:
+    """A forward hook: a loss that the model made of labels, and backward through it in a loop of the user's own."""
+
+    def __init__(self, num_ranks: int):
+        self.num_ranks = num_ranks
+        self.is_trusted = False
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self.is_trusted or not is_hugging_face_output(output) or not is_attached(model):
+            return
+        loss = output.get("loss")
+        if isinstance(loss, torch.Tensor) and loss.requires_grad:
+            # Only backward tells that the loop had no use for run.global_mean.
+            counted = count_of_hugging_face(output)
+            loss.register_hook(lambda grad: self._warn(counted))
+
+    def _warn(self, counted: str) -> None:
+        if self.is_trusted:
+            return
+        self.is_trusted = True
+        warnings.warn(
+            f"loss: the model's own loss is a mean over this rank's tokens, and gradients are means over "
+            f"{self.num_ranks} ranks: the result equals one device's only if all ranks have the same number of "
+            "labels. "
+            f"Before backward() write\n"
+            f"    num_tokens = {counted}\n"
+            f"    loss = run.global_mean(output.loss * num_tokens, num_tokens)",
+            WeftWarning,
+            stacklevel=2,
+        )
+
+
+def is_hugging_face_output(output: Any) -> bool:
+    """Return whether a model of transformers returned it; transformers need not be installed."""
+    return isinstance(output, dict) and type(output).__module__.startswith("transformers.")
+
+
+def count_of_hugging_face(output: Any) -> str:
+    """Write Python that counts the labels which the model's own loss is a mean over."""
+    labels = 'batch["labels"][:, 1:]' if _shifts(output) else 'batch["labels"]'
+    logits = output.get("logits")
+    if logits is not None and logits.ndim < 3:
+        return f"len({labels})"
+    return f"({labels} != -100).sum()"
+
+
+def sum_of_hugging_face(output: Any) -> str:
+    """Write a loss function for the outputs of such a model: the sum of the losses and their number, to paste."""
+    logits = output.get("logits")
+    if logits is not None and logits.ndim < 3:
+        return '    return F.cross_entropy(output.logits, batch["labels"], reduction="sum"), len(batch["labels"])'
+    labels, kept = ('batch["labels"][:, 1:]', "[:, :-1]") if _shifts(output) else ('batch["labels"]', "")
+    return (
+        f"    labels = {labels}.flatten()\n"
+        f'    loss_sum = F.cross_entropy(output.logits{kept}.flatten(0, 1).float(), labels, reduction="sum")\n'
+        f"    return loss_sum, (labels != -100).sum()"
+    )
+
+
+def _shifts(output: Any) -> bool:
+    """Whether each token's label is the next token."""
+    return "CausalLM" in type(output).__name__

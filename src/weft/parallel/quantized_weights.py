@@ -1,0 +1,24 @@
+"""What forward sees of weights where it is not what the masters round to, for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.parallel.state.flat_slices import StateSource, Stretch
+from weft.parallel.state.gradients import DataParallel
+from weft.parallel.zero_flat.model import FlatModel
+from weft.parallel.zero_flat.optimizer_states import SeenWeights
+
+
+def seen_stretches(engine: DataParallel) -> Iterator[Stretch]:
+    """Yield this rank's part of what forward sees under gather=diff4, and nothing under other plans; no collective."""
+    if isinstance(engine, FlatModel):
+        engine.arrive()
+        yield from SeenWeights(engine.reducer.buckets, engine.axes).stretches()
+
+
+def take_seen(engine: DataParallel, source: StateSource) -> None:
+    """Let forward see what a checkpoint of any plan says, after its masters were loaded. All ranks call it."""
+    if isinstance(engine, FlatModel):
+        engine.arrive()
+        SeenWeights(engine.reducer.buckets, engine.axes).take(source)

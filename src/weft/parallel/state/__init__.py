@@ -1,0 +1,1 @@
+"""Formats and positions of a model's tensors on ranks."""

@@ -1,0 +1,263 @@
+"""Parameters of a model on the meta device, made where they are needed: this rank's part, with the weights by name.
+
+A model larger than one device is built on the meta device and cut there, which costs nothing. Of each parameter the
+whole is then made on the host, one at a time, and this rank's part of it kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from weft.comm.collectives import all_gather, all_reduce
+from weft.errors import CommError, ModelError
+from weft.models.adapters import AdaptedLinear
+from weft.models.initialize import initialise_parameter
+from weft.parallel.private_torch import apply_to_tensors
+from weft.parallel.state.placement import AxisMap
+
+
+class Materialise:
+    """Makes parameters of one model.
+
+    Args:
+        model: with parameters on the meta device or not.
+        axes: how its parameters are placed.
+        seed: as `weft.models.initialize` takes it; None where there is none to make.
+        filled_later: whether values come from files afterwards: each rank then takes memory for its part alone. Of an
+            adapter, which no file holds, A and B are made from the seed.
+        device: where they are made.
+
+    Raises:
+        ModelError: for a buffer on the meta device, and for a parameter there where there is no seed.
+    """
+
+    def __init__(
+        self, model: nn.Module, axes: AxisMap, seed: int | None, device: torch.device, filled_later: bool = False
+    ):
+        self._filled_later = filled_later
+        self._awaited: set[int] = set()
+        self._axes = axes
+        self._seed = seed
+        self._device = device
+        self._owners: dict[int, tuple[str, nn.Module]] = {}
+        for path, module in model.named_modules():
+            for name, param in module.named_parameters(recurse=False):
+                self._owners.setdefault(id(param), (f"{path}.{name}" if path else name, module))
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta:
+                raise ModelError(
+                    f"buffer {name!r}: it is on the meta device, and Weft has no rule for its values. Give it values "
+                    "first."
+                )
+        meta = [name for name, param in model.named_parameters() if param.is_meta and not self._is_filled_later(param)]
+        if meta and seed is None:
+            raise ModelError(
+                f"parameter {meta[0]!r}: it is on the meta device. Give the model weights first, or seed= to make them."
+            )
+
+    @torch.no_grad()
+    def make(
+        self, params: Iterable[nn.Parameter], frozen_formats: Mapping[nn.Parameter, torch.dtype] | None = None
+    ) -> None:
+        """Make those of the parameters that are on the meta device, in place, in the format that they have there.
+
+        frozen_formats: instead, of frozen ones that are filled later.
+        """
+        formats = frozen_formats or {}
+        for param in params:
+            if not param.is_meta:
+                continue
+            if self._is_filled_later(param):
+                dtype = param.dtype if param.requires_grad else formats.get(param, param.dtype)
+                here = torch.empty(param.shape, dtype=dtype, device=self._device)
+                torch.utils.swap_tensors(param, nn.Parameter(here, requires_grad=param.requires_grad))
+                self._awaited.add(id(param))
+                continue
+            assert self._seed is not None
+            name, owner = self._owners[id(param)]
+            whole = torch.empty(self._axes.whole_shape(name, param.shape), dtype=param.dtype)
+            initialise_parameter(whole, self._axes.saved_name(name), owner, self._seed)
+            part = self._axes.part(name, whole).to(self._device, copy=True).contiguous()
+            torch.utils.swap_tensors(param, nn.Parameter(part, requires_grad=param.requires_grad))
+
+    def value_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return a parameter's values; None where they come later, into memory that is here: nothing to send yet."""
+        return None if id(param) in self._awaited else param.detach()
+
+    def _is_filled_later(self, param: nn.Parameter) -> bool:
+        if not self._filled_later:
+            return False
+        name, owner = self._owners[id(param)]
+        return not (isinstance(owner, AdaptedLinear) and name.endswith((".lora_A", ".lora_B")))
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Bring a model to the device; what is on the meta device stays there."""
+    apply_to_tensors(model, lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+# Whether all ranks built the same model: looked at once, before anything is sent that would not fit.
+
+
+def check_same_model(model: nn.Module, axes: AxisMap, device: torch.device) -> None:
+    """Compare names, whole shapes, cuts and what is trained among the ranks of one stage.
+
+    Args:
+        model: this rank's.
+        axes: how its parameters are placed.
+        device: of the tensors that travel.
+
+    Raises:
+        CommError: where a rank built another model; it names tensor and ranks.
+        ModelError: for a complex parameter.
+    """
+    axis = axes.stage
+    rows = [
+        (name, axes.whole_shape(name, tensor.shape), getattr(tensor, "requires_grad", False), *axes.told(name))
+        for name, tensor in model.named_parameters()
+    ]
+    rows += [
+        (name, axes.whole_shape(name, tensor.shape), False, *axes.told(name)) for name, tensor in model.named_buffers()
+    ]
+    for name, param in model.named_parameters():
+        if param.is_complex():
+            raise ModelError(f"parameter {name!r}: it is complex. Keep it as torch.view_as_real of it.")
+    if axis.size == 1:
+        return
+    most = all_reduce(torch.tensor([len(rows)], device=device), axis, op="max").item()
+    marks = torch.tensor([_mark(row) for row in rows] + [0] * (int(most) - len(rows)), device=device)
+    # Extremes, not everybody's marks: what a rank receives must not grow with the number of ranks.
+    unlike = (all_reduce(marks.clone(), axis, op="max") != all_reduce(marks.clone(), axis, op="min")).nonzero()
+    if len(unlike):
+        column = int(unlike[0])
+        others = all_gather(marks[column : column + 1], axis)
+        ranks = [axis.ranks[rank] for rank in (others != others[0]).nonzero().flatten().tolist()]
+        here = rows[column] if column < len(rows) else None
+        what = f"tensor {here[0]!r} with shape {here[1]} and requires_grad={here[2]}" if here else "no further tensor"
+        raise CommError(
+            f"model: rank {', '.join(map(str, ranks))} built another model than rank {axis.ranks[0]}. The first "
+            f"difference is tensor number {column}: this rank has {what}. Build the same model on every rank."
+        )
+
+
+def _mark(row: tuple[object, ...]) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(row).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+# state_dict and its relatives, where a rank holds only pieces: they refuse, and name what gives the whole.
+
+_ATTRIBUTE = "_weft_pieces"
+
+
+def guard_model(model: nn.Module, axes: AxisMap) -> None:
+    """Let state_dict and load_state_dict of a model that is not whole on this rank refuse, and copies under zero=3."""
+    words = _divided_model(axes)
+    if not words:
+        return
+    guard = _Guard(f"model of type {_plain_type(model).__name__}: under {words} this rank has only a part of it")
+    # Of each module: what a script saves is often the model inside of a wrapper.
+    for module in model.modules():
+        if next(module.parameters(), None) is not None or module is model:
+            module.register_state_dict_pre_hook(guard.before_save)
+            module.register_load_state_dict_pre_hook(guard.before_load)
+            if axes.mesh.plan.zero == 3:
+                # copy.deepcopy asks the instance: fully_shard's answer is an assertion of its own class.
+                module.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, _plain_type(model).__name__)
+    setattr(model, _ATTRIBUTE, guard)
+
+
+@contextlib.contextmanager
+def pieces_allowed(model: nn.Module) -> Iterator[None]:
+    """Let the model's state_dict give this rank's pieces while inside: for code that knows what they are."""
+    guard = getattr(model, _ATTRIBUTE, None)
+    if guard is None:
+        yield
+        return
+    guard.is_open = True
+    try:
+        yield
+    finally:
+        guard.is_open = False
+
+
+def guard_optimizer(optimizer: torch.optim.Optimizer, axes: AxisMap) -> None:
+    """Let state_dict and load_state_dict of an adopted optimizer refuse where it works on pieces."""
+    plan = axes.mesh.plan
+    words = [_divided_model(axes)] if plan.zero in (0, 3) else [f"zero={plan.zero}", _divided_model(axes)]
+    if plan.zero in (1, 2) and plan.dp_shard * plan.cp == 1:
+        words = words[1:]
+    said = " ".join(word for word in words if word)
+    if not said:
+        return
+    start = f"optimizer {type(optimizer).__name__}: under {said} this rank has only a part of its states"
+    optimizer.register_state_dict_pre_hook(functools.partial(_refuse_optimizer_save, start))
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_refuse_optimizer_load, start))
+
+
+def _divided_model(axes: AxisMap) -> str:
+    """Fields of the plan by which this rank has a part of the model only; "" where it has the whole."""
+    plan = axes.mesh.plan
+    cut = {axis for name, placement in axes.placements.items() if axes.is_divided(name) for axis in placement.cut}
+    sizes = {"pp": plan.pp, "tp": plan.tp, "ep": plan.ep}
+    words = [f"{axis}={size}" for axis, size in sizes.items() if axis in cut or (axis == "pp" and size > 1)]
+    return " ".join([*words, "zero=3"] if plan.zero == 3 else words)
+
+
+def _plain_type(model: nn.Module) -> type:
+    """The model's class as its user wrote it."""
+    return next(kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP"))
+
+
+class _Guard:
+    """Hooks of one model. An object, since copies and pickles of a module take its hooks along."""
+
+    def __init__(self, start: str):
+        self.is_open = False
+        self._start = start
+
+    def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        del module, prefix, keep_vars
+        if not self.is_open:
+            raise ModelError(
+                f"{self._start}, so state_dict() would give pieces. Use run.save(folder, step=..., model=..., "
+                "optimizer=...) to resume later, run.full_state_dict(model) for whole tensors, or "
+                f"run.save_pretrained(model, folder) for Hugging Face files."
+            )
+
+    def before_load(self, module: nn.Module, *rest: Any) -> None:
+        del module, rest
+        if not self.is_open:
+            raise ModelError(
+                f"{self._start}, so load_state_dict() would take whole tensors for pieces. Load before "
+                f"run.parallelize(model), or use run.load(folder, model=..., optimizer=...) for what run.save wrote."
+            )
+
+
+def _refuse_optimizer_save(start: str, optimizer: torch.optim.Optimizer) -> NoReturn:
+    del optimizer
+    raise ModelError(
+        f"{start}, so state_dict() would give pieces. Use run.save(folder, step=..., model=..., optimizer=...)."
+    )
+
+
+def _refuse_optimizer_load(start: str, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> NoReturn:
+    del optimizer, state
+    raise ModelError(
+        f"{start}, so load_state_dict() would take other states for them. Use run.load(folder, model=..., "
+        f"optimizer=...) for what run.save wrote."
+    )
+
+
+def _refuse_copy(name: str, memo: dict[int, Any]) -> NoReturn:
+    del memo
+    raise ModelError(
+        f"model of type {name}: under zero=3 its weights are shards, and it cannot be copied, as AveragedModel and "
+        f"copy.deepcopy do. Use run.ema(model, decay=0.999) for averaged weights, or run.full_state_dict(model)."
+    )

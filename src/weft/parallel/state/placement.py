@@ -1,0 +1,441 @@
+"""What a technique did to a parameter: which part of the whole this rank holds, and over whom its gradient adds up.
+
+Tensor, expert and pipeline parallelism change a module in place before data parallelism takes it: a parameter is
+replaced by a plain one of this rank's part, under the same name. They return a `Placement` by name for each parameter
+they changed; one without is whole on every rank, and its gradient a sum over `mesh.batch` alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from weft.checkpoint.read import Deal, Part, deal_out
+from weft.comm.collectives import all_gather
+from weft.comm.mesh import ENDS, Axis, Mesh
+from weft.errors import ModelError
+from weft.parallel.state.flat_slices import Stretch
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where this rank's part of one parameter lies in the whole.
+
+    cut: the mesh axes over whose ranks the whole is divided, such as ("tp",) or ("ep",); () where it is whole here.
+    dim: the dimension that is cut, into equal contiguous parts in order of the joined axis.
+    parts: sizes, in the whole, of segments of `dim` that are cut each by itself (fused query-key-value, gate-up).
+    index: the rows of `dim` that this rank holds where they are not the equal part; then `whole_shape` is needed.
+    Rows may be held by several ranks (key-value heads fewer than tp): with `partial` of the cut axis, adjacent ranks
+    hold the same rows, and gradients add up over those.
+    whole_shape: the shape of the whole, without padding; () where it follows from the part.
+    partial: mesh axes, besides the data axes, over whose ranks the gradient is a partial sum: it is added over them.
+    pad: rows that `dim` of the whole has at its end for equal parts; no part of checkpoints, zero after loading.
+    name: the whole's in checkpoints, where it is another than here: a weight that two stages share.
+    """
+
+    cut: tuple[str, ...] = ()
+    dim: int = 0
+    parts: tuple[int, ...] = ()
+    index: tuple[int, ...] | None = None
+    whole_shape: tuple[int, ...] = ()
+    partial: tuple[str, ...] = ()
+    pad: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.index is not None and not self.whole_shape:
+            raise ModelError("placement: index= needs the shape of the whole. Give whole_shape=.")
+        if self.parts and (self.pad or self.index is not None):
+            raise ModelError(
+                "placement: parts= cannot be combined with pad= or index=. Give the rows of this rank by index=."
+            )
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank holds only a part."""
+        return bool(self.cut)
+
+    def shape_of_whole(self, local: Sequence[int], size: int) -> tuple[int, ...]:
+        """Return the whole's shape, from the part's and the number of ranks of the cut axis."""
+        if self.whole_shape or not self.cut:
+            return self.whole_shape or tuple(local)
+        shape = list(local)
+        shape[self.dim] = shape[self.dim] * size - self.pad
+        return tuple(shape)
+
+    def num_equal(self, local: Sequence[int], size: int) -> int:
+        """Return how many ranks of the cut axis hold the same rows."""
+        if self.index is None or not set(self.cut) <= set(self.partial):
+            return 1
+        return size * local[self.dim] // (self.whole_shape[self.dim] + self.pad)
+
+    def rows(self, local: Sequence[int], rank: int, size: int) -> tuple[tuple[int, int], ...]:
+        """Return the rows of `dim` that a rank holds, as ranges; those of padding lie beyond the whole.
+
+        Args:
+            local: shape of a rank's part.
+            rank: on the joined cut axis.
+            size: of that axis.
+        """
+        if self.index is not None:
+            return tuple(_ranges(self.index))
+        if not self.parts:
+            return ((rank * local[self.dim], (rank + 1) * local[self.dim]),)
+        found, start = [], 0
+        for part in self.parts:
+            found.append((start + rank * part // size, start + (rank + 1) * part // size))
+            start += part
+        return tuple(found)
+
+    def local(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """Return a rank's part of the whole: a view where the rows are contiguous.
+
+        Args:
+            whole: the tensor as it is without the cut.
+            rank: on the joined cut axis.
+            size: of that axis.
+        """
+        if not self.cut:
+            return whole
+        if self.index is not None:
+            rows = torch.tensor(self.index, device=whole.device)
+            return self._padded(whole).index_select(self.dim, rows)
+        pieces = [
+            self._equal(segment, rank, size)
+            for segment in (
+                self._padded(whole).split(list(self.parts), self.dim) if self.parts else [self._padded(whole)]
+            )
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def join(self, parts: Sequence[torch.Tensor], indexes: Sequence[Sequence[int]] | None = None) -> torch.Tensor:
+        """Return the whole, from the parts of all ranks of the cut axis.
+
+        indexes: each rank's `index`, where it is used.
+
+        A row that several ranks hold is taken from the first of them.
+        """
+        if not self.cut:
+            return parts[0]
+        if self.index is not None:
+            assert indexes is not None
+            return self._scattered(parts, indexes)
+        if not self.parts:
+            whole = torch.cat(list(parts), self.dim)
+        else:
+            sizes = [size // len(parts) for size in self.parts]
+            columns = zip(*(part.split(sizes, self.dim) for part in parts), strict=True)
+            whole = torch.cat([piece for column in columns for piece in column], self.dim)
+        return whole.narrow(self.dim, 0, whole.shape[self.dim] - self.pad)
+
+    def _scattered(self, parts: Sequence[torch.Tensor], indexes: Sequence[Sequence[int]]) -> torch.Tensor:
+        shape = list(self.whole_shape)
+        shape[self.dim] += self.pad
+        whole = parts[0].new_zeros(shape)
+        for part, rows in zip(reversed(parts), reversed(indexes), strict=True):
+            whole.index_copy_(self.dim, torch.tensor(list(rows), device=whole.device), part)
+        return whole.narrow(self.dim, 0, self.whole_shape[self.dim])
+
+    def _padded(self, whole: torch.Tensor) -> torch.Tensor:
+        if not self.pad:
+            return whole
+        shape = list(whole.shape)
+        shape[self.dim] = self.pad
+        return torch.cat([whole, whole.new_zeros(shape)], self.dim)
+
+    def _equal(self, segment: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        rows, rest = divmod(segment.shape[self.dim], size)
+        if rest:
+            raise ModelError(
+                f"placement: {segment.shape[self.dim]} rows of dim {self.dim} are not a multiple of the {size} ranks "
+                f"of {'*'.join(self.cut)}. Give pad={size - rest}, or the rows of each rank by index=."
+            )
+        return segment.narrow(self.dim, rank * rows, rows)
+
+
+def _ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Numbers as ranges of neighbours, in their order."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1] = (found[-1][0], number + 1)
+        else:
+            found.append((number, number + 1))
+    return found
+
+
+#: A parameter that nobody cut.
+WHOLE = Placement()
+
+
+def merge_placements(*found: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Return what several techniques did, as one. A parameter is cut by one of them; partial sums of all are added up.
+
+    Raises:
+        ModelError: where two techniques cut the same parameter.
+    """
+    merged: dict[str, Placement] = {}
+    for placements in found:
+        for name, placement in placements.items():
+            before = merged.get(name, WHOLE)
+            if before.is_cut and placement.is_cut:
+                raise ModelError(
+                    f"parameter {name!r}: it was cut over {'*'.join(before.cut)} and then over "
+                    f"{'*'.join(placement.cut)}. Let one technique cut it."
+                )
+            partial = (*before.partial, *(axis for axis in placement.partial if axis not in before.partial))
+            saved = before.name or placement.name
+            merged[name] = replace(placement if placement.is_cut else before, partial=partial, name=saved)
+    return merged
+
+
+# Over which axes each parameter is divided, summed, joined and settled: read from its placement, once.
+
+_DATA = ("dp_replicate", "dp_shard")
+#: One rank alone.
+NOBODY = Axis("nobody", 1, 0, (0,))
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """One kind of parameters.
+
+    shard: ranks that divide a bucket. replicate: those with equal parts, whose sums add up. over: both joined.
+    same: all ranks that hold the same part of the parameter. cut: those that hold its other parts.
+    extra: those of `replicate` besides dp_replicate. share: this rank's place among those with equal sums, and their
+    number.
+    waits: whether its sums must not begin before all stages are at the end of their passes.
+    holders: ranks that hold the same parts of what is divided over `shard`: those with this rank's, in their order.
+    outer: of `over`, the axis that the plan's `compress` is for: dp_replicate, or where that has one rank `shard`.
+    inner: of `over`, the other ranks. beside: of `replicate`, those that are not on `outer`. Without `compress` nobody
+    is on the three.
+    alike: ranks with the same sums before those of `outer` are added, this rank's among them.
+    """
+
+    shard: Axis
+    replicate: Axis
+    over: Axis
+    same: Axis
+    cut: Axis
+    extra: Axis
+    share: tuple[int, int]
+    waits: bool = False
+    holders: tuple[int, ...] = ()
+    alike: tuple[int, ...] = ()
+    outer: Axis = NOBODY
+    inner: Axis = NOBODY
+    beside: Axis = NOBODY
+
+
+class AxisMap:
+    """Axes and placements of a module's parameters and buffers by name.
+
+    `batch`: ranks whose gradients add up where nothing is said; `stage`: all ranks with the same modules; `world`: all
+    ranks.
+
+    Args:
+        mesh: of the ranks.
+        placements: what techniques did, by name; a tensor that is not named is whole.
+        sharded: whether the plan divides anything (zero above 0).
+    """
+
+    def __init__(self, mesh: Mesh, placements: Mapping[str, Placement], *, sharded: bool):
+        self.placements = placements
+        self.mesh = mesh
+        self._sharded = sharded
+        self._kinds: dict[tuple[object, ...], Axes] = {}
+        self.batch = mesh.batch
+        self.stage = self._joined((*_DATA, "cp", "tp"))
+        self.stages = mesh["pp"]
+        self.world = self.stage if self.stages.size == 1 else mesh.world
+        #: All ranks of one replica of the model.
+        self.replica = self._joined(("pp", "dp_shard", "cp", "tp"))
+
+    @property
+    def plain(self) -> Axes:
+        """The axes of a parameter that nobody cut."""
+        return self.of("", ())
+
+    def is_expert(self, name: str) -> bool:
+        """Return whether a parameter is cut over the expert view."""
+        return "ep" in self.placement(name).cut
+
+    def check_names(self, model: nn.Module) -> None:
+        """Compare the names of placements with those of the module.
+
+        Raises:
+            ModelError: for a placement of a tensor that the module does not have.
+        """
+        known = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        for name in self.placements:
+            if name not in known:
+                raise ModelError(f"placement of {name!r}: the model has no such parameter. Name it as it is now.")
+
+    def placement(self, name: str) -> Placement:
+        """Return where the part that this rank holds lies in the whole."""
+        return self.placements.get(name, WHOLE)
+
+    def of(self, name: str, shape: Sequence[int]) -> Axes:
+        """Return the kind of one parameter of this shape here."""
+        placement = self.placement(name)
+        times = placement.num_equal(shape, self._size(placement.cut))
+        key = (placement.cut, tuple(sorted(placement.partial)), times)
+        if key not in self._kinds:
+            self._kinds[key] = self._build(name, placement, times)
+        return self._kinds[key]
+
+    def settling(self, name: str, buffer: torch.Tensor) -> Axis:
+        """Return the axis over which a buffer is made equal: the ranks that see other samples, unless it was cut."""
+        return self.of(name, buffer.shape).same if name in self.placements else self.batch
+
+    def whole_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole."""
+        placement = self.placement(name)
+        return placement.shape_of_whole(shape, self._size(placement.cut))
+
+    def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole, from this rank's part or something of its shape. A collective over the cut axis."""
+        placement = self.placement(name)
+        axis = self.of(name, part.shape).cut
+        if axis.size == 1:
+            return part
+        parts = all_gather(part.contiguous(), axis).view(axis.size, *part.shape)
+        if placement.index is None:
+            return placement.join(list(parts))
+        rows = torch.tensor(placement.index, dtype=torch.int64, device=part.device)
+        return placement.join(list(parts), all_gather(rows, axis).view(axis.size, -1).tolist())
+
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole tensor."""
+        placement = self.placement(name)
+        if not placement.is_cut:
+            return whole
+        axis = self.mesh[placement.cut]
+        return placement.local(whole, axis.rank, axis.size)
+
+    def part_of(self, name: str, tensor: torch.Tensor) -> Part:
+        """Return where this rank's part of a tensor, or one cut alike, lies in the whole, and how in memory."""
+        shape = tuple(tensor.shape)
+        order = tuple(sorted(range(len(shape)), key=lambda dim: -tensor.stride(dim))) if tensor.numel() else ()
+        if order == tuple(range(len(shape))) or tensor.is_contiguous():
+            order = ()
+        placement = self.placement(name)
+        if not self.is_divided(name):
+            return Part(shape, order=order)
+        axis = self.mesh[placement.cut]
+        rows = placement.rows(shape, axis.rank, axis.size)
+        return Part(self.whole_shape(name, shape), placement.dim, rows, order)
+
+    def stretch(self, name: str, tensor: torch.Tensor) -> Stretch:
+        """Return a tensor of which every rank of its kind holds the same part."""
+        part, deal = self.part_of(name, tensor), self.deal_of(name, tensor.shape)
+        return Stretch.whole(self.saved_name(name), tensor, part, deal)
+
+    def deal_of(self, name: str, shape: Sequence[int]) -> Deal:
+        """Return who writes what of a part that every rank of its kind holds whole."""
+        ranks, numel = self.of(name, shape).same.ranks, torch.Size(shape).numel()
+        return deal_out(ranks, numel, len(ranks), turn=self.turn(name))
+
+    @staticmethod
+    def turn(name: str) -> int:
+        """Return which of the ranks that hold the same comes first: the same on all ranks, another for each tensor."""
+        return zlib.crc32(name.encode())
+
+    def told(self, name: str) -> tuple[object, ...]:
+        """Return what all ranks must agree on of a tensor's placement; nothing where it is whole."""
+        placement = self.placement(name)
+        said = (placement.cut, placement.dim, placement.parts, placement.partial, placement.pad, placement.name)
+        return said if name in self.placements else ()
+
+    def saved_name(self, name: str) -> str:
+        """Return a parameter's name in checkpoints."""
+        return self.placement(name).name or name
+
+    def is_divided(self, name: str) -> bool:
+        """Return whether a parameter is cut over more than one rank."""
+        return self._size(self.placement(name).cut) > 1
+
+    def refuse_cut(self, names: Iterable[str], optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that must see whole parameters, where these are cut.
+
+        Raises:
+            ModelError: for the first of the names.
+        """
+        for name in sorted(names):
+            cut = self.placement(name).cut
+            raise ModelError(
+                f"optimizer {type(optimizer).__name__}: it must see the whole of parameter {name!r}, which is cut "
+                f"over {'*'.join(cut)}. Use AdamW or SGD for it, or a plan with "
+                f"{' '.join(f'{axis}=1' for axis in cut)}."
+            )
+
+    def named(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole tensors under the names that checkpoints have for them. A collective over the cut axes."""
+        return ((self.saved_name(name), self.whole(name, tensor)) for name, tensor in pairs)
+
+    def rest(self, *groups: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield those of the tensors that are not whole on every rank."""
+        for pairs in groups:
+            yield from ((n, t.detach()) for n, t in pairs if self.stages.size > 1 or self.placement(n).is_cut)
+
+    def _build(self, name: str, placement: Placement, times: int) -> Axes:
+        cut, is_expert = placement.cut, "ep" in placement.cut
+        if is_expert and (len(cut) > 1 or set(placement.partial) & {"cp", "tp"}):
+            raise ModelError(
+                f"placement of {name!r}: cut={'*'.join(cut)} partial={'*'.join(placement.partial)}: experts are cut "
+                f"over ep alone, and their gradients add up over all ranks beside it. Use cut=('ep',) without partial."
+            )
+        if times > 1 and len(cut) > 1:
+            raise ModelError(f"placement of {name!r}: rows that several ranks hold are cut over one axis. Use one.")
+        shard = ("beside_ep",) if is_expert else ("dp_shard", "cp")
+        adjacent = tuple(f"{axis}/{times}" for axis in cut) if times > 1 else ()
+        extra = (*adjacent, *(axis for axis in placement.partial if axis not in (*cut, *_DATA, "cp")))
+        beside = () if is_expert else adjacent if "tp" in cut else ("tp",)
+        of_stages = tuple(name for name in (ENDS, "pp") if name in extra)
+        equal = ("dp_replicate", *beside, *of_stages)
+        same = self._joined((*shard, *equal))
+        if not self._sharded:
+            equal = (*equal, *shard)
+        sums = self.mesh.ranks_over(self._lasting(equal))
+        over = self._joined(("dp_replicate", *shard, *extra))
+        plan = self.mesh.plan
+        outer = shard if plan.dp_replicate == 1 else ("dp_replicate",)
+        coded = plan.compress != "none"
+        replicate = ("dp_replicate", *extra) if self._sharded else ("dp_replicate", *shard, *extra)
+        return Axes(
+            alike=self.mesh.ranks_over(self._lasting(tuple(name for name in equal if name not in outer))),
+            outer=self._joined(outer) if coded else NOBODY,
+            inner=self._without(("dp_replicate", *shard, *extra), outer) if coded else NOBODY,
+            beside=self._without(replicate, outer) if coded else NOBODY,
+            shard=self._joined(shard) if self._sharded else self._nobody("dp_shard"),
+            replicate=self._joined(replicate) if self._sharded else over,
+            over=over,
+            same=same,
+            cut=self.mesh[cut] if cut else self._nobody("tp"),
+            extra=self._joined(extra) if extra else self._nobody("tp"),
+            share=(sums.index(self.mesh.rank), len(sums)),
+            waits=bool(of_stages),
+            holders=sums,
+        )
+
+    def _nobody(self, name: str) -> Axis:
+        return Axis(name, 1, 0, (self.mesh.rank,))
+
+    def _size(self, names: tuple[str, ...]) -> int:
+        return len(self.mesh.ranks_over(names)) if names else 1
+
+    def _lasting(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Without axes of size 1 that would only make names longer; data axes keep theirs."""
+        return tuple(name for name in names if name in (*_DATA, "beside_ep") or self._size((name,)) > 1)
+
+    def _without(self, names: tuple[str, ...], outer: tuple[str, ...]) -> Axis:
+        """Those of the axes that have several ranks and are not of `outer`, joined."""
+        rest = tuple(name for name in names if name not in outer and self._size((name,)) > 1)
+        return self.mesh[rest] if rest else NOBODY
+
+    def _joined(self, names: tuple[str, ...]) -> Axis:
+        return self.mesh[self._lasting(names)]

@@ -1,0 +1,475 @@
+"""Tensor parallelism: each rank keeps its part of the large matrices, as the layout says, in place.
+
+A column-cut layer makes a part of its outputs; a row-cut layer reads a part of its inputs, and its output is summed.
+The modules between such a pair work on their heads or features and need no collective. An embedding and a head are cut
+by rows of the vocabulary, padded where tp does not divide it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm.autograd import prepare_operators
+from weft.comm.collectives import broadcast
+from weft.comm.mesh import Axis, Mesh
+from weft.config.layout import Layout, Style
+from weft.errors import LayoutError, PlanError, Problem, WeftWarning
+from weft.models.adapters import AdaptedLinear
+from weft.models.inspect import hugging_face, layers, token_flow
+from weft.models.inspect.blocks import become
+from weft.models.inspect.find_layout import find_layout
+from weft.models.inspect.layers import Heads
+from weft.models.inspect.rms_norm import rms_form
+from weft.parallel.layers.float8 import refuse_partial
+from weft.parallel.random.streams import CutPart, keep_part
+from weft.parallel.state.placement import Placement
+from weft.parallel.tensor.head import LossWay
+from weft.parallel.tensor.language_head import fuse_head, make_head
+from weft.parallel.tensor.linear import SharedLayer, prepare_piece_operators
+from weft.parallel.tensor.read_layout import (
+    check_sizes,
+    find_heads,
+    is_norm,
+    is_wide,
+    makes_ahead,
+    nowhere,
+    read_own,
+    read_styles,
+)
+from weft.parallel.tensor.sequence import TokenCut, blocks_outside, cut_tokens, plan_sequence, second_states
+from weft.parallel.tensor.sharded_modules import (
+    ColumnLinear,
+    CutNorm,
+    Enter,
+    Entry,
+    RowLinear,
+    VocabEmbedding,
+    localise,
+)
+from weft.parallel.tensor.trial_step import TrialError, divided_modules, is_tried, try_numbers, without_layers
+
+
+def cut_tensors(
+    model: nn.Module,
+    mesh: Mesh,
+    layout: Layout | None = None,
+    taken: Collection[str] = (),
+    runs: Sequence[Sequence[str]] | None = None,
+    is_whole: Callable[[str], bool] = nowhere,
+    regions: token_flow.TokenRegions | None = None,
+) -> dict[str, Placement]:
+    """Keep this rank's part of what the layout cuts; with sp, of the tokens between cut layers. In place.
+
+    Returns the placements of what was changed.
+
+    Args:
+        model: whole, or a stage.
+        mesh: of the plan.
+        layout: found from the model where it is None.
+        taken: parameters that another technique has placed.
+        runs: paths of the blocks of each pipeline stage that is here; None where all blocks are.
+        is_whole: tells modules that another technique keeps whole, by their path.
+        regions: where tokens are divided under sp, as `check_whole_model` found it; found here where it is None.
+
+    Raises:
+        LayoutError: where the layout does not fit the model.
+        PlanError: where the model cannot be divided by tp.
+    """
+    layout = find_layout(model) if layout is None else layout
+    if mesh.plan.sp and regions is None and runs is None:
+        regions = find_token_regions(model, layout, is_whole, mesh.plan.tp)
+    return _Cutter(model, mesh, layout, taken, runs, is_whole, regions).cut()
+
+
+def fuse_whole_head(model: nn.Module, mesh: Mesh | None = None) -> None:
+    """Let the head of a model whose vocabulary is not cut give the loss at once, where its logits would be large.
+
+    mesh: says on what device, and whether compiled; None: on a CPU, and not.
+    """
+    head = layers.find_lm_head(model)
+    if head is not None and layers.is_linear(head):
+        way = LossWay.agreed(mesh["tp"], mesh.device, mesh.plan.compile) if mesh is not None else None
+        fuse_head(head, hugging_face.scales_logits(model), way)
+
+
+def check_whole_model(
+    model: nn.Module, mesh: Mesh, layout: Layout | None, is_whole: Callable[[str], bool] = nowhere, example: Any = None
+) -> tuple[Layout, token_flow.TokenRegions | None]:
+    """Check what needs the full model, before a pipeline takes parts of it away.
+
+    Returns the layout, and where tokens are divided if the plan divides them. A small model of the user's is tried. If
+    the trial fails with a layout that was found, a module is left undivided, and a warning names it.
+
+    Args:
+        model: the full model.
+        mesh: of the plan.
+        layout: found from the model where it is None.
+        is_whole: tells modules that another technique keeps whole, by their path.
+        example: arguments of a forward, or None for invented ones.
+
+    Raises:
+        LayoutError: where the layout names what is not there, sp would divide tokens that meet, or a trial fails.
+    """
+    modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
+    if layout is not None:
+        return layout, _warned(_checked(model, mesh, layout, is_whole, example), mesh)
+    layout = find_layout(model, example).fitted((*modules, *layers.own_parameters(modules)))
+    try:
+        return layout, _warned(_checked(model, mesh, layout, is_whole, example), mesh)
+    except TrialError as error:
+        first = error
+    for path in dict.fromkeys((first.path, *divided_modules(layout, model))):
+        less = without_layers(layout, model, path)
+        if less is None:
+            continue
+        try:
+            found = _checked(model, mesh, less, is_whole, example)
+        except (LayoutError, PlanError):
+            continue
+        if mesh.rank == 0:
+            said = str(first).rstrip(".")
+            warnings.warn(f"{path} stays undivided on every rank of tp, since {said}.", WeftWarning, stacklevel=3)
+        return less, _warned(found, mesh)
+    raise first
+
+
+def _warned(regions: token_flow.TokenRegions | None, mesh: Mesh) -> token_flow.TokenRegions | None:
+    """Return the same, after a warning if tokens are gathered more often than once."""
+    if regions is not None and regions.why_apart and mesh.rank == 0:
+        said = f"sp=on: tokens are gathered after each block, which takes time: {regions.why_apart}"
+        warnings.warn(said, WeftWarning, stacklevel=3)
+    return regions
+
+
+def _checked(
+    model: nn.Module, mesh: Mesh, layout: Layout, is_whole: Callable[[str], bool], example: Any
+) -> token_flow.TokenRegions | None:
+    plan = mesh.plan
+    modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
+    read_styles(layout, modules, plan.tp)
+    regions = find_token_regions(model, layout, is_whole, plan.tp, example) if plan.sp else None
+    if plan.ep == 1 and is_whole is nowhere and is_tried(model):
+        where = f"tp={plan.tp} sp=on" if plan.sp else f"tp={plan.tp}"
+
+        def divide(divided: nn.Module) -> dict[str, Placement]:
+            return cut_tensors(divided, mesh, layout, regions=regions)
+
+        try_numbers(model, mesh["tp"], mesh.device, divide, example, where)
+    return regions
+
+
+def find_token_regions(
+    model: nn.Module, layout: Layout, is_whole: Callable[[str], bool], tp: int, example: Any = None
+) -> token_flow.TokenRegions:
+    """Return where sp divides tokens.
+
+    Args:
+        model: the full model.
+        layout: of it.
+        is_whole: tells modules that another technique keeps whole, by their path.
+        tp: number of ranks.
+        example: arguments of a forward, or None for invented ones.
+
+    Raises:
+        LayoutError: where tokens would be divided that meet.
+    """
+    modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
+    styles = read_styles(layout, modules, tp)
+    sequence = plan_sequence(model, layout, styles, is_whole=is_whole)
+    parents = {layers.parent_of(path) for path, style in styles.items() if style.name == "colwise"}
+    gathering = {parent for parent in parents if not is_wide(parent, modules, styles)}
+    chains: dict[str, list[str]] = {}
+    for path in blocks_outside(model, is_whole):
+        chains.setdefault(layers.parent_of(path), []).append(path)
+    division = token_flow.TokenDivision(
+        styles, gathering.union(sequence.whole), sequence.width, reading=sequence.reading
+    )
+    return token_flow.find_regions(model, list(chains.values()), division, example)
+
+
+class _Cutter:
+    """One call of `cut_tensors`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        layout: Layout,
+        taken: Collection[str],
+        runs: Sequence[Sequence[str]] | None,
+        is_whole: Callable[[str], bool],
+        regions: token_flow.TokenRegions | None,
+    ):
+        self.model, self.axis, self.layout = model, mesh["tp"], layout
+        self.taken, self.device = taken, mesh.device
+        self.modules = {path: module for path, module in model.named_modules() if not is_whole(path)}
+        self.names = {id(module): path for path, module in self.modules.items()}
+        self.styles = read_styles(layout, self.modules, mesh.plan.tp)
+        self.rows = [path for path, style in self.styles.items() if style.name == "rowwise"]
+        self.own = read_own(layout, self.modules)
+        self.sequence: TokenCut | None = None
+        if mesh.plan.sp:
+            self.sequence = plan_sequence(model, layout, self.styles, runs, is_whole, regions)
+        self.line = SharedLayer(self.axis, cuts_tokens=mesh.plan.sp, pieces=mesh.plan.tp_chunks)
+        self.line_outside = SharedLayer(self.axis)
+        ends_cut = self.sequence is not None and self.sequence.with_ends
+        self.ends = SharedLayer(self.axis, cuts_tokens=ends_cut)
+        self.placed: dict[int, Placement] = {}
+        self.locals: dict[int, nn.Parameter] = {}  # by id of the whole: a tied weight is cut once
+        self.wholes: list[nn.Parameter] = []  # kept until the end, so that ids stay theirs
+        self.entries: dict[str, Entry] = {}
+        self.part = CutPart(self.axis)
+        self.is_compiled = mesh.plan.compile
+        if self.is_compiled:
+            prepare_operators(self.axis)
+            if mesh.plan.tp_chunks > 1:
+                prepare_piece_operators(self.axis)
+
+    def cut(self) -> dict[str, Placement]:
+        heads = find_heads(self.modules, self.styles)
+        check_sizes(self.modules, self.styles, heads, self.axis.size)
+        _settle(self.model, self.axis, self.taken)
+        self._check_partial(heads)
+        for path, style in self.styles.items():
+            module = self.modules[path]
+            if style.name == "colwise" and isinstance(module, nn.Embedding):
+                self._replace(module, "weight", Placement(cut=("tp",)), dim=1)
+                module.embedding_dim = module.weight.shape[1]
+            elif style.name == "colwise" and is_norm(module):
+                self._norm(path, module, heads.get(layers.parent_of(path), Heads()))
+            elif style.name == "colwise":
+                self._column(path, module, style, heads[layers.parent_of(path)])
+            elif style.name == "vocab":
+                self._vocab(path, module)
+        for path, style in self.styles.items():
+            if style.name == "rowwise":
+                self._row(path, self.modules[path])
+        for path, style in self.own.items():
+            if style.name == "colwise":
+                around, _, name = path.rpartition(".")
+                self._replace(self.modules[around], name, Placement(cut=("tp",)), dim=0)
+        self._follow_ties()
+        for path, found in heads.items():
+            localise(self.modules[path], found, self.axis.size)
+        self.part.whole_paths = tuple(self._ahead())
+        if self.sequence is not None:
+            cut_tokens(self.model, self.sequence, self.line, self.part)
+            self.part.token_paths = self.sequence.modules
+            self.part.whole_paths += self.sequence.whole
+        keep_part(self.model, self.part)
+        return self._placements()
+
+    def _ahead(self) -> list[str]:
+        """Whole layers in front of those that are cut."""
+        found = [path for path, style in self.styles.items() if style.name == "partial" and self._is_linear(path)]
+        for path in found:
+            refuse_partial(path, self.modules[path])
+        return found
+
+    def _line(self, path: str) -> SharedLayer:
+        """The ranks of a cut layer: outside of the blocks each has all tokens."""
+        if self.sequence is None or any(path.startswith(f"{block}.") for block in self.sequence.blocks):
+            return self.line
+        return self.line_outside
+
+    def _is_linear(self, path: str) -> bool:
+        return layers.is_linear(self.modules[path])
+
+    def _check_partial(self, heads: dict[str, Heads]) -> None:
+        """Raise LayoutError if modules inside a cut part have parameters that no pattern covers."""
+        missing: list[str] = []
+        for parent in heads:
+            if is_wide(parent, self.modules, self.styles):
+                continue
+            for name, module in self.modules[parent].named_modules():
+                path = f"{parent}.{name}" if name else parent
+                own = [each for each, _ in module.named_parameters(recurse=False) if f"{path}.{each}" not in self.own]
+                if path not in self.styles and own:
+                    missing.append(path)
+        if missing:
+            has = "has" if len(missing) == 1 else "have"
+            raise LayoutError(
+                f"layout: {', '.join(missing)} {has} parameters between cut layers, and no pattern of the layout "
+                f"covers them. Add {' '.join(f'{path}=replicate' for path in missing)}, with partial in place of "
+                "replicate for each that works on this rank's heads or features."
+            )
+
+    def _entry(self, path: str, module: nn.Module) -> Entry:
+        """In front of the module around the layer, or of the layer itself."""
+        parent = layers.parent_of(path)
+        around = self.modules[parent]
+        alone = is_wide(parent, self.modules, self.styles) or bool(getattr(around, "is_cross_attention", False))
+        place = path if alone else parent
+        if place not in self.entries:
+            rows = [name for name in self.rows if layers.parent_of(name) == parent]
+            ahead = not alone and bool(rows) and makes_ahead(parent, self.modules, self.styles)
+            # What comes in has as many features as go out; the first layer that is cut may read fewer.
+            width = layers.weight_of(self.modules[rows[0]]).shape[0] if ahead else layers.weight_of(module).shape[1]
+            entry = Entry(self._line(path), width, self.part, is_compiled=self.is_compiled, is_ahead=ahead)
+            self.entries[place] = entry
+            if not alone:
+                ends = any(name.startswith(f"{parent}.") for name in self.rows)
+                hooks = Enter(entry, ends, second_states(around) if self.sequence and self.sequence.reading else ())
+                if entry.line.cuts_tokens or ahead:
+                    around.register_forward_pre_hook(hooks.before, with_kwargs=True)
+                around.register_forward_hook(hooks.after)
+        return self.entries[place]
+
+    def _column(self, path: str, module: nn.Module, style: Style, heads: Heads) -> None:
+        self._check_pieces(path, module)
+        entry = self._entry(path, module)
+        weight = layers.weight_of(module)
+        placement = self._rows(style, heads, weight.shape[0])
+        if placement.partial:
+            refuse_partial(path, module)
+        self._replace(module, "weight", placement, dim=1 if layers.is_transposed(module) else 0)
+        for name in ("bias", "lora_B", "lora_magnitude"):
+            self._replace(module, name, placement, dim=0)
+        if entry.line.cuts_tokens or entry.is_ahead:
+            self._partial(module, "lora_A")
+        _set_sizes(module)
+        self._float8(module, outer=self.axis)
+        enters = entry.line.cuts_tokens and self.entries.get(path) is entry
+        become(module, ColumnLinear, entry=entry, enters=enters, place=len(entry.members))
+        entry.members.append(module)
+
+    def _rows(self, style: Style, heads: Heads, total: int) -> Placement:
+        """Which of so many output features this rank has."""
+        parts, pieces = style.sizes(total), heads.pieces(style, total)
+        if not parts and pieces[0][2] and (count := pieces[0][0] // pieces[0][1]) % self.axis.size:
+            unit = pieces[0][1]
+            first = self.axis.rank * count // self.axis.size * unit
+            rows = tuple(range(first, first + unit))
+            return Placement(cut=("tp",), index=rows, partial=("tp",), whole_shape=(0,))  # its own: set in `_replace`
+        return Placement(cut=("tp",), parts=parts)
+
+    def _norm(self, path: str, module: nn.Module, heads: Heads) -> None:
+        form, [weight] = rms_form(module), module.parameters()
+        assert form is not None  # read_styles has asked
+        self._replace(module, "weight", self._rows(self.styles[path], heads, len(weight)), dim=0)
+        become(module, CutNorm, form=form, axis=self.axis)
+
+    def _row(self, path: str, module: nn.Module) -> None:
+        self._check_pieces(path, module)
+        width = layers.weight_of(module).shape[1]
+        if layers.is_packed(module) and width % (64 * self.axis.size):
+            raise LayoutError(
+                f"layout: {path} keeps its {width} inputs in blocks of 64, which tp={self.axis.size} cannot share out "
+                "whole. Use adapter.base=stored, or a smaller tp."
+            )
+        self._replace(module, "weight", Placement(cut=("tp",)), dim=0 if layers.is_transposed(module) else 1)
+        self._replace(module, "lora_A", Placement(cut=("tp",)), dim=1)
+        self._partial(module, "lora_B", "lora_magnitude")
+        _set_sizes(module)
+        self._float8(module, inner=self.axis)
+        become(module, RowLinear, line=self._line(path), part=self.part, is_compiled=self.is_compiled)
+
+    def _check_pieces(self, path: str, module: nn.Module) -> None:
+        """PlanError where a layer is more than a product with a matrix, and shall multiply in pieces."""
+        if self.line.pieces > 1 and (isinstance(module, AdaptedLinear) or layers.is_packed(module)):
+            has = "has an adapter" if isinstance(module, AdaptedLinear) else "keeps its weight as bytes"
+            rule = f"layer {path} {has}, and only a plain product is made in pieces"
+            raise PlanError([Problem("tp_chunks", f"tp_chunks={self.line.pieces}: {rule}. Use tp_chunks=1.")])
+
+    def _float8(self, module: nn.Module, **shared: Axis) -> None:
+        """A layer chosen for float8 knows who shares what its scales span."""
+        form: Any = getattr(module, "_weft_float8", None)
+        if form is not None:
+            module._weft_float8 = replace(form, **shared)  # pyright: ignore[reportArgumentType] - torch infers modules and tensors
+
+    def _vocab(self, path: str, module: nn.Module) -> None:
+        vocab = layers.weight_of(module).shape[0]
+        pad = -vocab % self.axis.size
+        dim = 1 if layers.is_transposed(module) else 0
+        self._replace(module, "weight", Placement(cut=("tp",), pad=pad), dim)
+        self._replace(module, "bias", Placement(cut=("tp",), pad=pad), 0)
+        if isinstance(module, nn.Embedding):
+            rows = module.weight.shape[0]
+            if module.padding_idx is not None:
+                local = module.padding_idx - self.axis.rank * rows
+                inside = local if 0 <= local < rows else None
+                module.padding_idx = inside  # pyright: ignore[reportAttributeAccessIssue] - torch infers an int alone
+            module.num_embeddings = rows
+            become(module, VocabEmbedding, line=self.ends)
+            return
+        _set_sizes(module)
+        entry = Entry(self.ends, layers.weight_of(module).shape[1], None)
+        entry.members.append(module)
+        way = LossWay.agreed(self.axis, self.device, self.is_compiled)
+        make_head(module, self.ends, vocab, entry, hugging_face.scales_logits(self.model), way)
+
+    def _replace(self, module: nn.Module, name: str, placement: Placement, dim: int) -> None:
+        """Put this rank's part in the place of a parameter."""
+        whole = getattr(module, name, None)
+        if whole is None:
+            return
+        if name not in dict(module.named_parameters(recurse=False, remove_duplicate=False)):
+            raise LayoutError(
+                f"layout: {self.names[id(module)]}.{name} is computed from other parameters (a weight norm?), and a "
+                f"part of it cannot be kept. Name {self.names[id(module)]}=replicate in a layout, or use tp=1."
+            )
+        if id(whole) not in self.locals:
+            shape = tuple(whole.shape) if placement.index is not None else ()
+            placement = Placement(
+                cut=placement.cut, dim=dim, parts=placement.parts, index=placement.index,
+                whole_shape=shape, partial=placement.partial, pad=placement.pad,
+            )  # fmt: skip
+            part = placement.local(whole.detach(), self.axis.rank, self.axis.size)
+            local = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
+            self.locals[id(whole)] = self.locals[id(local)] = local
+            self.placed[id(local)] = placement
+            self.wholes.append(whole)
+        setattr(module, name, self.locals[id(whole)])
+
+    def _partial(self, module: nn.Module, *names: str) -> None:
+        """Parameters that are whole here, and whose gradients are partial sums."""
+        for name in names:
+            if (param := getattr(module, name, None)) is not None:
+                self.placed[id(param)] = Placement(partial=("tp",))
+
+    def _follow_ties(self) -> None:
+        """A weight or bias that is registered at several places is cut at all of them."""
+        for module in self.model.modules():
+            for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(param) in self.locals:
+                    setattr(module, name, self.locals[id(param)])
+
+    def _placements(self) -> dict[str, Placement]:
+        named = dict(self.model.named_parameters())
+        placements = {name: self.placed[id(param)] for name, param in named.items() if id(param) in self.placed}
+        partial = [path for path, style in self.styles.items() if style.name == "partial"]
+        alone = {path for path, style in self.own.items() if style.name == "partial"}
+        if self.sequence is not None:
+            partial += self.sequence.modules
+        for name in named:
+            if name in placements or name in self.taken:
+                continue
+            if name in alone or any(name.startswith(f"{path}.") for path in partial):
+                placements[name] = Placement(partial=("tp",))
+        return placements
+
+
+def _set_sizes(module: nn.Module) -> None:
+    """What the layer says of its own size."""
+    names = ("nf", "nx") if layers.is_transposed(module) else ("out_features", "in_features")
+    for name, size in zip(names, layers.weight_of(module).shape, strict=True):
+        setattr(module, name, size)
+
+
+def _settle(model: nn.Module, axis: Axis, taken: Collection[str]) -> None:
+    """Ranks may have drawn different weights: the first rank's count, before each keeps a part.
+
+    taken: parameters that ranks hold different parts of already.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta or name in taken:
+            continue
+        settled = broadcast(tensor.detach().contiguous(), axis)
+        if settled.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(settled)

@@ -1,0 +1,204 @@
+"""The head of a language model: logits, or at once the loss of its tokens, so that nobody ever holds all logits.
+
+A head that is told the labels before the forward (`expect_labels`) gives a `HeadLoss` in the place of logits: it goes
+through the logits a few tokens at a time, and with a cut vocabulary no rank sees those of other ranks' entries. Without
+labels it gives whole logits, so a loss function of the user's own works under every plan.
+
+N tokens, C tokens at a time, D features, V entries of the vocabulary of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from weft.comm.autograd import gather_slice
+from weft.comm.mesh import Axis
+from weft.errors import ModelError
+from weft.models.inspect import layers
+from weft.models.inspect.blocks import become
+from weft.parallel.layers.index_check import check_labels
+from weft.parallel.tensor.head import LossWay, token_loss
+from weft.parallel.tensor.head_log_probs import token_log_probs
+from weft.parallel.tensor.linear import TOKENS, SharedLayer
+from weft.parallel.tensor.sharded_modules import Entry
+from weft.private_torch import register_pytree_node
+
+#: Without a cut vocabulary the head gives the loss at once where logits would take more than this.
+LARGE_LOGITS_BYTES = 2**28
+
+_ATTRIBUTE = "_weft_head"
+
+
+class _InPlaceOfLogits:
+    """What a model must not change after the head, because it is no logits."""
+
+    __slots__ = ()
+
+    def contiguous(self) -> Self:
+        """Return this: models may ask it of their logits, and no number changes."""
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse(name)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        _refuse("indexing")
+
+    def __truediv__(self, other: Any) -> NoReturn:
+        _refuse("division")
+
+    def __mul__(self, other: Any) -> NoReturn:
+        _refuse("multiplication")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        _refuse(getattr(function, "__name__", str(function)))
+
+
+@dataclass(slots=True)
+class HeadLoss(_InPlaceOfLogits):
+    """What a head gives in the place of logits: the sum of the tokens' losses, for `labels`, and how many count.
+
+    With weights both are sums of weights.
+    """
+
+    loss_sum: torch.Tensor
+    num_tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+@dataclass(slots=True)
+class HeadLogProbs(_InPlaceOfLogits):
+    """What a head gives a loss that asks for tokens: log p(label) of each, (B, T), and 0 where none counts."""
+
+    log_probs: torch.Tensor
+    labels: torch.Tensor
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ModelError(
+        f"loss: the model changes its logits after the head ({what}), so the head cannot give the loss. "
+        f"Give a loss_fn of your own, which gets whole logits."
+    )
+
+
+register_pytree_node(
+    HeadLoss,
+    lambda loss: ([loss.loss_sum, loss.num_tokens, loss.labels], None),
+    lambda leaves, _: HeadLoss(*leaves),
+    serialized_type_name="weft.HeadLoss",
+)
+register_pytree_node(
+    HeadLogProbs,
+    lambda found: ([found.log_probs, found.labels], None),
+    lambda leaves, _: HeadLogProbs(*leaves),
+    serialized_type_name="weft.HeadLogProbs",
+)
+
+
+class Head:
+    """What the head of one model needs besides its weight. vocab: entries without padding.
+
+    entry: in front of a cut head. scales: the model changes logits after the head, so it gives no loss.
+    way: how it goes through its tokens; None: as on a CPU.
+    """
+
+    def __init__(self, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None):
+        self.line = line
+        self.vocab = vocab
+        self.entry = entry
+        self.scales = scales
+        self.way = way
+        self.labels: torch.Tensor | None = None
+        self.weights: torch.Tensor | None = None
+        self.of_tokens = False  # the loss asks for each token's log-probability
+        self.ignore = -100
+
+    def gives_loss(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether this call is for the loss: it has labels for these tokens, and logits are cut or large."""
+        labels = self.labels
+        if labels is None or self.scales or x.dim() != labels.dim() + 1:
+            return False
+        shape = list(x.shape[:-1])
+        if self.line.cuts_tokens:
+            shape[TOKENS] *= self.line.axis.size
+        if tuple(shape) != tuple(labels.shape):
+            return False
+        return self.line.axis.size > 1 or labels.numel() * weight.shape[0] * 4 > LARGE_LOGITS_BYTES
+
+
+class LossHead(nn.Module):
+    """A linear layer that gives logits, or the loss of its tokens."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """(B, T, D) to whole logits, or to a HeadLoss or HeadLogProbs."""
+        head: Head = getattr(self, _ATTRIBUTE)
+        weight, bias = layers.weight_of(self), layers.bias_of(self)
+        if head.gives_loss(x, weight):
+            labels = head.labels
+            assert labels is not None
+            check_labels(labels, head.vocab, head.ignore)
+            if head.of_tokens:
+                found = token_log_probs(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way)
+                return HeadLogProbs(found, labels)
+            weights = head.weights
+            loss_sum = token_loss(x, weight, bias, labels, head.line, head.vocab, head.ignore, head.way, weights)
+            trained = labels != head.ignore
+            count = trained.sum() if weights is None else weights.where(trained, 0.0).sum(dtype=torch.float64)
+            return HeadLoss(loss_sum, count, labels)
+        if head.entry is None:
+            return F.linear(x, weight, bias)
+        logits = head.entry.product(self, head.entry.enter(x) if head.line.cuts_tokens else x)
+        return gather_slice(logits, head.line.axis, -1)[..., : head.vocab]
+
+
+def make_head(
+    module: nn.Module, line: SharedLayer, vocab: int, entry: Entry | None, scales: bool, way: LossWay | None = None
+) -> None:
+    """Let the module give the loss where it is told the labels. vocab: entries of the whole, without padding."""
+    become(module, LossHead, head=Head(line, vocab, entry, scales, way))
+
+
+def fuse_head(module: nn.Module, scales: bool, way: LossWay | None = None) -> None:
+    """`make_head` of a model whose vocabulary is not cut."""
+    uncut = SharedLayer(Axis("tp", 1, 0, (0,)))
+    make_head(module, uncut, layers.weight_of(module).shape[0], None, scales, way)
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """The module that `make_head` was called on, if any."""
+    return next((module for module in model.modules() if isinstance(module, LossHead)), None)
+
+
+@contextmanager
+def expect_labels(model: nn.Module, loss_fn: Any, batch: Any) -> Iterator[None]:
+    """Give the head of `model` the batch's labels inside, where `loss_fn` takes what it then gives.
+
+    Args:
+        model: with a head that can give the loss, or none.
+        loss_fn: says that it takes that by an attribute `takes_head_loss` that is true, or "tokens" where it wants the
+            log-probability of each.
+        batch: a mapping with "labels", and "weights" where they do not all count as 1; of any other the head gives
+            logits.
+    """
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    takes = getattr(loss_fn, "takes_head_loss", False)
+    module = find_head(model) if takes and labels is not None else None
+    if module is None:
+        yield
+        return
+    head: Head = getattr(module, _ATTRIBUTE)
+    head.labels, head.weights, head.of_tokens = labels, batch.get("weights"), takes == "tokens"
+    try:
+        yield
+    finally:
+        head.labels, head.weights, head.of_tokens = None, None, False

@@ -1,0 +1,435 @@
+"""Adapters on cut layers: what of A and B a rank has, and who adds up what they make.
+
+    layer                          A                        B, magnitude             travels
+    cut by columns                 whole                    its rows, as the weight  the gradient of A x
+    cut by columns, tokens cut     whole, partial sums      its rows                 A x of all tokens, and its gradient
+    cut by rows                    its inputs               whole, partial sums      nothing more: a part of the product
+
+So what travels for an adapter has its rank for a width. Under dora the row-cut layer adds up squares for the norms.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.autograd import copy_to, gather_from, scatter_sum, sum_over
+from weft.comm.mesh import Axis
+from weft.config.hugging_face_config import number
+from weft.errors import ModelError
+from weft.models.adapters import AdaptedLinear, Alone
+from weft.models.inspect import layers
+from weft.models.inspect.layers import Heads
+from weft.models.inspect.rms_norm import RmsForm
+from weft.parallel.layers.deferred_gradients import HoldingLayer, linear
+from weft.parallel.layers.float8_products import Float8
+from weft.parallel.random.streams import CutPart
+from weft.parallel.tensor.linear import (
+    TOKENS,
+    Column,
+    SharedLayer,
+    columns,
+    compiled_columns,
+    compiled_row,
+    row,
+    row_sum,
+    summed,
+    token_share,
+    with_sequences,
+)
+from weft.parallel.tensor.sequence import Ungathered
+
+
+class ColumnAdapter(Alone):
+    """Of a column-cut layer, all of whose input is on each rank."""
+
+    def __init__(self, axis: Axis, part: CutPart | None):
+        self._axis, self._part = axis, part
+
+    def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
+        """All ranks drop the same."""
+        return _dropped(dropout, x, self._part, is_whole=True)
+
+    def into_weight(self, x: Tensor) -> Tensor:
+        """Its gradient is a sum over the ranks."""
+        return copy_to(x, self._axis)
+
+    def low(self, h: Tensor) -> Tensor:
+        """Its gradient is a sum over the ranks: then those of A and of the input are whole on each."""
+        return copy_to(h, self._axis)
+
+
+class TokenAdapter(Alone):
+    """Of a column-cut layer between which and the one before tokens are cut: it reads this rank's tokens.
+
+    is_flat: the layer itself is given (batch * tokens, features).
+    """
+
+    def __init__(self, axis: Axis, part: CutPart | None, *, is_flat: bool = False):
+        self._axis, self._part, self._is_flat = axis, part, is_flat
+
+    def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
+        """As in front of the cut part."""
+        if self._is_flat:
+            return _dropped(dropout, x.flatten(0, 1), self._part, is_whole=False).view_as(x)
+        return _dropped(dropout, x, self._part, is_whole=False)
+
+    def into_weight(self, x: Tensor) -> Tensor:
+        """Bring all tokens."""
+        return self._all_tokens(x)
+
+    def low(self, h: Tensor) -> Tensor:
+        """Bring all tokens."""
+        return self._all_tokens(h)
+
+    def _all_tokens(self, x: Tensor) -> Tensor:
+        found = gather_from(x, self._axis, TOKENS)
+        return found.flatten(0, 1) if self._is_flat else found
+
+
+class GatheredAdapter(Alone):
+    """Of a column-cut layer that reads what was made of gathered tokens, whose gradient autograd adds up."""
+
+    def __init__(self, part: CutPart | None):
+        self._part = part
+
+    def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
+        """All ranks drop the same."""
+        return _dropped(dropout, x, self._part, is_whole=True)
+
+
+class RowAdapter(Alone):
+    """Of a row-cut layer: each rank's product goes into the sum over the ranks."""
+
+    def __init__(self, axis: Axis, part: CutPart):
+        self._axis, self._part = axis, part
+
+    def drop(self, dropout: nn.Module, x: Tensor) -> Tensor:
+        """Each rank has its own features."""
+        with self._part.at(is_open=True):
+            return dropout(x)
+
+    def squares(self, total_F: Tensor) -> Tensor:
+        """Each rank has some elements of every row."""
+        return summed(total_F, self._axis)
+
+
+def _dropped(dropout: nn.Module, x: Tensor, part: CutPart | None, *, is_whole: bool) -> Tensor:
+    if part is None:
+        return dropout(x)
+    with part.at(is_open=False, is_whole=is_whole):
+        return dropout(x)
+
+
+# Layers that hold a part of their matrix. A module gets a subclass of its own class: paths and names stay.
+
+
+class Entry:
+    """Where activations enter a cut part. members: the column-cut layers that read them. width: their features.
+
+    part: opened here; None in front of a head, after which nothing comes. is_compiled: its layers are; then each is a
+    product of its own behind one collective, which the compiler can follow. is_ahead: layers that are whole come first,
+    and the members read what those make.
+    """
+
+    def __init__(
+        self, line: SharedLayer, width: int, part: CutPart | None, *, is_compiled: bool = False, is_ahead: bool = False
+    ):
+        self.line = line
+        self.is_compiled = is_compiled
+        self.is_ahead = is_ahead
+        self.width = width
+        self.part = part
+        self.members: list[nn.Module] = []
+        self._inner: torch.Tensor | None = None
+        self._outer: torch.Tensor | None = None
+        self._products: dict[int, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}
+
+    def enter(self, x: torch.Tensor, *, is_shared: bool = True) -> torch.Tensor:
+        """All tokens of activations of which this rank has a part; the gradient is summed and cut again.
+
+        is_shared: the members read them, and nothing else.
+        """
+        if self.line.cuts_tokens and x.dim() < 3:
+            x = with_sequences(x, self.part.sequences if self.part is not None else 0, self.line.axis)
+            inner = self._gathered(x, is_shared, is_flat=True)
+        elif self.line.cuts_tokens:
+            inner = self._gathered(x, is_shared, is_flat=False)
+            if self.part is not None:  # a replay of this block alone says it again
+                self.part.sequences = x.shape[0]
+        else:
+            inner = copy_to(x, self.line.axis)
+        if not is_shared:
+            self.close()
+        if is_shared and not self.is_ahead and (self._in_pieces or not self.is_compiled):
+            self._begin(inner, x)
+        elif self.part is not None:
+            self.part.is_open = True
+        return inner
+
+    @property
+    def _in_pieces(self) -> bool:
+        return self.line.cuts_tokens and self.line.pieces > 1
+
+    def _gathered(self, x: torch.Tensor, is_shared: bool, *, is_flat: bool) -> torch.Tensor:
+        """All tokens; where members gather in pieces, what stands for them. A graph drops results that are not read."""
+        compiles = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+        if self._in_pieces and is_shared and not self.is_ahead and not compiles:
+            return Ungathered.of(x, self.line.axis, is_flat=is_flat)
+        inner = gather_from(x, self.line.axis, TOKENS)
+        return inner.flatten(0, 1) if is_flat else inner
+
+    def product(self, member: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """The member's product with x. Members that read the same tensor are one product with one collective."""
+        if self._in_pieces and x is self._inner and not torch.is_autocast_enabled(x.device.type):
+            return self._piecewise(member)
+        if self.is_ahead:
+            return _linear(member, x)  # autograd knows how it was made of what came in
+        if self.is_compiled:
+            if not self.line.cuts_tokens and x is not self._inner:
+                self._begin(x, copy_to(x, self.line.axis))
+            return _linear(member, x if self._outer is None else self._outer)
+        if torch.is_autocast_enabled(x.device.type):
+            return _linear(member, x if self.line.cuts_tokens else copy_to(x, self.line.axis))
+        if not self.line.cuts_tokens and x is not self._inner:
+            self._begin(x, x)
+        if x is not self._inner or self._outer is None:
+            return _linear(member, x)  # made from what came in: autograd knows how
+        if layers.is_packed(member):  # its bytes are unpacked for its own product alone
+            return _linear(member, x if self.line.cuts_tokens else copy_to(x, self.line.axis))
+        outer = self._outer
+        if not self._products:
+            self._products = self._multiply(self.members, x, outer)
+        product = self._products.pop(id(member), None)
+        if not self._products:
+            self.close()
+        return self._multiply([member], x, outer)[id(member)] if product is None else product
+
+    def _begin(self, inner: torch.Tensor, outer: torch.Tensor) -> None:
+        self.close()
+        self._inner, self._outer = inner, outer
+        if self.part is not None:
+            self.part.is_open = True
+
+    def _multiply(
+        self, members: list[nn.Module], inner: torch.Tensor | None, outer: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
+        read = [
+            Column(layers.stored_weight(one), layers.bias_of(one), layers.is_transposed(one), _form_of(one))
+            for one in members
+        ]
+        made = columns(outer, inner, self.line, read, getattr(members[0], "_weft_held", None))
+        return {id(one): product for one, product in zip(members, made, strict=True)}
+
+    def _piecewise(self, member: nn.Module) -> torch.Tensor:
+        """The member's part of one product in pieces of all members, kept for the others by place: graphs of blocks
+        that are alike shall be, too."""
+        place, inner, outer = member._weft_place, self._inner, self._outer
+        assert isinstance(place, int)
+        assert inner is not None
+        assert outer is not None
+        if place not in self._made:
+            is_flat = inner.dim() == 2
+            found = self._all_members(outer)
+            self._made = {at: out.flatten(0, 1) if is_flat else out for at, out in enumerate(found)}
+        product = self._made.pop(place)
+        if not self._made:
+            self.close()
+        return product
+
+    def _all_members(self, outer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not torch.compiler.is_compiling():
+            return tuple(self._multiply(self.members, None, outer).values())
+        made = compiled_columns(outer, self.line, [layers.weight_of(one) for one in self.members])
+        biases = [layers.bias_of(one) for one in self.members]
+        return tuple(out if bias is None else out + bias for out, bias in zip(made, biases, strict=True))
+
+    def for_adapter(self, x: torch.Tensor) -> tuple[torch.Tensor, Alone]:
+        """What the adapter of a layer reads in place of x, and who shares it: where tokens are cut, this rank's."""
+        if not self.line.cuts_tokens and not self.is_ahead:
+            return x, ColumnAdapter(self.line.axis, self.part)
+        if x is self._inner and self._outer is not None:
+            return self._outer, TokenAdapter(self.line.axis, self.part, is_flat=x.dim() == 2)
+        return x, GatheredAdapter(self.part)
+
+    def close(self) -> None:
+        """Forget what came in: it must not live longer than the module needs it."""
+        self._inner = self._outer = None
+        self._products, self._made = {}, {}
+
+
+def _form_of(member: nn.Module) -> Float8 | None:
+    return getattr(member, "_weft_float8", None)
+
+
+def _linear(member: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The member's product, by steps of autograd that the compiler can follow."""
+    bias, form = layers.bias_of(member), _form_of(member)
+    if form is None:
+        return layers.product(member, x, bias)
+    return linear(x, layers.weight_of(member), bias, None, form=form)
+
+
+class Enter:
+    """Hooks of the module in front of which an entry stands. Objects, since copies of a module copy its hooks.
+
+    ends: whether the cut part ends inside of it. BERT's pooler gives out features that are cut until the classifier.
+    second: arguments, by place and name, that give it other states to read keys from.
+    """
+
+    def __init__(self, entry: Entry, ends: bool, second: tuple[tuple[int, str], ...] = ()):
+        self._entry, self._ends, self._second = entry, ends, second
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Bring all tokens of the activations among the arguments; where tokens are cut, or layers ahead whole."""
+        args, kwargs, has_second = self._second_entered(args, kwargs)
+        values = [*args, *kwargs.values()]
+        for place, value in enumerate(values):
+            if (
+                isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and value.shape[-1:] == (self._entry.width,)
+            ):
+                values[place] = self._entry.enter(value, is_shared=not has_second)
+                return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+        raise ModelError(
+            f"module of type {type(module).__name__}: none of its arguments has the {self._entry.width} features that "
+            f"its cut layers read. Use sp=off, or give a layout that leaves it out."
+        )
+
+    def _second_entered(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], bool]:
+        """The arguments with all tokens of what an encoder gave, and whether it gave any."""
+        for place, name in self._second if self._entry.line.cuts_tokens else ():
+            if len(args) > place and args[place] is not None:
+                return (
+                    (*args[:place], self._entry.enter(args[place], is_shared=False), *args[place + 1 :]),
+                    kwargs,
+                    True,
+                )
+            if kwargs.get(name) is not None:
+                return args, {**kwargs, name: self._entry.enter(kwargs[name], is_shared=False)}, True
+        return args, kwargs, False
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Nothing of it is needed any more."""
+        del module, args, output
+        self._entry.close()
+        if self._ends and self._entry.part is not None:
+            self._entry.part.is_open = False
+
+
+class ColumnLinear(HoldingLayer):
+    """Makes this rank's share of the output features."""
+
+    _weft_entry: Entry
+    _weft_enters: bool
+    _weft_place: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., D) to (..., F)."""
+        entry = self._weft_entry
+        x = entry.enter(x) if self._weft_enters else x
+        if not isinstance(self, AdaptedLinear):
+            return entry.product(self, x)
+        read, line = entry.for_adapter(x)  # before the product, which may close the entry
+        return self.adapt(entry.product(self, x), read, line)
+
+
+class RowLinear(HoldingLayer):
+    """Reads this rank's share of the input features; its output is the sum over the ranks."""
+
+    _weft_line: SharedLayer
+    _weft_part: CutPart
+    _weft_is_compiled: bool = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., F) to (..., D)."""
+        self._weft_part.is_open = False
+        weight, held = self.weight, self._weft_held
+        line = self._weft_line
+        if line.cuts_tokens and line.pieces > 1 and not torch.is_autocast_enabled(x.device.type):
+            return self._piecewise(x)
+        if held is not None and weight.dtype == x.dtype:
+            product = linear(x, weight, None, held, transposed=layers.is_transposed(self), form=self._weft_float8)
+        elif self._weft_float8 is not None:
+            product = linear(x, layers.weight_of(self), None, None, form=self._weft_float8)
+        else:
+            product = layers.product(self, x)
+        if isinstance(self, AdaptedLinear):  # what it adds to the ranks' products adds up with them
+            product = self.adapt(product, x, RowAdapter(self._weft_line.axis, self._weft_part), has_bias=False)
+        if is_flat := product.dim() == 2 and self._weft_line.cuts_tokens:
+            product = with_sequences(product, self._weft_part.sequences, self._weft_line.axis)
+        out = row_sum(product, self._weft_line, is_compiled=self._weft_is_compiled)
+        out = out.flatten(0, 1) if is_flat else out
+        return out if self.bias is None else out + self.bias
+
+    def _piecewise(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum in pieces of the tokens, each on its way while the next one multiplies."""
+        line, is_flat = self._weft_line, x.dim() == 2
+        if is_flat:
+            x = with_sequences(x, self._weft_part.sequences, line.axis)
+        token_share(x.shape, line.axis)
+        if torch.compiler.is_compiling():
+            out = compiled_row(x, line, layers.weight_of(self))
+        else:
+            weight = layers.stored_weight(self)
+            out = row(x, weight, line, self._weft_held, transposed=layers.is_transposed(self))
+        out = out.flatten(0, 1) if is_flat else out
+        return out if self.bias is None else out + self.bias
+
+
+class CutNorm(nn.Module):
+    """A norm by the mean square of features of which this rank has a share."""
+
+    weight: nn.Parameter
+    _weft_form: RmsForm
+    _weft_axis: Axis
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Same shape. What the ranks add up is one number per token."""
+        axis = self._weft_axis
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = wide.square().mean(-1, keepdim=True) / axis.size
+        # Each rank's features read the sum, so that its gradient is a sum over the ranks, too.
+        return self._weft_form.scaled(x, copy_to(sum_over(mean, axis), axis), self.weight)
+
+
+class VocabEmbedding(nn.Module):
+    """Holds a share of the rows; ids of other ranks' rows come from there. The class's own forward looks them up."""
+
+    weight: nn.Parameter
+    _weft_line: SharedLayer
+
+    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
+        """(B, T) to (B, T, D), or this rank's tokens of it where tokens are cut from here on."""
+        line, rows_here = self._weft_line, self.weight.shape[0]
+        local_BT = ids_BT - line.axis.rank * rows_here
+        elsewhere_BT = (local_BT < 0) | (local_BT >= rows_here)
+        x_BTD = super().forward(local_BT.masked_fill(elsewhere_BT, 0))
+        x_BTD = x_BTD.masked_fill(elsewhere_BT[..., None], 0.0)
+        return scatter_sum(x_BTD, line.axis, TOKENS) if line.cuts_tokens else sum_over(x_BTD, line.axis)
+
+
+def localise(module: nn.Module, heads: Heads, tp: int) -> None:
+    """Set a module's numbers of heads to this rank's: cutting its projections leaves it with some."""
+    if not heads.count:
+        return
+    numbers = heads.numbers(tp)
+    _set(module, numbers)
+    config = getattr(module, "config", None)
+    if number(config, "heads") == heads.count:
+        # Its own copy: some modules read the number of heads from the config in each forward.
+        local = copy.copy(config)
+        _set(local, numbers[:2])
+        object.__setattr__(module, "config", local)
+
+
+def _set(owner: Any, numbers: list[tuple[tuple[str, ...], int, int]]) -> None:
+    for names, whole, here in numbers:
+        for name in names:
+            if getattr(owner, name, None) == whole:
+                setattr(owner, name, here)

@@ -1,0 +1,1 @@
+"""ZeRO 0 to 2 over flat buckets."""

@@ -1,0 +1,504 @@
+"""An optimizer that works on this rank's pieces of parameters in flat buckets.
+
+Where it must see parameters whole, they are divided among the ranks one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint.read import Deal, deal_out
+from weft.comm.collectives import all_gather, broadcast
+from weft.comm.mesh import Axis
+from weft.comm.wire.coder import Coder
+from weft.errors import CheckpointError, ModelError
+from weft.parallel.state.flat_slices import PlacedPart, StateSource, Stretch, alone, filled, flat_of, read_whole
+from weft.parallel.state.placement import AxisMap
+from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
+from weft.parallel.zero.states import DTYPES, StateEntry, exchange, not_joinable, read_owed, replicas_in, untrained
+from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
+
+
+class SlotAdoption:
+    """One adopted optimizer: which slot, or parameter that is none of ours, stands where in its groups.
+
+    pieces: this rank's piece of each slot, as the optimizer sees it: the parameter itself where nothing is sharded
+    or rounded. Raises ModelError for a trainable parameter that the module does not have.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, slots: list[Slot]):
+        self.optimizer = optimizer
+        self.is_spent = False  # inside of `spent`
+        self.pieces: dict[Slot, nn.Parameter] = {}
+        by_param = {id(slot.param): slot for slot in slots}
+        self._groups: list[list[Slot | nn.Parameter]] = []
+        for group in optimizer.param_groups:
+            places: list[Slot | nn.Parameter] = []
+            for param in group["params"]:
+                slot = by_param.get(id(param))
+                if slot is None and param.requires_grad:
+                    raise not_of_model(param)
+                places.append(slot or param)
+            self._groups.append(places)
+        self._names = [group.get("param_names") for group in optimizer.param_groups]
+        self._before = {slot: slot.param for slot in self.slots}
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The module's parameters among the optimizer's."""
+        return [place for places in self._groups for place in places if isinstance(place, Slot)]
+
+    def must_see_whole(self) -> frozenset[str]:
+        """Names of the parameters of which the optimizer needs all elements."""
+        return frozenset(
+            place.name
+            for group, places in zip(self.optimizer.param_groups, self._groups, strict=True)
+            if not is_elementwise(self.optimizer, group)
+            for place in places
+            if isinstance(place, Slot)
+        )
+
+    def put(self) -> None:
+        """Put this rank's pieces into the groups; states that the optimizer has already are cut to fit."""
+        self.pieces = {}
+        for slot in self.slots:
+            piece = _own_piece(slot)
+            if piece is not None:
+                self.pieces[slot] = piece
+            held = self._before[slot]
+            if held is not piece and (state := self.optimizer.state.pop(held, None)) and piece is not None:
+                self.optimizer.state[piece] = _cut_state(state, slot, held, piece)
+        for group, places, names in zip(self.optimizer.param_groups, self._groups, self._names, strict=True):
+            kept = [(self.pieces.get(place) if isinstance(place, Slot) else place) for place in places]
+            fill_group(group, kept, names)
+        self._before = {slot: self.pieces.get(slot, slot.param) for slot in self.slots}
+
+    @contextmanager
+    def spent(self) -> Iterator[None]:
+        """While inside, the optimizer finds no gradient: its own step calls hooks and schedulers, and does no more."""
+        grads = [(piece, piece.grad) for piece in self.pieces.values()]
+        for piece, _ in grads:
+            piece.grad = None
+        self.is_spent = True
+        try:
+            yield
+        finally:
+            self.is_spent = False
+            for piece, grad in grads:
+                piece.grad = grad
+
+
+def _own_piece(slot: Slot) -> nn.Parameter | None:
+    bucket = slot.bucket
+    assert bucket is not None
+    if bucket.num_shards == 1 and not bucket.is_mixed:
+        return slot.param
+    piece = slot.piece(bucket.master, bucket.own)
+    return None if piece is None else nn.Parameter(piece)
+
+
+def _cut_state(state: dict[str, Any], slot: Slot, held: nn.Parameter, piece: nn.Parameter) -> dict[str, Any]:
+    """What of a parameter's state belongs to a piece of it: Adagrad makes states when it is built."""
+    if held is not slot.param:
+        return {}  # pieces were laid out anew: the whole states come by `load_states`
+    assert slot.bucket is not None
+    return {
+        key: slot.cut(value, slot.bucket.own).to(piece.dtype).clone()
+        if isinstance(value, torch.Tensor) and value.shape == slot.shape and value.is_floating_point()
+        else value
+        for key, value in state.items()
+    }
+
+
+# What is owed of each parameter, as whole tensors by name: any plan reads them, whatever ranks and wire it has.
+
+_OWNER = "owner"
+
+
+class SlotDebts:
+    """Debts of parameters in buckets.
+
+    Args:
+        sums: of the buckets.
+        axes: of the module.
+    """
+
+    def __init__(self, sums: BucketSums, axes: AxisMap):
+        self._sums, self._axes = sums, axes
+        self.buckets: Sequence[Bucket] = ()
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Yield what this rank owes, in its own memory; no collective."""
+        for bucket in self.buckets:
+            if (coder := self._sums.debtor(bucket)) is None:
+                continue
+            kept = dict(coder.states())
+            for whose, key, low, high in self._keys(bucket):
+                if (flat := kept.get(key)) is not None:
+                    yield from self._of(bucket, whose, flat.view(-1), low, high)
+
+    @torch.no_grad()
+    def take(self, source: StateSource) -> list[str]:
+        """Take over what any plan owed. Returns lines for people, where it is not as it was."""
+        saved = replicas_in(source)
+        if not saved:
+            return []
+        number = 0
+        for bucket in self.buckets:
+            coder, number = self._sums.debtor(bucket), bucket.over.outer.size
+            if coder is None:
+                own = bucket.own.start, bucket.own.stop
+                self._sums.coders.owed[bucket.slots[0].name] = self._all_of(bucket, *own, source)
+                continue
+            found: dict[str, torch.Tensor] = {}
+            for whose, key, low, high in self._keys(bucket):
+                if saved == number:
+                    found[key] = self._all_of(bucket, low, high, source, (whose,))
+                elif whose != _OWNER:
+                    found[key] = self._all_of(bucket, low, high, source) / number
+            self._load(bucket, coder, found)
+        if self._sums.coders.owed:
+            return ["what compress rounded off before and still owes goes with the gradients of the first step"]
+        return [] if saved == number else [f"what {saved} replicas owe of rounded gradients is shared by {number} now"]
+
+    def _load(self, bucket: Bucket, coder: Coder, found: dict[str, torch.Tensor]) -> None:
+        shaped = {name: tensor for name, tensor in coder.states() if not name.endswith("/residual")}
+        for key, flat in found.items():
+            rows, numel = map(int, key.removesuffix("/residual").rpartition("-")[2].split("x"))
+            whole = torch.zeros(rows * numel, dtype=flat.dtype, device=flat.device)
+            whole[: flat.numel()] = flat
+            shaped[key] = whole.view(rows, numel)
+        coder.load(shaped)
+
+    def _keys(self, bucket: Bucket) -> Iterator[tuple[str, str, int, int]]:
+        """Of what a bucket's coder keeps: whose it is, its name there, and the first element and end in the bucket."""
+        outer, span = bucket.over.outer, self._span(bucket)
+        numel, size = span.stop - span.start, outer.size
+        if self._sums.divides(bucket) and not self._sums.coders.outer_wire.spec.rank:
+            yield str(outer.rank), f"summands-{size}x{bucket.length}/residual", span.start, span.stop
+            return
+        if size == 2 or self._sums.coders.outer_wire.spec.rank:
+            yield str(outer.rank), f"summands-1x{numel}/residual", span.start, span.stop
+            return
+        each = -(-numel // size)
+        yield str(outer.rank), f"summands-{size}x{each}/residual", span.start, span.stop
+        first = span.start + outer.rank * each
+        yield _OWNER, f"sums-1x{each}/residual", min(first, span.stop), min(first + each, span.stop)
+
+    def _span(self, bucket: Bucket) -> slice:
+        """What of a bucket this rank sends over the outermost axis."""
+        return slice(0, bucket.size) if self._sums.divides(bucket) or bucket.num_shards == 1 else bucket.own
+
+    def _of(self, bucket: Bucket, whose: str, flat: torch.Tensor, low: int, high: int) -> Iterator[Stretch]:
+        """Stretches of all parameters of which `flat` has elements: those of the bucket from `low` to `high`."""
+        for slot in bucket.slots:
+            start, end = max(slot.start, low), min(slot.start + slot.numel, high)
+            if start < end:
+                name = f"{self._axes.saved_name(slot.name)}/residual.{whose}"
+                part = self._axes.part_of(slot.name, slot.param)
+                deal = self._deal(bucket, slot, whose)
+                yield Stretch(name, part, deal, start - slot.start, flat[start - low : end - low])
+
+    def _deal(self, bucket: Bucket, slot: Slot, whose: str) -> Deal:
+        """Who writes which elements of a parameter's debt: of ranks that owe the same the first."""
+        kind, me = bucket.over, self._axes.mesh.rank
+        near = kind.alike[0] - me
+        shards = kind.shard.ranks if self._span(bucket) == bucket.own and bucket.num_shards > 1 else (me,)
+        length = bucket.length if len(shards) > 1 else bucket.size
+        if whose != _OWNER:
+            return Deal(tuple(rank + near for rank in shards), length, slot.start)
+        # Each of the parts is cut again for its owners, whose ranks lie from each other as those of this rank's do.
+        ranks = tuple(rank + near + owner - me for rank in shards for owner in kind.outer.ranks)
+        return Deal(ranks, length, slot.start, kind.outer.size, -(-length // kind.outer.size))
+
+    def _all_of(
+        self, bucket: Bucket, low: int, high: int, source: StateSource, whose: tuple[str, ...] = ()
+    ) -> torch.Tensor:
+        """What was owed of the elements from `low` to `high`: by some, or by all together."""
+        total = torch.zeros(high - low, dtype=bucket.master.dtype, device=bucket.weights.device)
+        for like in self._of(bucket, whose[0] if whose else _OWNER, total, low, high):
+            read_owed(like, source, whose)
+        return total
+
+
+# Optimizer states of pieces, joined to whole tensors that fit any plan, and cut again.
+
+
+def gather_states(adoption: SlotAdoption, buckets: list[Bucket], shard: Axis) -> Iterator[tuple[str, torch.Tensor]]:
+    """States of the buckets' parameters as (`parameter/key`, whole tensor). A collective over the shard axis."""
+    if shard.size == 1:
+        here = {slot for bucket in buckets for slot in bucket.slots}
+        for slot, piece in adoption.pieces.items():
+            if slot not in here:
+                continue
+            for key, value in adoption.optimizer.state.get(piece, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{slot.name}/{key}", value
+        return
+    adopted = {slot.name: slot for slot in adoption.slots}
+    table = exchange(_describe(adoption, shard.rank), shard, buckets[0].weights.device)
+    for bucket in buckets:
+        mine = [slot for slot in bucket.slots if slot.name in adopted and slot.name in table]
+        for key in sorted({key for slot in mine for key in table[slot.name]}):
+            having = [slot for slot in mine if key in table[slot.name]]
+            yield from _gather_key(adoption, bucket, having, key, table, shard)
+
+
+def _gather_key(
+    adoption: SlotAdoption,
+    bucket: Bucket,
+    slots: list[Slot],
+    key: str,
+    table: dict[str, dict[str, StateEntry]],
+    shard: Axis,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """One key of one bucket's parameters: the divided ones in one collective, the others one by one."""
+    divided = [slot for slot in slots if table[slot.name][key]["shape"] == "cut"]
+    device = bucket.weights.device
+    for dtype in sorted({table[slot.name][key]["dtype"] for slot in divided}):
+        part = torch.zeros(bucket.length, dtype=DTYPES[dtype], device=device)
+        alike = [slot for slot in divided if table[slot.name][key]["dtype"] == dtype]
+        for slot in alike:
+            target, value = slot.piece(part, bucket.own), _local(adoption, slot).get(key)
+            if target is not None and value is not None:
+                target.copy_(value)
+        flat = all_gather(part, shard)
+        yield from ((f"{slot.name}/{key}", slot.of(flat)) for slot in alike)
+    for slot in slots:
+        entry = table[slot.name][key]
+        if entry["shape"] == "cut":
+            continue
+        if entry["value"] is not None:
+            yield f"{slot.name}/{key}", torch.tensor(entry["value"], dtype=DTYPES[entry["dtype"]])
+            continue
+        whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device=device)
+        if entry["owner"] == shard.rank:
+            whole.copy_(_local(adoption, slot)[key])
+        yield f"{slot.name}/{key}", broadcast(whole, shard, entry["owner"])
+
+
+def load_states(adoption: SlotAdoption, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Cut whole states to this rank's pieces. CheckpointError for a state that does not fit its parameter."""
+    slots = {slot.name: slot for slot in adoption.slots}
+    for full_name, saved in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        slot = slots.get(name)
+        if slot is None:
+            raise untrained(full_name)
+        piece = adoption.pieces.get(slot)
+        if piece is None:
+            continue
+        assert slot.bucket is not None
+        divided = piece.numel() < slot.numel
+        if divided and saved.ndim and saved.shape != slot.shape:
+            raise CheckpointError(
+                f"optimizer state {full_name!r}: shape {tuple(saved.shape)} cannot be divided as the parameter is, "
+                f"which has shape {tuple(slot.shape)}."
+            )
+        # Step counters stay where the optimizer wants them: fused kernels read them on the device.
+        value = slot.cut(saved, slot.bucket.own) if divided and saved.ndim else saved
+        target = torch.empty_like(piece) if value.shape == piece.shape and saved.ndim else torch.empty(value.shape)
+        adoption.optimizer.state[piece][key] = target.to(dtype=saved.dtype, device=piece.device).copy_(value)
+
+
+def _local(adoption: SlotAdoption, slot: Slot) -> dict[str, Any]:
+    piece = adoption.pieces.get(slot)
+    return adoption.optimizer.state.get(piece, {}) if piece is not None else {}
+
+
+def _describe(adoption: SlotAdoption, rank: int) -> dict[str, dict[str, StateEntry]]:
+    found: dict[str, dict[str, StateEntry]] = {}
+    for slot, piece in adoption.pieces.items():
+        divided = piece.numel() < slot.numel
+        for key, value in adoption.optimizer.state.get(piece, {}).items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            shape: object = list(value.shape)
+            if divided and value.ndim:
+                if value.shape != piece.shape:
+                    raise not_joinable(f"{slot.name}/{key}", value.shape)
+                shape = "cut"
+            number = value.item() if value.ndim == 0 and value.dtype != torch.bfloat16 else None
+            found.setdefault(slot.name, {})[key] = {
+                "owner": rank,
+                "shape": shape,
+                "dtype": str(value.dtype),
+                "value": number,
+            }
+    return found
+
+
+# What a rank holds of buckets, of optimizer states beside them, and of what lies in no bucket, for checkpoints.
+
+
+class SlotStretches:
+    """Stretches of the parameters in some buckets."""
+
+    def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
+        self._axes, self._turns, turn = axes, dict[int, int](), 0
+        self._ranks: dict[int, tuple[int, ...]] = {}
+        for bucket in buckets:
+            kind = bucket.over
+            if id(kind) not in self._ranks:
+                # Ranks of a length hold the same; those of the next have the next part.
+                near = [rank - axes.mesh.rank for rank in kind.holders]
+                self._ranks[id(kind)] = tuple(rank + step for rank in kind.shard.ranks for step in near)
+            self._turns[id(bucket)] = turn
+            turn += -(-bucket.length // deal_out((), bucket.length, len(kind.holders) or 1).share)
+
+    def of(self, slot: Slot) -> Stretch | None:
+        """What of a parameter's master this rank holds; None: nothing."""
+        bucket = slot.bucket
+        assert bucket is not None
+        if not slot.is_in(bucket.own):
+            return None
+        kind, (start, end) = bucket.over, slot.inside(bucket.own)
+        ranks = self._ranks[id(kind)]
+        times = len(kind.holders)
+        deal = deal_out(ranks, bucket.length, times, start=slot.start, turn=self._turns[id(bucket)])
+        flat = bucket.master.detach()[start - bucket.own.start : end - bucket.own.start]
+        part = self._axes.part_of(slot.name, slot.param)
+        return Stretch(self._axes.saved_name(slot.name), part, deal, start - slot.start, flat)
+
+    def states(self, adoption: SlotAdoption) -> Iterator[Stretch]:
+        """An optimizer's states of this rank's pieces. CheckpointError for one that fits no part of its parameter."""
+        for slot, piece in adoption.pieces.items():
+            found = self.of(slot)
+            assert found is not None
+            for key, value in adoption.optimizer.state.get(piece, {}).items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                name = f"{found.name}/{key}"
+                if value.ndim and value.shape == piece.shape:
+                    stride = slot.stride if value.shape == slot.shape else None
+                    yield Stretch(name, found.part, found.deal, found.start, flat_of(value, stride))
+                    continue
+                if value.ndim and piece.numel() < slot.numel:
+                    raise not_joinable(name, value.shape)
+                yield alone(name, value, found.deal.holder(0))
+
+    def take_states(self, adoption: SlotAdoption, source: StateSource) -> None:
+        """Give an optimizer its states. CheckpointError for one that does not fit its parameter."""
+        ours: dict[str, list[Slot]] = {}
+        for slot in adoption.slots:
+            ours.setdefault(self._axes.saved_name(slot.name), []).append(slot)
+        for full_name in source.entries:
+            saved_name, _, key = full_name.rpartition("/")
+            if saved_name not in ours and self._axes.stages.size == 1:
+                raise untrained(full_name)
+            for slot in ours.get(saved_name, []):
+                self._take(adoption, slot, full_name, key, source)
+
+    def _take(self, adoption: SlotAdoption, slot: Slot, full_name: str, key: str, source: StateSource) -> None:
+        piece, found = adoption.pieces.get(slot), self.of(slot)
+        if piece is None or found is None:
+            return
+        saved = source.entries[full_name]
+        if saved.shape and tuple(saved.shape) == found.part.shape:
+            adoption.optimizer.state[piece][key] = filled(full_name, found, piece, source)
+            return
+        if saved.shape and piece.numel() < slot.numel:
+            raise CheckpointError(
+                f"optimizer state {full_name!r}: shape {tuple(saved.shape)} cannot be divided as the parameter is, "
+                f"which has shape {found.part.shape}."
+            )
+        # Step counters stay where the optimizer wants them: fused kernels read them on the device.
+        adoption.optimizer.state[piece][key] = read_whole(source, full_name).to(piece.device)
+
+
+def placed_pieces(adoption: SlotAdoption, axes: AxisMap) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
+    """An optimizer's pieces, each with where it lies in the whole parameter."""
+    for slot, piece in adoption.pieces.items():
+        assert slot.bucket is not None
+        start = slot.inside(slot.bucket.own)[0] - slot.start
+        part = axes.part_of(slot.name, slot.param)
+        yield piece, PlacedPart(axes.saved_name(slot.name), part, start, piece.device)
+
+
+class Untrained:
+    """Frozen parameters and buffers: whole on every rank, and the first rank's.
+
+    Args:
+        model: laid over the mesh.
+        axes: of its parameters.
+        formats: of parameters.
+        value_of: a parameter's values; None where they come later, on each rank by itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        axes: AxisMap,
+        formats: Mapping[nn.Parameter, torch.dtype],
+        value_of: Callable[[nn.Parameter], torch.Tensor | None],
+    ):
+        self._frozen = {name: param for name, param in model.named_parameters() if not param.requires_grad}
+        for name, param in self._frozen.items():
+            if (value := value_of(param)) is not None:
+                same = axes.of(name, param.shape).same
+                param.data = broadcast(value.to(formats[param]).contiguous(), same)
+        for name, buffer in model.named_buffers():
+            settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
+            if settled.data_ptr() != buffer.data_ptr():
+                buffer.copy_(settled)
+        lasting = model.state_dict(keep_vars=True)
+        self._buffers = {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+        # Statistics that forward keeps (batch norm): after each step the first rank's count, on all ranks.
+        self._moving = [
+            (buffer, axes.settling(name, buffer))
+            for name, buffer in self._buffers.items()
+            if buffer.is_floating_point()
+        ]
+
+    def follow(self) -> None:
+        """After a step: what training moves becomes the first rank's."""
+        for buffer, axis in self._moving:
+            broadcast(buffer, axis)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """By name, what a checkpoint keeps."""
+        yield from self._frozen.items()
+        yield from self._buffers.items()
+
+    def check(self) -> None:
+        """ModelError where somebody has unfrozen a parameter."""
+        if any(param.requires_grad for param in self._frozen.values()):
+            raise ModelError("model: a frozen parameter was unfrozen after parallelize. Do that before parallelize.")
+
+
+class SeenWeights:
+    """The weights that forward uses, of buckets whose differences travel, in checkpoints.
+
+    Args:
+        buckets: of the model.
+        axes: of the model.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], axes: AxisMap):
+        self._buckets, self._axes = buckets, axes
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Yield this rank's part of them; no collective."""
+        placed = SlotStretches(self._buckets, self._axes)
+        for bucket in self._buckets:
+            for slot in bucket.slots if bucket.differs else ():
+                found = placed.of(slot)
+                if found is not None:
+                    start, end = slot.inside(bucket.own)
+                    yield replace(found, flat=bucket.weights.detach()[start:end])
+
+    @torch.no_grad()
+    def take(self, source: StateSource) -> None:
+        """Let forward use what a checkpoint says, where it says it. A collective."""
+        for one in self.stretches() if source.entries else ():
+            if one.name in source.entries:
+                one.fill(source)
+        for bucket in self._buckets if source.entries else ():
+            if bucket.differs:
+                all_gather(bucket.weights[bucket.own], bucket.over.shard, out=bucket.weights)

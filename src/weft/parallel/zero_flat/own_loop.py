@@ -1,0 +1,251 @@
+"""Parameters that somebody wrote to: masters follow, with `load_state_dict` as the weights were before rounding."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from weft.comm.collectives import all_reduce
+from weft.errors import ModelError, PlanError, Problem
+from weft.optim.build import clip_factor, global_norm
+from weft.parallel.private_torch import at_end_of_backward
+from weft.parallel.state.placement import Axes, AxisMap
+from weft.parallel.state.precision import Precision
+from weft.parallel.zero.adopt import WatchedEngine, find_optimizers, watch_steps
+from weft.parallel.zero_flat.buckets import Bucket, Slot
+from weft.parallel.zero_flat.optimizer_states import SlotAdoption
+from weft.parallel.zero_flat.reducer import Reducer
+from weft.private_torch import foreach_mul_, graph_task, version_of
+
+
+def written(slots: Sequence[Slot]) -> Iterator[Slot]:
+    """Yield those whose parameter was written to since its master was.
+
+    Raises:
+        ModelError: for a parameter that was moved, frozen or cast after `parallelize`.
+    """
+    for slot in slots:
+        param = slot.param
+        if param.data_ptr() != slot.address or not param.requires_grad:
+            what = "moved to other memory or another format" if param.requires_grad else "frozen"
+            raise ModelError(f"parameter {slot.name!r}: it was {what} after parallelize. Do that before parallelize.")
+        if version_of(param) != slot.version:
+            yield slot
+
+
+def take_master(slot: Slot, whole: torch.Tensor) -> None:
+    """Let this rank's part of the master follow a parameter that was written. whole: what it was written from."""
+    slot.version = version_of(slot.param)
+    bucket = slot.bucket
+    assert bucket is not None
+    piece = slot.piece(bucket.master, bucket.own)
+    if bucket.is_mixed and piece is not None:
+        if bucket.host is not None:
+            bucket.host.arrive()
+        with torch.no_grad():
+            piece.copy_(slot.cut(whole.detach().to(device=piece.device, dtype=piece.dtype), bucket.own))
+
+
+class FollowLoads:
+    """Hooks around `load_state_dict` of a whole module. take: gives the masters the loaded tensors, by name.
+
+    The module keeps the hooks, and those of a copy of the module take nothing.
+    """
+
+    def __init__(self, take: Callable[[Mapping[str, Any]], None] | None = None):
+        self._take = take
+        self._loaded: Mapping[str, Any] = {}
+
+    def before(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        """Keep what is about to be loaded."""
+        del module, rest
+        self._loaded = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+    def after(self, module: nn.Module, incompatible: Any) -> None:
+        """Give it to the masters."""
+        del module, incompatible
+        loaded, self._loaded = self._loaded, {}
+        if self._take is not None:
+            self._take(loaded)
+
+    def __reduce__(self) -> tuple[type[FollowLoads], tuple[()]]:
+        return FollowLoads, ()
+
+
+# Users who keep their own loop: model(x), loss.backward(), optimizer.step(), optimizer.zero_grad().
+
+#: By how much, of itself, the factor that one number scaled gradients by may differ between ranks: rounding, no more.
+_ALIKE = 1e-6
+
+
+class LoopedEngine(WatchedEngine, Protocol):
+    """What a user's own loop asks of the engine that holds its module in flat buckets."""
+
+    axes: AxisMap
+    device: torch.device
+    precision: Precision
+    reducer: Reducer
+
+    def leave_step(self) -> None:
+        """TrainStep drives no longer."""
+        ...
+
+    def show_gradients(self) -> None:
+        """Let the optimizers' pieces, and parameters that are whole here, have the gradients."""
+        ...
+
+
+class OwnLoop:
+    """The part of an engine that serves loops that it does not drive."""
+
+    def __init__(self, engine: LoopedEngine):
+        self._engine = weakref.ref(engine)
+        self._backward: int | None = None  # the graph task whose end will reduce
+        self._touched: set[int] = set()
+        self._norm: torch.Tensor | None = None  # after backward, of the gradients that all ranks have alike
+        find_optimizers(self._engine)
+
+    def note(self, bucket: Bucket) -> None:
+        """A gradient came into a bucket, outside of microbatches."""
+        self._touched.add(bucket.index)
+        task = graph_task()
+        if self._backward != task:
+            self._backward = task
+            at_end_of_backward(self._end_backward)
+
+    def even_out(self, slots: list[Slot], kinds: Mapping[Slot, Axes]) -> None:
+        """Let each bucket's mean over its own ranks be the mean over all ranks that read samples."""
+        engine = self._held()
+        for slot in slots:
+            factor = kinds[slot].over.size / engine.axes.batch.size
+            if factor != 1.0:
+                slot.param.register_hook(functools.partial(_scale_outside, self._engine, factor))
+
+    def watch(self, adoption: SlotAdoption) -> None:
+        """From here the optimizer's own step does what TrainStep would do around it."""
+        engine = self._engine
+
+        def before(optimizer: torch.optim.Optimizer) -> None:
+            del optimizer
+            if (found := engine()) is not None and not adoption.is_spent:
+                found.reducer.arrive()
+                if found.reducer.has_loose:
+                    found.show_gradients()
+
+        watch_steps(adoption.optimizer, engine, clear=lambda found: found.reducer.clear(adoption.slots), before=before)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale `.grad` of all parameters to a norm of at most max_norm; the norm before, of the whole gradient.
+
+        A collective: ranks that are still in a backward are waited for.
+        """
+        self._wait_for_all()
+        engine = self._held()
+        square, grads = torch.zeros((), dtype=torch.float64, device=engine.device), []
+        for bucket in engine.reducer.buckets:
+            found = [slot.param.grad for slot in bucket.slots if slot.param.grad is not None]
+            # Each rank that holds the same part adds its share of it.
+            square += global_norm(found).to(square).square() / bucket.over.same.size
+            grads += found
+        norm = all_reduce(square, engine.axes.world).sqrt()
+        if grads:
+            foreach_mul_(grads, clip_factor(float(norm), max_norm))
+        return norm
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """At the optimizer's step: wait for ranks that are still in a backward, then have all gradients in buckets."""
+        self._wait_for_all()
+        self._check_alike()
+        engine = self._held()
+        for bucket in engine.reducer.buckets:
+            bucket.shard = engine.reducer.take(bucket)[bucket.own]
+        engine.reducer.forget()
+        engine.reducer.send()
+        engine.reducer.arrive()
+        engine.show_gradients()
+
+    def _wait_for_all(self) -> None:
+        """Take part, with nothing new, in the backwards of ranks that are not at the step yet."""
+        while self._held().axes.stage.size > 1 and self._meet(at_step=True):
+            self._reduce_touched()
+        self._touched = set()
+
+    def _check_alike(self) -> None:
+        """ModelError where ranks scaled a gradient that all have alike by what each of them knows alone.
+
+        Compared is what each did to its own since backward: norms of equal gradients differ by how each rank added.
+        """
+        if self._norm is None:
+            return
+        factor = torch.where(self._norm > 0, self._norm_alike() / self._norm, 1.0)
+        most, least = all_reduce(torch.stack([factor, -factor]), self._held().axes.stage, op="max").abs().tolist()
+        self._norm = None
+        if most - least > _ALIKE * most:
+            raise ModelError(
+                f"gradients: since backward, one rank scaled those that all ranks share by {least:.6g} and another by "
+                f"{most:.6g}. torch.nn.utils.clip_grad_norm_ sees only this rank's part of what tp and ep divide. "
+                f"Use run.clip_grad_norm_(model, max_norm)."
+            )
+
+    def _norm_alike(self) -> torch.Tensor:
+        """Norm of the gradients that all ranks have alike, float64."""
+        engine = self._held()
+        whole = [slot for bucket in engine.reducer.buckets if bucket.over is engine.axes.plain for slot in bucket.slots]
+        norm = global_norm([slot.param.grad for slot in whole if slot.param.grad is not None])
+        return norm.to(engine.device, torch.float64)
+
+    def _held(self) -> LoopedEngine:
+        engine = self._engine()
+        assert engine is not None
+        return engine
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._backward = None
+        engine = self._held()
+        engine.leave_step()
+        engine.precision.refuse_debts()
+        if engine.axes.mesh.plan.graphs:
+            rule = "a loop of your own launches kernels one by one"
+            raise PlanError([Problem("graphs", f"graphs=on: {rule}. Use run.train_step, or graphs=off.")])
+        engine.precision.refuse_unscaled("backward() came")
+        if engine.axes.stage.size > 1:
+            self._meet(at_step=False)
+            self._reduce_touched()
+        self._touched = set()
+
+    def _meet(self, at_step: bool) -> bool:
+        """Whether some rank is in a backward still; `_touched` becomes all ranks' buckets with new gradients."""
+        engine = self._held()
+        buckets = engine.reducer.buckets
+        places = torch.zeros(1 + len(buckets), dtype=torch.int64, device=engine.device)
+        places[0] = 0 if at_step else 1
+        places[[1 + index for index in self._touched]] = 1
+        found = all_reduce(places, engine.axes.stage, op="max").tolist()
+        self._touched = {index for index, used in enumerate(found[1:]) if used}
+        return bool(found[0])
+
+    def _reduce_touched(self) -> None:
+        """Means over the ranks. What was there before is equal on all of them, so its mean is itself."""
+        engine = self._held()
+        buckets = [engine.reducer.buckets[index] for index in sorted(self._touched)]
+        flats = [engine.reducer.take(bucket) for bucket in buckets]
+        pairs = list(zip(buckets, flats, strict=True))
+        for pending in [engine.reducer.sums.over_all(bucket, flat) for bucket, flat in pairs]:
+            pending.wait()
+        if flats:
+            foreach_mul_(flats, [1.0 / bucket.over.over.size for bucket in buckets])
+        if any(placement.is_cut for placement in self._held().axes.placements.values()):
+            self._norm = self._norm_alike()
+
+
+def _scale_outside(engine: Callable[[], LoopedEngine | None], factor: float, grad: torch.Tensor) -> torch.Tensor | None:
+    found = engine()
+    return None if found is None or found.reducer.in_pass else grad * factor

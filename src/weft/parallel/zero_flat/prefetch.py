@@ -1,0 +1,229 @@
+"""New weights that are still on their way when a step is over: each block waits for its own, when it is called.
+
+The gathers begin in the order in which a forward needs them, so all but the first travel under it. What may wait for
+its own call is a repeated block, and in models whose code is known a layer outside of blocks; it must have been called
+in an earlier forward, so a block that a model reads without calling it does not count. All else is waited for before a
+forward begins, and everything before anyone else reads weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm.collectives import start_all_gather
+from weft.comm.wire.wire_format import find_wire
+from weft.models.adapters import adapted
+from weft.models.inspect import hugging_face, layers
+from weft.models.inspect.blocks import become, repeated_blocks
+from weft.parallel.zero_flat.buckets import Bucket, Slot
+from weft.private_torch import uncompiled
+
+
+class AwaitsWeights(nn.Module):
+    """A module that waits for its weights when it is called, and for all when somebody asks it for parameters.
+
+    `__call__` is outside of what torch.compile compiles.
+    """
+
+    _weft_arrival: Arrival
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _outside_graphs(self._weft_arrival.begin)
+        return super().__call__(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self._weft_arrival.end()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._weft_arrival.end()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._weft_arrival.end()
+        return super().load_state_dict(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What a copy or a pickle is made from: a module of its own class again, which waits for nothing."""
+        self._weft_arrival.end()
+        _, own = type(self).__bases__
+        return _made, (own,), {name: value for name, value in self.__dict__.items() if name != "_weft_arrival"}
+
+
+class Arrival:
+    """What one module waits for: slots; None: what is left for all that wait by themselves.
+
+    Modules may outlive their engine, and do not keep it.
+    """
+
+    def __init__(self, arrivals: Arrivals, slots: Sequence[Slot] | None = None):
+        self._arrivals = weakref.ref(arrivals)
+        self._slots = slots
+        self.was_called = False
+
+    def begin(self) -> None:
+        """The module is called."""
+        self.was_called = True
+        if (found := self._arrivals()) is not None:
+            found.wait_for_rest() if self._slots is None else found.wait_for(self._slots)
+
+    def end(self) -> None:
+        """Somebody will look at parameters."""
+        if not torch.compiler.is_compiling() and (found := self._arrivals()) is not None:
+            found.wait()
+
+
+class WeightDifference:
+    """A bucket's weights on their way to its masters, in place of a gather, under gather=diff4.
+
+        seen += D(E(master - seen))
+
+    `seen` is what forward uses, `weights`, the same bits on all ranks: each decodes what all encode, its own part
+    too. What a difference loses to its rounding is still between master and seen, and goes with the next step's, so
+    nothing needs to be kept besides. Scheme: weight differences of SDP4Bit (Jia et al. 2024, arXiv 2410.15526).
+    """
+
+    @torch.no_grad()
+    def __init__(self, bucket: Bucket):
+        self._wire, self._bucket = find_wire("diff4"), bucket
+        step = bucket.master.detach() - bucket.weights[bucket.own].to(bucket.master.dtype)
+        codes, _ = self._wire.encode(step.view(1, -1), None)
+        self._pending = start_all_gather(codes.view(-1), bucket.over.shard)
+
+    @torch.no_grad()
+    def wait(self) -> torch.Tensor:
+        """Wait for the differences of all ranks, and add them. Returns the weights."""
+        bucket = self._bucket
+        codes_RC = self._pending.wait().view(bucket.num_shards, -1)
+        for rank, weights in enumerate(bucket.weights.view(bucket.num_shards, -1)):
+            weights.add_(self._wire.decode(codes_RC[rank : rank + 1], bucket.length, bucket.master.dtype).view(-1))
+        return bucket.weights
+
+
+class Arrivals:
+    """The weights of one model as they come from the ranks that updated them."""
+
+    def __init__(self, model: nn.Module, slots: Sequence[Slot]):
+        self._model = weakref.ref(model)
+        self._slots = slots
+        self._units: dict[Slot, list[Arrival]] = {}
+        #: Whether what travels is a step of the optimizer: where buckets differ, differences do, else whole weights.
+        self.is_step = False
+        self._waiting: list[Bucket] = []  # in the order in which they began
+
+    def watch(self) -> None:
+        """Let modules wait for their own weights from here. Before the first forward, which may compile them."""
+        model = self._model()
+        if model is None or self._units or all(_bucket(slot).num_shards == 1 for slot in self._slots):
+            return
+        by_param = {id(slot.param): slot for slot in self._slots}
+        units = list(_units(model))
+        inside = {part: unit for unit in units for part in unit.modules()}
+        owners: dict[Slot, list[nn.Module | None]] = {}
+        for module in model.modules():
+            for param in module.parameters(recurse=False):
+                if id(param) in by_param:
+                    owners.setdefault(by_param[id(param)], []).append(inside.get(module))
+        held: dict[nn.Module, list[Slot]] = {}
+        for slot, modules in owners.items():
+            for module in dict.fromkeys(modules):
+                if module is not None and None not in modules:
+                    held.setdefault(module, []).append(slot)
+        for module, members in held.items():
+            arrival = Arrival(self, members)
+            become(module, AwaitsWeights, arrival=arrival)
+            for slot in members:
+                self._units.setdefault(slot, []).append(arrival)
+        if held and not isinstance(model, AwaitsWeights):
+            become(model, AwaitsWeights, arrival=Arrival(self))
+
+    def start(self, bucket: Bucket) -> None:
+        """Let a bucket's masters travel into the weights of all ranks. A collective over its shard axis."""
+        own = bucket.weights[bucket.own]
+        if bucket.differs and self.is_step:
+            bucket.arriving = WeightDifference(bucket)
+            self._waiting.append(bucket)
+            return
+        if bucket.host is not None:
+            bucket.host.bring(own).wait()
+        elif bucket.is_mixed and not bucket.is_rounded:
+            own.copy_(bucket.master)
+        bucket.is_rounded = False
+        bucket.arriving = start_all_gather(own, bucket.over.shard, out=bucket.weights)
+        self._waiting.append(bucket)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether modules wait for their weights."""
+        return bool(self._units)
+
+    def bring(self, buckets: Sequence[Bucket], follow: bool) -> None:
+        """The same for all that did not start yet. follow: return before they are there, where modules wait."""
+        for bucket in reversed(buckets):  # first what the next forward needs first
+            if bucket.arriving is None:
+                self.start(bucket)
+        if not (follow and self.is_watched):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for all."""
+        for bucket in self._waiting:
+            _arrive(bucket)
+        self._waiting = []
+
+    def wait_for(self, slots: Sequence[Slot]) -> None:
+        """Wait for the weights of some parameters."""
+        if self._waiting:
+            for slot in slots:
+                _arrive(_bucket(slot))
+
+    def wait_for_rest(self) -> None:
+        """Wait, before a forward, for what no module waits for by itself."""
+        if self._waiting:
+            for bucket in self._waiting:
+                if not all(self._is_awaited(slot) for slot in bucket.slots):
+                    _arrive(bucket)
+            self._waiting = [bucket for bucket in self._waiting if bucket.arriving is not None]
+
+    def _is_awaited(self, slot: Slot) -> bool:
+        found = self._units.get(slot)
+        return bool(found) and all(one.was_called for one in found)
+
+
+def _units(model: nn.Module) -> Iterator[nn.Module]:
+    """What may wait by itself: blocks, and where the model's code is known layers outside of them."""
+    blocks = list(repeated_blocks(model).values())
+    yield from blocks
+    is_known = isinstance(model, layers.KnownModel) or hugging_face.is_hugging_face(model)
+    if not is_known or adapted(model) is not None:  # whose layers become plain ones again when they are merged
+        return
+    inside = {part for block in blocks for part in block.modules()}
+    for module in model.modules():
+        if module not in inside and module is not model and not list(module.children()) and list(module.parameters()):
+            yield module
+
+
+def _arrive(bucket: Bucket) -> None:
+    if bucket.arriving is not None:
+        bucket.arriving.wait()
+        bucket.arriving = None
+
+
+def _bucket(slot: Slot) -> Bucket:
+    assert slot.bucket is not None
+    return slot.bucket
+
+
+def _made(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+@uncompiled
+def _outside_graphs(act: Callable[[], None]) -> None:
+    with torch.no_grad():
+        act()

@@ -1,0 +1,376 @@
+"""Gradients on their way: from autograd's hands into buckets, over the ranks, to sums.
+
+A bucket is reduced when autograd has delivered its last gradient of the last microbatch, while backward goes on.
+Buckets are reduced in one order on all ranks, whatever autograd's order is there, and a parameter without a gradient
+counts as zero: ranks may take different branches.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from weft.comm.collectives import all_gather, all_reduce, start_reduce_scatter
+from weft.comm.pending import Pending
+from weft.comm.wire.coder import Coders
+from weft.comm.wire.wire_format import Wire
+from weft.errors import CommError
+from weft.memory.host_link import Waitable
+from weft.parallel.state.placement import AxisMap
+from weft.parallel.zero_flat.buckets import Bucket, BucketSums, Slot
+from weft.private_torch import foreach_mul_, foreach_norm
+
+#: So many buckets' whole gradients may be on their way at once, where their memory is given back on arrival: at
+#: stage 2, and where they lie in autograd's hands. The next gradients then find that memory, still in the caches.
+MOST_UNDER_WAY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A bucket's reduction. add: what arrives here is to be added to the bucket's shard. final: the step's last one."""
+
+    pending: Waitable
+    add: torch.Tensor | None = None
+    final: bool = True
+
+
+class Reducer:
+    """Reduces the gradients of one step, bucket by bucket.
+
+    stage: 2 drops a bucket's whole gradient as soon as it was reduced. each: reduce after each microbatch, not only
+    after the last (stage 2). note: told of each bucket that gets a gradient outside of microbatches. wire, outer_wire:
+    what travels in place of gradients, and over the outermost data axis; `coders` keep what they carry.
+    """
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        axes: AxisMap,
+        stage: int,
+        device: torch.device,
+        note: Callable[[Bucket], None],
+        wire: Wire,
+        outer_wire: Wire | None = None,
+        each: bool = False,
+    ):
+        self.buckets: list[Bucket] = []
+        self._slots = slots
+        self._axes = axes
+        self._stage = stage
+        self._each = each
+        self.coders = Coders(wire, outer_wire)
+        self.sums = BucketSums(self.coders)
+        self._note = note
+        self._pass: str | None = None  # "inner" or "last" inside a microbatch
+        self._has_seen_backward = False
+        self._launches = False
+        self._next = 0
+        self._waiting: list[int] = []
+        self._under_way: dict[int, _UnderWay] = {}
+        self._replica_sums: list[Pending] = []
+        self._reduced: set[int] = set()  # in this step
+        self._late: list[int] = []
+        self._norm_squared = torch.zeros((), dtype=torch.float64, device=device)
+        self._num_late = torch.zeros_like(self._norm_squared)
+        self._first_late = -1  # what the last sums have of it; read after the next step has begun
+        #: What gradients are yet to be multiplied by, where the optimizer does it as it reads them.
+        self.factor: float | torch.Tensor = 1.0
+        for index, slot in enumerate(slots):
+            # torch's collector does not see these hooks: what they held would live for ever, and its mesh with it.
+            slot.param.register_post_accumulate_grad_hook(functools.partial(_arrived, weakref.ref(self), index))
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a microbatch is under way."""
+        return self._pass is not None
+
+    @property
+    def has_loose(self) -> bool:
+        """Whether some sums are where autograd put them."""
+        return any(bucket.loose is not None for bucket in self.buckets)
+
+    def begin_step(self) -> None:
+        """No gradients; whatever a broken step left on its way is awaited."""
+        for pending in (*(one.pending for one in self._under_way.values()), *self._replica_sums):
+            pending.wait()
+        self._under_way, self._reduced, self._late, self._next, self.factor = {}, set(), [], 0, 1.0
+        self._replica_sums = []
+        self.forget()
+        self.clear(self._slots)
+
+    def begin_pass(self, last: bool, holds: bool = False) -> None:
+        """A microbatch begins. holds: no gradient travels before it is over."""
+        self._pass = "last" if last else "inner"
+        self._next = 0
+        # In the first backward nobody knows yet how often autograd delivers for each parameter.
+        self._launches = self._has_seen_backward and (last or self._each) and not holds
+        self._waiting = [len(bucket.slots) + bucket.over.waits for bucket in self.buckets]
+        for slot in self._slots:
+            slot.fired = 0
+
+    def end_pass(self, broken: bool) -> None:
+        """A microbatch is over. broken: by an exception."""
+        inner, self._pass = self._pass == "inner", None
+        for slot in self._slots:
+            slot.expected = max(slot.expected, slot.fired)
+        self._has_seen_backward = True
+        if inner and self._each and not broken:
+            self._reduce_rest(final=False)
+
+    def finish(self, totals: torch.Tensor | None) -> None:
+        """All gradients are sums, `totals` too."""
+        self._reduce_rest()
+        for pending in self._replica_sums:
+            pending.wait()
+        self._replica_sums = []
+        for bucket in self.buckets:
+            if (owed := self.coders.owed.get(bucket.slots[0].name)) is not None:
+                shard_of(bucket).add_(owed, alpha=self.coders.unit)
+        self.send()
+        self._sum(totals)
+
+    def send(self) -> None:
+        """Let the sums travel to the host, where the optimizer works there and they did not travel yet."""
+        for bucket in self.buckets:
+            if bucket.host is not None and not bucket.host.is_sent:
+                bucket.host.send(shard_of(bucket))
+
+    def forget(self) -> None:
+        """What travelled to the host is old."""
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.forget()
+
+    def arrive(self) -> None:
+        """Wait until the host has the sums."""
+        for bucket in self.buckets:
+            if bucket.host is not None:
+                bucket.host.arrive()
+
+    def norm(self) -> torch.Tensor:
+        """Euclidean norm of the whole gradient; not a number where `check` has something to say."""
+        return torch.where(self._num_late > 0, torch.nan, self._norm_squared.sqrt()) * self.factor
+
+    def check(self) -> None:
+        """Raise CommError, on all ranks, where a gradient came after its bucket had begun to travel."""
+        if not self._num_late:
+            return
+        first = torch.tensor([self._first_late], device=self._num_late.device)
+        found = all_gather(first, self._axes.stage).tolist()
+        ranks = [self._axes.stage.ranks[place] for place, index in enumerate(found) if index >= 0]
+        name = self._slots[max(found)].name if ranks else "of another stage"
+        raise CommError(
+            f"parameter {name!r}: on rank {', '.join(map(str, ranks))} autograd delivered its gradient more often in "
+            f"one backward than ever before, after its reduction had begun. Run the step again: Weft now waits for it."
+        )
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients: at once, and not as the optimizer reads them."""
+        factor, self.factor = factor * float(self.factor), 1.0
+        if factor != 1.0 and self.buckets:
+            self.arrive()  # what is still on its way to the host must not be multiplied twice
+            foreach_mul_([shard_of(bucket) for bucket in self.buckets], factor)
+            for bucket in self.buckets:
+                if bucket.host is not None:
+                    bucket.host.scale(factor)
+            self._norm_squared *= factor * factor
+
+    def clear(self, slots: list[Slot]) -> None:
+        """These parameters have no gradient from here; at stage 2 a bucket of such parameters gives its memory back."""
+        for slot in slots:
+            slot.param.grad = None
+        for bucket in self.buckets:
+            if any(slot.param.grad is not None for slot in bucket.slots):
+                continue
+            bucket.loose = None
+            self.sums.discard(bucket)
+            if bucket.grads is not None:
+                bucket.collected = False
+                if self._stage == 2:
+                    bucket.drop_grads()
+
+    @torch.no_grad()
+    def take(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's whole gradient, flat, with what autograd or the user left in `.grad`; nothing there is zero."""
+        flat = self._room(bucket)
+        for slot in bucket.slots:
+            if slot.param.grad is not slot.grad:
+                _take(slot)
+        return flat
+
+    def _room(self, bucket: Bucket) -> torch.Tensor:
+        """The flat tensor that gradients are collected in."""
+        if bucket.grads is None:
+            bucket.use_grads(torch.empty(bucket.size, dtype=bucket.master.dtype, device=bucket.weights.device))
+        assert bucket.grads is not None
+        bucket.collected = True
+        return bucket.grads
+
+    def arrived(self, index: int, param: nn.Parameter) -> None:
+        """Autograd has delivered a gradient for this parameter."""
+        slot = self._slots[index]
+        bucket = slot.bucket
+        assert bucket is not None
+        if self._pass is not None and bucket.index < self._next:
+            self._late.append(index)
+            slot.fired += 1
+            return
+        if bucket.collected or not self.stays(bucket, self._pass):
+            self._room(bucket)
+            if param.grad is not slot.grad:
+                _take(slot)
+        elif self._adds_more(slot) and param.grad is not None and param.grad.dtype != bucket.master.dtype:
+            param.grad = param.grad.to(bucket.master.dtype)  # autograd adds to it, which a rounded format would lose
+        # Else it stays where autograd put it, and travels from there.
+        if self._pass is None:
+            self._note(bucket)
+            return
+        slot.fired += 1
+        if self._launches and slot.fired == slot.expected:
+            self._waiting[bucket.index] -= 1
+            while self._next < len(self.buckets) and self._waiting[self._next] == 0:
+                self._launch(self.buckets[self._next], self._pass == "last")
+
+    def _adds_more(self, slot: Slot) -> bool:
+        """Whether autograd may deliver more for a parameter before its gradient travels."""
+        return self._pass == "inner" or slot.expected > 1 or not self._has_seen_backward
+
+    def stays(self, bucket: Bucket, kind: str | None) -> bool:
+        """Whether gradients of a pass ("inner" or "last") stay in autograd's hands until they travel.
+
+        Stage 2 needs room for them until then in any case; below, what they are summed into is there already, and
+        later microbatches would make a second set of them.
+        """
+        kept = self._stage == 2 and bucket.num_shards > 1 and kind == "inner" and not self._each
+        return kind == "last" or kept
+
+    def _launch(self, bucket: Bucket, final: bool) -> None:
+        """Let a bucket's gradients travel. final: there is no later microbatch."""
+        self._next = bucket.index + 1
+        if bucket.num_shards == 1:
+            self._launch_whole(bucket, final)
+            return
+        parts = bucket.parts() if final and not bucket.collected else None
+        flat = self.take(bucket) if parts is None else None
+        for slot in bucket.slots:
+            slot.param.grad = None
+        add = None
+        if self._stage == 1 and flat is not None:
+            bucket.shard = flat[bucket.own]
+        elif bucket.shard is None:
+            bucket.shard = torch.zeros(bucket.length, dtype=bucket.master.dtype, device=bucket.weights.device)
+        elif bucket.index in self._reduced:
+            add = torch.zeros_like(bucket.shard)  # what lies between parameters stays zero
+        if self._stage == 2 or parts is not None or bucket.over.replicate.size > 1:
+            self._make_way()
+        out = bucket.shard if add is None else add
+        what = flat if parts is None else parts
+        assert what is not None
+        pending: Waitable = start_reduce_scatter(what, bucket.over.shard, out=out, wire=self.sums.shard_coder(bucket))
+        if add is None and bucket.over.replicate.size == 1:
+            pending = self._send_early(bucket, pending)
+        self._under_way[bucket.index] = _UnderWay(pending, add, final)
+        self._reduced.add(bucket.index)
+
+    def _launch_whole(self, bucket: Bucket, final: bool) -> None:
+        """The same where no rank has a part of its own."""
+        alone = bucket.over.replicate.size == bucket.over.share[1] == 1 and bucket.host is None
+        if alone and final and not bucket.collected and (found := bucket.found()) is not None:
+            bucket.loose, bucket.shard = found, None  # they are sums where they are
+            return
+        parts = bucket.parts() if final and not bucket.collected else None
+        flat = bucket.shard = self.take(bucket) if parts is None else self._room(bucket)
+        if final:  # before, nothing is saved by dividing it: it travels once
+            if parts is not None:
+                self._make_way()
+                for slot in bucket.slots:
+                    slot.param.grad = None
+            pending = self.sums.over_replicas(bucket, flat, parts)
+            self._under_way[bucket.index] = _UnderWay(self._send_early(bucket, pending))
+
+    def _send_early(self, bucket: Bucket, pending: Waitable) -> Waitable:
+        """Let a bucket's sums travel on to the host as soon as they are there. Returns what the device waits for."""
+        is_final = self._pass == "last" or not self._each
+        if bucket.host is None or not bucket.host.is_early or not is_final or self.coders.owed:
+            return pending
+        return bucket.host.send(shard_of(bucket), pending)
+
+    def _make_way(self) -> None:
+        """Wait for the first of those on their way where they are many."""
+        if len(self._under_way) >= MOST_UNDER_WAY:
+            self._land(min(self._under_way))
+
+    def _land(self, index: int) -> None:
+        """Wait for a bucket's reduction."""
+        one, bucket = self._under_way.pop(index), self.buckets[index]
+        one.pending.wait()
+        if one.add is not None:
+            shard_of(bucket).add_(one.add)
+        if self._stage == 2 and bucket.num_shards > 1:
+            bucket.drop_grads()
+        if one.final and bucket.num_shards > 1 and bucket.over.replicate.size > 1:
+            # At once: what replicas add up travels while backward goes on, as the first way did.
+            self._replica_sums.append(self.sums.over_replicas(bucket, shard_of(bucket)))
+
+    def _reduce_rest(self, final: bool = True) -> None:
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket, final)
+        for index in sorted(self._under_way):
+            self._land(index)
+
+    def _sum(self, totals: torch.Tensor | None) -> None:
+        """One small collective for all that ranks must agree on: the caller's totals, late gradients, the norm."""
+        extra = torch.zeros(2, dtype=torch.float64, device=self._norm_squared.device)
+        self._first_late = self._late[0] if self._late else -1
+        extra[0].fill_(len(self._late))  # an assignment would send the number, and wait until it is there
+        # Ranks with equal sums take the norm of a part each.
+        parts = [part for bucket in self.buckets for part in _share_of(bucket)]
+        norms: list[torch.Tensor] = []
+        for dtype in dict.fromkeys(part.dtype for part in parts):  # a kernel on a GPU takes one format
+            alike = [part for part in parts if part.dtype == dtype]
+            norms += foreach_norm(alike, 2.0, dtype=torch.promote_types(dtype, torch.float32))
+        if norms:
+            extra[1] = torch.stack(norms).double().square().sum()
+        sums = all_reduce(extra if totals is None else torch.cat([totals, extra]), self._axes.world)
+        if totals is not None:
+            totals.copy_(sums[:-2])
+        self._num_late, self._norm_squared = sums[-2].clone(), sums[-1].clone()
+
+
+def shard_of(bucket: Bucket) -> torch.Tensor:
+    """This rank's part of the sums; at stage 0 all of them."""
+    bucket.collect()
+    assert bucket.shard is not None, "gradients were not reduced yet"
+    return bucket.shard
+
+
+def _share_of(bucket: Bucket) -> list[torch.Tensor]:
+    """What of its part this rank takes the norm of."""
+    rank, number = bucket.over.share
+    if bucket.loose is not None:
+        return [grad for _, grad in bucket.loose]
+    return [shard_of(bucket).tensor_split(number)[rank]]
+
+
+def _arrived(reducer: Callable[[], Reducer | None], index: int, param: nn.Parameter) -> None:
+    found = reducer()
+    if found is not None:
+        found.arrived(index, param)
+
+
+@torch.no_grad()
+def _take(slot: Slot) -> None:
+    grad = slot.param.grad
+    assert slot.grad is not None
+    if grad is None:
+        slot.grad.zero_()
+    elif grad.layout == torch.strided:
+        slot.grad.copy_(grad)
+    else:
+        slot.grad.zero_().add_(grad)  # the rows of a sparse embedding
+    slot.param.grad = slot.grad

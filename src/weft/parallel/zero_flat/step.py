@@ -1,0 +1,434 @@
+"""Forward with backward, and the optimizer's step, as recordings.
+
+While a pass is recorded, autograd's hooks run as ever: gradients are copied into buckets, added to what is there, or
+stay where autograd put them, and the kernels of all that are recorded. A replay runs the kernels alone, so what the
+hooks left behind is put back after it. Nothing travels before a recorded pass is over.
+
+A step reads what changes from step to step from memory: rates, numbers of steps, and what gradients are multiplied by.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import WeftWarning
+from weft.memory.graph_recorder import Recorder, Recording, send_numbers
+from weft.optim.one_pass import AdamRule, Lane, SgdRule, step_lane
+from weft.optim.step_decision import StepDecision
+from weft.parallel.private_torch import num_step_hooks
+from weft.parallel.zero_flat.buckets import Bucket, Slot
+from weft.parallel.zero_flat.optimizer_states import SlotAdoption
+from weft.parallel.zero_flat.reducer import Reducer
+from weft.private_torch import version_of
+
+Rule = AdamRule | SgdRule
+#: Recordings of the steps of one optimizer: gradients lie in other places for each shape of batches that is recorded.
+MOST_STEPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PassEnd:
+    """What a pass left: of each slot its gradient, its view into the bucket's and how often autograd delivered.
+
+    buckets: of each, its whole gradients and whether they are collected there.
+    """
+
+    slots: tuple[tuple[torch.Tensor | None, torch.Tensor | None, int], ...]
+    buckets: tuple[tuple[torch.Tensor | None, bool], ...]
+
+
+class RecordedPasses:
+    """The way of gradients, as recordings see it.
+
+    recorder: of recordings; None: all is launched one by one. holds: nothing travels before the pass is over.
+    """
+
+    def __init__(self, slots: Sequence[Slot], reducer: Reducer):
+        self.recorder: Recorder | None = None
+        self.holds = False
+        self._slots, self._reducer = slots, reducer
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Let the microbatch inside keep its gradients until it is over, and find all weights there."""
+        self.holds = True
+        try:
+            yield
+        finally:
+            self.holds = False
+
+    def found(self, last: bool) -> Hashable:
+        """Return what a pass would find now; one that finds the same does the same."""
+        return (
+            tuple((slot.param.data_ptr(), _address(slot.param.grad), slot.expected) for slot in self._slots),
+            tuple(self._found_of(bucket, last) for bucket in self._reducer.buckets),
+        )
+
+    def _found_of(self, bucket: Bucket, last: bool) -> Hashable:
+        collects = bucket.collected or not self._reducer.stays(bucket, "last" if last else "inner")
+        return bucket.collected, _address(bucket.grads) if collects else None
+
+    def keeps(self, last: bool) -> bool:
+        """Return whether what a pass leaves in its own memory is wanted after the next pass."""
+        return not last and any(self._reducer.stays(bucket, "inner") for bucket in self._reducer.buckets)
+
+    def left(self) -> PassEnd:
+        """Return what the pass under way has left."""
+        return PassEnd(
+            tuple((slot.param.grad, slot.grad, slot.fired) for slot in self._slots),
+            tuple((bucket.grads, bucket.collected) for bucket in self._reducer.buckets),
+        )
+
+    def leave(self, end: PassEnd) -> None:
+        """Leave the same, after a replay."""
+        for slot, (grad, view, fired) in zip(self._slots, end.slots, strict=True):
+            slot.param.grad, slot.grad, slot.fired = grad, view, fired
+        for bucket, (grads, collected) in zip(self._reducer.buckets, end.buckets, strict=True):
+            bucket.grads, bucket.collected = grads, collected
+
+
+class RecordedSteps:
+    """The step of one optimizer, as recordings."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _RecordedStep] = {}
+        self._once: dict[Hashable, _RecordedStep] = {}  # those that were taken once, and are not recorded yet
+        self._has_said = False
+
+    def take(
+        self, found: Hashable, rules: Mapping[Rule, int], lanes: Callable[[], Iterable[tuple[Lane, Rule]]],
+        decision: StepDecision, recorder: Recorder,
+    ) -> None:  # fmt: skip
+        """Step all lanes: by a replay where the same was recorded, and else one by one, or while recording.
+
+        Args:
+            found: where all lies, and what of the rules does not change from step to step.
+            rules: of the lanes, numbered in their order.
+            lanes: gives what is stepped together.
+            decision: about this step.
+            recorder: of recordings.
+        """
+        step = self._known.get(found) or self._once.pop(found, None)
+        is_new = step is None
+        if step is None:
+            step = self._once[found] = _RecordedStep(decision, rules)
+            if len(self._once) > MOST_STEPS:
+                del self._once[next(iter(self._once))]
+        step.fill(rules, decision)
+        if step.recording is not None:
+            step.recording.replay()
+        elif is_new or len(self._known) >= MOST_STEPS:
+            step.launch(rules, lanes())  # one by one, which loads kernels too
+            self._say(is_new)
+        else:
+            step.recording = recorder.record(lambda: step.launch(rules, lanes()), "the optimizer's step", apart=True)
+            self._known[found] = step
+
+    def _say(self, is_new: bool) -> None:
+        if not is_new and not self._has_said:
+            self._has_said = True
+            warnings.warn(
+                f"graphs=on: the optimizer's step is recorded {MOST_STEPS} times, for other settings than its rate or "
+                "other places of gradients, and steps with still others are launched kernel by kernel.",
+                WeftWarning,
+                stacklevel=2,
+            )
+
+
+class _RecordedStep:
+    """One recording, and the memory that it reads. decision, rules: of any step."""
+
+    def __init__(self, decision: StepDecision, rules: Iterable[Rule]):
+        self.recording: Recording[None] | None = None
+        dials = torch.tensor([rule.dials for rule in rules], dtype=torch.float64)
+        self._dials = torch.zeros_like(dials, device=decision.factor.device)
+        self._factor = torch.zeros_like(decision.factor)
+
+    def fill(self, rules: Iterable[Rule], decision: StepDecision) -> None:
+        """Let the next launch or replay take this step."""
+        send_numbers([rule.dials for rule in rules], self._dials)
+        self._factor.copy_(decision.factor)
+
+    def launch(self, rules: Mapping[Rule, int], lanes: Iterable[tuple[Lane, Rule]]) -> None:
+        """Step lane by lane."""
+        factors: dict[torch.dtype, torch.Tensor] = {}
+        for lane, rule in lanes:
+            dtype = torch.promote_types(lane.master.dtype, torch.float32)
+            if dtype not in factors:
+                factors[dtype] = self._factor.to(dtype)
+            step_lane(lane, rule, factors[dtype], self._dials[rules[rule]])
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+# torch's AdamW, Adam and SGD over whole stretches of buckets, in place of one parameter after another.
+
+#: Hooks around a step that Weft itself registers: before and after.
+_OWN_HOOKS = 2
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """One piece of a parameter: where it stands in its bucket's part, and its states, as views by key."""
+
+    slot: Slot
+    piece: nn.Parameter
+    group: int
+    start: int
+    end: int
+    views: dict[str, torch.Tensor]
+    count: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """The pieces of one bucket in order, each with its number among all that lie there, and flat states by key."""
+
+    bucket: Bucket
+    entries: list[tuple[int, _Entry]]
+    flat: dict[str, torch.Tensor]
+    is_all: bool
+
+
+class FlatStep:
+    """The step of one adopted optimizer."""
+
+    def __init__(self, adoption: SlotAdoption):
+        self._adoption = adoption
+        self._bound: object = None
+        self._held: list[_Held] = []
+        self._counters: list[tuple[torch.Tensor, list[_Entry], int]] = []  # with the version that the counts are of
+        self._decision: StepDecision | None = None  # of a step that was counted, and may not have been taken
+        self._recorded = RecordedSteps()
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self._adoption.optimizer
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether hooks of a user's look at the optimizer's steps."""
+        return num_step_hooks(self._optimizer) > _OWN_HOOKS
+
+    def applies(self) -> bool:
+        """Whether this optimizer, as it is set now, can take its step here."""
+        optimizer = self._optimizer
+        if self.is_watched:
+            return False
+        if not all(bucket.master.is_floating_point() for bucket in self._buckets()):
+            return False
+        if type(optimizer) in _ADAMS:
+            return all(map(_is_plain_adam, optimizer.param_groups))
+        return type(optimizer) is torch.optim.SGD and all(map(_is_plain_sgd, optimizer.param_groups))
+
+    @torch.no_grad()
+    def taking(self, factor: float | StepDecision, recorder: Recorder | None = None) -> Callable[[Bucket], None]:
+        """Begin a step. Returns what steps the pieces of one bucket; `taken` ends it.
+
+        Args:
+            factor: what gradients are multiplied by as they are read.
+            recorder: of steps that the device decides about: these take all buckets here; None: none is recorded.
+        """
+        self._bind()
+        by_bucket = {held.bucket: held for held in self._held}
+        is_recorded = False
+        if recorder is not None and isinstance(factor, StepDecision):
+            self._recorded.take(*self._found(), self._all_lanes, factor, recorder)
+            is_recorded = True
+
+        @torch.no_grad()
+        def take(bucket: Bucket) -> None:
+            if (held := by_bucket.get(bucket)) is None:
+                return
+            if not is_recorded:
+                here = factor.factor_for(bucket.master.dtype) if isinstance(factor, StepDecision) else factor
+                for lane, rule in self._lanes(held):
+                    step_lane(lane, rule, here)
+            bucket.is_rounded = held.is_all and bucket.host is None and not bucket.differs
+
+        return take
+
+    def _found(self) -> tuple[Hashable, dict[Rule, int]]:
+        """What a recording of the step depends on, and the rules of its lanes, numbered."""
+        rules: dict[Rule, int] = {}
+        numbers: dict[tuple[int, int], int] = {}  # by group and count, of which an entry's rule is made
+        marks: list[int] = []
+        places: list[int] = []
+        for held in self._held:
+            bucket = held.bucket
+            grads = [bucket.shard] if bucket.loose is None else [grad for _, grad in bucket.loose]
+            every = bucket.master, bucket.weights, *held.flat.values(), *grads
+            places += [one.data_ptr() for one in every if one is not None]
+            for _, entry in held.entries:
+                kind = entry.group, entry.count
+                if kind not in numbers:
+                    numbers[kind] = rules.setdefault(self._rule(entry), len(rules))
+                marks.append(numbers[kind])
+        return (tuple(marks), tuple(places), tuple(rule.without_dials for rule in rules)), rules
+
+    def taken(self, factor: float | StepDecision) -> None:
+        """Count a step of all buckets."""
+        self._count(1)
+        self._decision = factor if isinstance(factor, StepDecision) else None
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the last step out of the counts where the device did not take it. Waits for its decision."""
+        decision, self._decision = self._decision, None
+        if decision is not None and not decision.was_taken:
+            self._count(-1)
+
+    @torch.no_grad()
+    def _count(self, number: int) -> None:
+        for index, (counter, entries, _) in enumerate(self._counters):
+            counter.add_(number)
+            self._counters[index] = (counter, entries, version_of(counter))
+            for entry in entries:
+                entry.count += number
+
+    def _buckets(self) -> list[Bucket]:
+        return list(dict.fromkeys(slot.bucket for slot in self._adoption.pieces if slot.bucket is not None))
+
+    @torch.no_grad()
+    def _bind(self) -> None:
+        """Have states of all pieces in flat tensors, and know the number of steps that each has seen."""
+        if self._bound is not self._adoption.pieces:
+            self._lay_out()
+        state, moved = self._optimizer.state, False
+        for held in self._held:
+            for _, entry in held.entries:
+                found = state[entry.piece]
+                for key, view in entry.views.items():
+                    if found.get(key) is not view:
+                        _take_over(found, key, view)
+                        moved = moved or key == "step"
+        for index, (counter, entries, version) in enumerate(self._counters):
+            if moved or version != version_of(counter):
+                for entry, count in zip(entries, counter.tolist(), strict=True):
+                    entry.count = int(count)
+                self._counters[index] = (counter, entries, version_of(counter))
+
+    def _lay_out(self) -> None:
+        groups = {id(piece): index for index, piece in self._grouped()}
+        self._bound, self._held, self._counters = self._adoption.pieces, [], []
+        by_device: dict[torch.device, list[_Entry]] = {}
+        for bucket in self._buckets():
+            inside = sorted((slot for slot in bucket.slots if slot.is_in(bucket.own)), key=lambda slot: slot.start)
+            entries: list[tuple[int, _Entry]] = []
+            flat: dict[str, torch.Tensor] = {}
+            for number, slot in enumerate(inside):
+                piece = self._adoption.pieces.get(slot)
+                if piece is None or id(piece) not in groups:
+                    continue
+                group = groups[id(piece)]
+                start, end = (place - bucket.own.start for place in slot.inside(bucket.own))
+                entry = _Entry(slot, piece, group, start, end, {})
+                for key in _keys(self._optimizer, self._optimizer.param_groups[group]):
+                    if key not in flat:
+                        flat[key] = torch.zeros_like(bucket.master)
+                    view = slot.piece(flat[key], bucket.own)
+                    assert view is not None
+                    entry.views[key] = view
+                entries.append((number, entry))
+                if type(self._optimizer) in _ADAMS:
+                    is_fused = self._optimizer.param_groups[group].get("fused")
+                    by_device.setdefault(piece.device if is_fused else torch.device("cpu"), []).append(entry)
+            self._held.append(_Held(bucket, entries, flat, len(entries) == len(inside)))
+        for device, members in by_device.items():
+            counter = torch.zeros(len(members), dtype=torch.float32, device=device)
+            for entry, view in zip(members, counter.unbind(), strict=True):
+                entry.views["step"] = view
+            self._counters.append((counter, members, version_of(counter)))
+
+    def _grouped(self) -> Iterator[tuple[int, nn.Parameter]]:
+        for index, group in enumerate(self._optimizer.param_groups):
+            yield from ((index, param) for param in group["params"])
+
+    def _all_lanes(self) -> Iterator[tuple[Lane, Rule]]:
+        for held in self._held:
+            yield from self._lanes(held)
+
+    def _lanes(self, held: _Held) -> Iterator[tuple[Lane, Rule]]:
+        """What is stepped together, with its rule."""
+        bucket = held.bucket
+        if bucket.loose is not None:
+            grads = dict(bucket.loose)
+            for _, entry in held.entries:
+                if entry.end > entry.start:
+                    states = tuple(entry.views[key] for key in held.flat)
+                    weights = entry.slot.of(bucket.weights) if bucket.is_mixed else None
+                    lane = Lane(entry.piece.detach(), grads[entry.slot], states, weights)
+                    yield lane, self._rule(entry)
+            return
+        bucket.collect()
+        grad = bucket.shard if bucket.host is None else bucket.host.grad
+        assert grad is not None
+        weights = bucket.weights[bucket.own] if bucket.is_mixed and not bucket.differs and bucket.host is None else None
+        for start, end, rule in self._stretches(held):
+            states = tuple(flat[start:end] for flat in held.flat.values())
+            rounded = None if weights is None else weights[start:end]
+            yield Lane(bucket.master.detach()[start:end], grad[start:end], states, rounded), rule
+
+    def _stretches(self, held: _Held) -> Iterator[tuple[int, int, Rule]]:
+        """First element, end and rule of neighbours with one rule."""
+        last: tuple[int, int, Rule] | None = None
+        before = -1
+        for number, entry in held.entries:
+            rule = self._rule(entry)
+            if last is not None and number == before + 1 and rule == last[2]:
+                last = (last[0], entry.end, rule)
+            else:
+                if last is not None and last[1] > last[0]:
+                    yield last
+                last = (entry.start, entry.end, rule)
+            before = number
+        if last is not None and last[1] > last[0]:
+            yield last
+
+    def _rule(self, entry: _Entry) -> Rule:
+        group = self._optimizer.param_groups[entry.group]
+        if type(self._optimizer) is torch.optim.SGD:
+            return SgdRule(group["lr"], group["momentum"], group["weight_decay"], group["nesterov"])
+        beta1, beta2 = group["betas"]
+        decoupled = type(self._optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+        scalars = group["lr"], beta1, beta2, group["eps"], group["weight_decay"]
+        return AdamRule(entry.count + 1, *scalars, decoupled)
+
+
+def _take_over(state: dict[str, Any], key: str, view: torch.Tensor) -> None:
+    """Put a view of flat memory in the place of a state, with its numbers; zero where there was none."""
+    value = state.get(key)
+    if isinstance(value, torch.Tensor):
+        view.copy_(value)
+    else:
+        view.fill_(0 if value is None else value)
+    state[key] = view
+
+
+def _keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
+    """States that are as large as the parameter."""
+    if type(optimizer) in _ADAMS:
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if group["momentum"] else ()
+
+
+def _is_plain_adam(group: dict[str, Any]) -> bool:
+    numbers = (group["lr"], group["weight_decay"], group["eps"], *group["betas"])
+    unusual = any(group.get(key) for key in ("amsgrad", "maximize", "differentiable", "capturable"))
+    return not unusual and group["eps"] > 0 and all(isinstance(number, int | float) for number in numbers)
+
+
+def _is_plain_sgd(group: dict[str, Any]) -> bool:
+    numbers = (group["lr"], group["weight_decay"], group["momentum"])
+    unusual = any(group.get(key) for key in ("dampening", "maximize", "differentiable"))
+    return not unusual and all(isinstance(number, int | float) for number in numbers)

@@ -1,0 +1,1 @@
+"""ZeRO 3 on PyTorch's fully_shard."""

@@ -1,0 +1,234 @@
+"""How fully_shard communicates under Weft: through `weft.comm`, and only when all ranks mean the same unit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from weft.comm.collectives import all_gather, reduce_scatter, start_reduce_scatter
+from weft.comm.connect import sends_short_summands
+from weft.comm.mesh import Axis, Mesh
+from weft.comm.transports.link import StreamWait
+from weft.comm.transports.scattered_tensor import Parts
+from weft.comm.wire.coder import Coder, Coders
+from weft.comm.wire.codes import RowCodes, RowStretch
+from weft.config.plan import Plan
+from weft.config.wire_formats import WireSpec, wire_spec
+from weft.errors import CommError
+from weft.parallel.private_torch import GatherBase, ReduceBase, gathered_parts, wrap_waits
+from weft.parallel.zero_sharded.hooks import Act, Order
+
+
+class UnitGather(GatherBase):
+    """all_gather of one unit's parameters.
+
+    Args:
+        unit: its number.
+        axis: that it is divided over.
+        order: of what all ranks do there.
+        wire: what travels in place of weights; None: they travel as they are.
+        parts: ask for what this rank gives, by gather and weight: shape, module and name.
+        near: over which backward gathers from second shards, where the unit keeps some.
+    """
+
+    def __init__(
+        self,
+        unit: int,
+        axis: Axis,
+        order: Order,
+        wire: WireSpec | None,
+        parts: Callable[[], list[list[tuple[torch.Size, nn.Module, str]]]],
+        near: Axis | None = None,
+    ):
+        self._unit = unit
+        self._axis = axis
+        self._order = order
+        self._wire = wire
+        self._parts = parts
+        self._near = near
+        self._codes: dict[tuple[int, torch.dtype], RowCodes] = {}
+        self._there: tuple[torch.cuda.Event, torch.device] | None = None
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Fill `output_tensor`; complete when it returns (on CUDA: in the order of the current stream)."""
+        self._order.meet(Act.GATHER, self._unit, input_tensor.numel())
+        try:
+            if self._near is not None and group is self._near.group:
+                all_gather(input_tensor, self._near, out=output_tensor)  # of what was gathered, and rounded, before
+            elif self._wire is None:
+                all_gather(input_tensor, self._axis, out=output_tensor)
+            else:
+                self._gather_codes(output_tensor, input_tensor, self._wire)
+        except CommError as error:
+            raise self._order.explain(error) from error
+        if output_tensor.is_cuda:
+            self._there = torch.cuda.Event(enable_timing=True), output_tensor.device
+            self._there[0].record()
+
+    def _gather_codes(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, wire: WireSpec) -> None:
+        """Every rank decodes what all have encoded, its own part too: all compute with the same weights."""
+        codec = self._codec(input_tensor, wire)
+        codes = codec.encode(input_tensor)
+        everyones = torch.empty(self._axis.size * codec.num_bytes, dtype=torch.uint8, device=codes.device)
+        all_gather(codes, self._axis, out=everyones)
+        codec.decode(everyones.view(self._axis.size, -1), output_tensor.view(self._axis.size, -1))
+
+    def _codec(self, flat: torch.Tensor, wire: WireSpec) -> RowCodes:
+        key = flat.numel(), flat.dtype
+        if key not in self._codes:
+            every = [[_stretch(wire, *part) for part in parts] for parts in self._parts()]
+            fitting = [one for one in every if sum(part.rows * part.columns for part in one) == flat.numel()]
+            if len(fitting) != 1:
+                raise CommError(
+                    f"gather={wire.name}: unit {self._unit} gathers {flat.numel()} values, and its weights of "
+                    f"{[len(one) for one in every]} do not say which these are. Use gather=none."
+                )
+            self._codes[key] = RowCodes(wire, fitting[0], flat.dtype)
+        return self._codes[key]
+
+    def until_there(self, wait: Callable[[], None]) -> None:
+        """Wait for the last gather, and tell the ledger how long the compute stream had to.
+
+        fully_shard's wait copies out of the buffer too, which is no waiting: what counts is when the gather was there.
+        """
+        there, self._there = self._there, None
+        stream_wait = None if there is None else StreamWait.begin(there[1])
+        wait()
+        if there is not None and stream_wait is not None:
+            self._axis.record(self._axis.name, "unshard", 0, stream_wait.end(there[0]), 0, 0)
+
+
+def _stretch(wire: WireSpec, shape: torch.Size, module: nn.Module, name: str) -> RowStretch:
+    """A part on the wire. In fp8 only weights that will be rounded to it: others travel as they are."""
+    whole = RowStretch.of(shape)
+    rounds = name == "weight" and getattr(module, "_weft_float8", None) is not None
+    return whole._replace(is_exact=True) if wire.name == "fp8" and not rounds else whole
+
+
+class UnitReduce(ReduceBase):
+    """reduce_scatter of one unit's gradients.
+
+    Args:
+        unit: its number.
+        axis: that it is divided over.
+        order: of what all ranks do there.
+        wire: what travels in place of gradients.
+        grads: format of every gradient that it is given, where that is shorter than that of sums and travels in place
+            of it; None: gradients are copied into the format of sums.
+    """
+
+    def __init__(self, unit: int, axis: Axis, order: Order, wire: Coder, grads: torch.dtype | None = None):
+        self._unit = unit
+        self._axis = axis
+        self._order = order
+        self._wire = wire
+        self._grads = grads
+        self._has_input = False
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor: first for the gradients, then for their sums, by turns.
+
+        fully_shard asks for both in the format of sums, and copies gradients into the first.
+        """
+        is_input, self._has_input = not self._has_input, not self._has_input
+        return torch.empty(*size, dtype=self._grads if is_input and self._grads else dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum `input_tensor` over the ranks and leave this rank's part in `output_tensor`."""
+        if op != dist.ReduceOp.SUM:
+            raise CommError(
+                f"fully_shard reduces the gradients of a unit by {op}, and Weft can only sum them. Use "
+                "torch 2.11 or later."
+            )
+        self._order.meet(Act.REDUCE, self._unit, input_tensor.numel())
+        try:
+            if input_tensor.dtype == output_tensor.dtype:
+                reduce_scatter(input_tensor, self._axis, out=output_tensor, wire=self._wire)
+            else:
+                parts = Parts([(0, input_tensor)], input_tensor.numel(), output_tensor.dtype)
+                start_reduce_scatter(parts, self._axis, output_tensor, wire=self._wire).wait()
+        except CommError as error:
+            raise self._order.explain(error) from error
+
+
+def unit_wires(coders: Coders, unit: int, plan: Plan) -> tuple[Coder, Coder]:
+    """Return what a unit's gradients travel as to the ranks that divide it, and over replicas.
+
+    Over the outermost data axis, dp_replicate if there is one, it is what the plan's `compress` names.
+
+    Args:
+        coders: of the engine.
+        unit: its number.
+        plan: of the mesh.
+    """
+    shard, replicas = f"unit {unit} shard", f"unit {unit} replicas"
+    if plan.compress == "none":
+        return coders[shard], coders[replicas]
+    if plan.dp_replicate == 1:
+        return coders.outer(shard), coders[replicas]
+    return coders[shard], coders.outer(replicas)
+
+
+def connect_unit(
+    module: FSDPModule,
+    unit: int,
+    axis: Axis,
+    order: Order,
+    wire: Coder,
+    mesh: Mesh,
+    grads: torch.dtype | None = None,
+) -> None:
+    """Let a unit communicate through `weft.comm`.
+
+    Args:
+        module: made by fully_shard.
+        unit: its number.
+        axis: that it is divided over.
+        order: of what all ranks do there.
+        wire: what travels in place of gradients.
+        mesh: of the ranks; its plan's `gather` says what travels in place of weights.
+        grads: format of every gradient that will be reduced, shorter than that of sums; None: they may be in that.
+    """
+    plan, device = mesh.plan, mesh.device
+    near = mesh[f"dp_shard/{plan.second_shards}"] if plan.second_shards else None
+    weights = None if plan.gather == "none" else wire_spec(plan.gather)
+    gather = UnitGather(unit, axis, order, weights, functools.partial(gathered_parts, module), near)
+    module.set_custom_all_gather(gather)
+    short = grads if grads is not None and sends_short_summands(axis, device) else None
+    module.set_custom_reduce_scatter(UnitReduce(unit, axis, order, wire, short))
+    # Sums, where it would make means.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    if device.type == "cuda":
+        wrap_waits(module, gather.until_there, functools.partial(_until_summed, axis, device))
+
+
+def _until_summed(axis: Axis, device: torch.device, wait: Callable[[], None]) -> None:
+    """Wait for sums at the end of a backward, and tell the ledger how long that took."""
+    stream_wait = StreamWait.begin(device)
+    wait()
+    if stream_wait is not None:
+        axis.record(axis.name, "sums", 0, stream_wait.end(), 0, 0)

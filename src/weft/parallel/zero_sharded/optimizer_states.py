@@ -1,0 +1,486 @@
+"""Optimizers under zero=3: on shards where their update is elementwise, else each parameter whole on one rank.
+
+Elementwise optimizers get plain tensors that share the shards' memory; with DTensors the dispatch of their many small
+operations would cost more than the update. Of the others (Muon, Adafactor) a rank updates its share of the parameters:
+for a step their weights and gradients are gathered, and afterwards the weights go back to the shards.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from weft.checkpoint.read import Deal, deal_out
+from weft.comm.collectives import broadcast
+from weft.comm.mesh import Axis
+from weft.comm.wire.coder import Coder, Coders
+from weft.comm.wire.low_rank import Matrix, matrices_of
+from weft.errors import CommError
+from weft.parallel.state.flat_slices import (
+    PlacedPart,
+    StateSource,
+    Stretch,
+    alone,
+    filled,
+    flat_of,
+    read_whole,
+    tell_places,
+)
+from weft.parallel.state.placement import Axes, AxisMap
+from weft.parallel.zero.adopt import fill_group, is_elementwise, not_of_model
+from weft.parallel.zero.states import not_joinable, read_owed, replicas_in, untrained
+from weft.parallel.zero_sharded.shards import HostedShards, Shard, local_part
+
+
+@dataclass(slots=True)
+class Held:
+    """What one optimizer holds of the sharded parameters.
+
+    local: those it updates on shards. whole: those it sees whole, each with the rank that updates it; mine: of these
+    the ones that this rank updates, empty between steps. hosted: of both, those whose optimizer is on the host.
+    """
+
+    local: list[str] = field(default_factory=list)
+    hosted: list[str] = field(default_factory=list)
+    whole: dict[str, int] = field(default_factory=dict)
+    mine: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+class ShardAdoption:
+    """Puts shards in the place of parameters in optimizers, whether these were built before or after sharding."""
+
+    def __init__(
+        self,
+        shards: Mapping[str, Shard],
+        originals: Mapping[str, nn.Parameter],
+        axis: Axis,
+        hosted: HostedShards | None = None,
+    ):
+        self._shards = shards
+        self._hosted = hosted
+        self._axis = axis
+        # An original dies with its optimizer, and its id may then be another tensor's: hence the references.
+        self._originals = {id(param): (weakref.ref(param), name) for name, param in originals.items()}
+        self._names = {id(shard.param): shard.name for shard in shards.values()}
+        self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, Held] = weakref.WeakKeyDictionary()
+
+    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+        return optimizer in self._held
+
+    def name_of(self, param: torch.Tensor) -> str | None:
+        """The name of one of the model's parameters, as it was before sharding or is now."""
+        reference, name = self._originals.get(id(param), (lambda: None, None))
+        return name if reference() is param else self._names.get(id(param))
+
+    def put(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the parameters of all groups. States that the optimizer has already are cut to fit."""
+        held, load = Held(), [0] * self._axis.size
+        groups: list[list[nn.Parameter | None]] = []
+        for group in optimizer.param_groups:
+            elementwise = is_elementwise(optimizer, group)
+            kept = [self._place(param, elementwise, held, load) for param in group["params"]]
+            groups.append(kept)
+            for old, new in zip(group["params"], kept, strict=True):
+                if old is not new:
+                    self._move_state(optimizer, old, new)
+        for group, kept in zip(optimizer.param_groups, groups, strict=True):
+            fill_group(group, kept, group.get("param_names"))
+        self._held[optimizer] = held
+
+    def _place(self, param: nn.Parameter, elementwise: bool, held: Held, load: list[int]) -> nn.Parameter | None:
+        """What this rank's optimizer has in the place of `param`; None where another rank updates it."""
+        name = self.name_of(param)
+        if name is None and param.requires_grad:
+            raise not_of_model(param)
+        if name is None or name not in self._shards:
+            return param  # not sharded: every rank has it whole
+        shard = self._shards[name]
+        if elementwise or not shard.param.requires_grad:
+            held.local.append(name)
+            if self._hosted is not None and name in self._hosted.params:
+                held.hosted.append(name)
+            return self._param(name)
+        owner = load.index(min(load))
+        load[owner] += shard.param.numel()
+        held.whole[name] = owner
+        mine = owner == self._axis.rank
+        if self._hosted is not None and name in self._hosted.params:
+            held.hosted.append(name)
+            whole = self._hosted.see_whole(name, mine)
+        else:
+            whole = nn.Parameter(torch.empty(0, dtype=shard.local.dtype, device=shard.local.device)) if mine else None
+        if whole is not None:
+            held.mine[name] = whole
+        return whole
+
+    def _param(self, name: str) -> nn.Parameter:
+        """What an elementwise optimizer has in the place of a sharded parameter."""
+        hosted = self._hosted.params.get(name) if self._hosted is not None else None
+        return self._shards[name].local if hosted is None else hosted
+
+    def _move_state(self, optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Parameter | None) -> None:
+        shard = self._shards[self.name_of(old) or ""]
+        state = optimizer.state.pop(old, {})
+        cut = new is self._param(shard.name)
+        fitted = {key: _fit(shard, value, cut) for key, value in state.items()}  # on all ranks: it may gather
+        if new is not None and fitted:
+            optimizer.state[new] = fitted
+        if not isinstance(old, DTensor):
+            # Its weights live in the shards now: whoever still holds it should not hold their memory too.
+            old.data = torch.empty(0, dtype=old.dtype, device=old.device)
+
+    @torch.no_grad()
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gather weights and gradients of what the optimizer sees whole. A collective."""
+        held = self._held[optimizer]
+        if self._hosted is not None:
+            self._hosted.before_step(name for name in held.hosted if name not in held.whole)
+        for name in held.whole:
+            shard = self._shards[name]
+            weight = shard.whole(shard.local)
+            grad = None if shard.local.grad is None else shard.whole(shard.local.grad)
+            if (param := held.mine.get(name)) is None:
+                continue
+            if self._hosted is not None and name in held.hosted:
+                self._hosted.send_whole(name, param, weight, grad)
+            else:
+                param.data, param.grad = weight, grad
+
+    @torch.no_grad()
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring weights that were updated whole back to the shards. A collective."""
+        held = self._held[optimizer]
+        if self._hosted is not None:
+            self._hosted.after_step(name for name in held.hosted if name not in held.whole)
+        for name, owner in held.whole.items():
+            shard, param = self._shards[name], held.mine.get(name)
+            on_host = self._hosted is not None and name in held.hosted
+            weight = param.detach() if param is not None and not on_host else shard.local.new_empty(shard.param.shape)
+            if self._hosted is not None and on_host and param is not None:
+                self._hosted.bring_whole(name, weight)
+            shard.local.copy_(shard.part(broadcast(weight, self._axis, owner)))
+            if param is not None:
+                param.grad = None
+                if not on_host:
+                    param.data = shard.local.new_empty(0)
+
+    def whole(self, optimizer: torch.optim.Optimizer) -> Iterable[tuple[str, nn.Parameter]]:
+        """What this rank's optimizer sees whole, by name."""
+        return self._held[optimizer].mine.items()
+
+    def held_params(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter | None, bool]]:
+        """(name, what the optimizer updates here, whether that is the whole), None where another rank updates it."""
+        held = self._held[optimizer]
+        yield from ((name, self._param(name), False) for name in held.local)
+        yield from ((name, held.mine.get(name), True) for name in held.whole)
+
+
+def _fit(shard: Shard, value: Any, cut: bool) -> Any:
+    """A state of the parameter as the state of this rank's rows where `cut`, else of the whole."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, DTensor):
+        part = local_part(value)
+        value = part if cut or value.shape != shard.param.shape else shard.whole(part)
+    elif cut and value.ndim > 0 and value.shape == shard.param.shape:
+        value = shard.part(value)
+    return value.clone()
+
+
+# What a rank holds of sharded parameters and their optimizer states, as stretches for checkpoints.
+
+
+class ShardStretches:
+    """Stretches of all sharded parameters of a module."""
+
+    def __init__(self, shards: Mapping[str, Shard], kinds: Mapping[str, Axes], axes: AxisMap):
+        self._shards, self._kinds, self._axes = shards, kinds, axes
+
+    def of(self, name: str) -> Stretch | None:
+        """This rank's rows of a parameter; None: there are none."""
+        found = self._layout(name, self._shards[name].local)
+        return found if found.flat.numel() or not found.part.numel else None
+
+    def tell(
+        self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Tell an optimizer that asks where its parts lie in whole parameters."""
+        tell_places(optimizer, self._placed(optimizer, adoption, plain))
+
+    def _placed(
+        self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption, plain: Mapping[str, nn.Parameter]
+    ) -> Iterator[tuple[nn.Parameter, PlacedPart]]:
+        for name, param, is_whole in adoption.held_params(optimizer):
+            if param is None:
+                continue
+            shard = self._shards[name]
+            whole = torch.empty(shard.param.shape, device="meta")
+            rows = 0 if is_whole else shard.axis.rank * shard.rows
+            start = min(rows * math.prod(shard.param.shape[1:]), whole.numel())
+            part = self._axes.part_of(name, whole)
+            yield param, PlacedPart(self._axes.saved_name(name), part, start, param.device)
+        for name, param in plain.items():
+            yield param, PlacedPart(self._axes.saved_name(name), self._axes.part_of(name, param), 0, param.device)
+
+    def like(self, name: str, local: torch.Tensor) -> Stretch:
+        """Return the stretch of something shaped as this rank's rows."""
+        return self._layout(name, local)
+
+    def _layout(self, name: str, local: torch.Tensor) -> Stretch:
+        """The same for something shaped as this rank's rows."""
+        shard, kind = self._shards[name], self._kinds[name]
+        whole = torch.empty(shard.param.shape, device="meta")
+        length = shard.rows * math.prod(shard.param.shape[1:])
+        near = [rank - self._axes.mesh.rank for rank in kind.holders]
+        ranks = tuple(rank + step for rank in shard.axis.ranks for step in near)
+        deal = deal_out(ranks, length, len(near), turn=self._axes.turn(name))
+        start = min(shard.axis.rank * length, whole.numel())
+        part, flat = self._axes.part_of(name, whole), local.detach().contiguous().view(-1)
+        return Stretch(self._axes.saved_name(name), part, deal, start, flat)
+
+    def _undivided(self, name: str, value: torch.Tensor) -> Stretch:
+        """Something shaped as the parameter, whole on this rank and its replicas alone."""
+        holders, numel = self._kinds[name].holders, value.numel()
+        deal = deal_out(holders, numel, len(holders), turn=self._axes.turn(name))
+        part = self._axes.part_of(name, torch.empty(value.shape, device="meta"))
+        return Stretch(self._axes.saved_name(name), part, deal, 0, flat_of(value.contiguous()))
+
+    def states(self, optimizer: torch.optim.Optimizer, adoption: ShardAdoption) -> Iterator[Stretch]:
+        """An optimizer's states. CheckpointError for one that fits no part of its parameter."""
+        for name, param, is_whole in adoption.held_params(optimizer):
+            shard = self._shards[name]
+            first = self._kinds[name].holders[0] if is_whole else self._layout(name, shard.local).deal.holder(0)
+            for key, value in optimizer.state.get(param, {}).items() if param is not None else ():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                full_name = f"{self._axes.saved_name(name)}/{key}"
+                if value.ndim and value.shape == (shard.param if is_whole else shard.local).shape:
+                    found = self._undivided(name, value) if is_whole else self._layout(name, value)
+                    if found.flat.numel() or not found.part.numel:
+                        yield replace(found, name=full_name)
+                elif value.ndim and not is_whole:
+                    raise not_joinable(full_name, value.shape)
+                else:
+                    yield alone(full_name, value, first)
+
+    def take_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        adoption: ShardAdoption,
+        plain: Mapping[str, nn.Parameter],
+        source: StateSource,
+    ) -> None:
+        """Give an optimizer its states. CheckpointError for one of a parameter that it does not train."""
+        ours: dict[str, list[tuple[str, nn.Parameter | None, bool]]] = {}
+        for name, param, is_whole in adoption.held_params(optimizer):
+            ours.setdefault(self._axes.saved_name(name), []).append((name, param, is_whole))
+        for name, param in plain.items():
+            ours.setdefault(self._axes.saved_name(name), []).append((name, param, True))
+        for full_name, saved in source.entries.items():
+            saved_name, _, key = full_name.rpartition("/")
+            if saved_name not in ours and self._axes.stages.size == 1:
+                raise untrained(full_name)
+            for name, param, is_whole in ours.get(saved_name, []):
+                if param is None:
+                    continue
+                if name in plain:
+                    like = self._axes.stretch(name, param)
+                else:
+                    shard = self._shards[name]
+                    target = torch.empty(shard.param.shape, device="meta") if is_whole else shard.local
+                    like = self._undivided(name, target) if is_whole else self._layout(name, target)
+                if saved.shape and tuple(saved.shape) == like.part.shape:
+                    shape = self._shards[name].param.shape if is_whole and name not in plain else None
+                    piece = param if shape is None else torch.empty(shape, device=param.device)
+                    optimizer.state[param][key] = filled(full_name, like, piece, source)
+                else:
+                    optimizer.state[param][key] = read_whole(source, full_name).to(param.device)
+
+
+def plain_states(
+    params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, axes: AxisMap
+) -> Iterator[Stretch]:
+    """States of parameters that every rank has whole."""
+    for name, param in params.items():
+        found = axes.stretch(name, param)
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                full_name = f"{found.name}/{key}"
+                if value.ndim and value.shape == param.shape:
+                    yield replace(axes.stretch(name, value), name=full_name)
+                else:
+                    yield alone(full_name, value, found.deal.holder(0))
+
+
+# What replicas owe of rounded gradients under zero=3: of each unit's sums over the ranks that divide it.
+
+
+@dataclass(slots=True)
+class OwingUnit:
+    """A unit whose sums over replicas owe what they round off.
+
+    unit: its number. shards: of its parameters that are trained, in the order of their sums. axis: the replicas.
+    """
+
+    unit: int
+    coders: Coders
+    coder: Coder
+    shards: Sequence[Shard]
+    axis: Axis
+
+    def sending(self, numel: int) -> Coder:
+        """Return what its sums travel as in this step.
+
+        numel: of the sums.
+
+        Raises:
+            CommError: where they are not those of all its parameters.
+        """
+        if numel != self.numel:
+            raise CommError(
+                f"compress={self.coder.wire.spec.name}: unit {self.unit} sums {numel} of its {self.numel} values: a "
+                "forward left parameters out. Use compress=int8, which owes nothing."
+            )
+        self.coder.matrices = () if self.coders.is_exact else self.matrices()
+        return self.coder
+
+    @property
+    def numel(self) -> int:
+        """Elements of its sums on a rank."""
+        return sum(_length(shard) for shard in self.shards)
+
+    def matrices(self) -> list[Matrix]:
+        """Return where this rank's rows of matrices lie in its sums, for a wire that sums them in low rank."""
+        rank = self.coder.wire.spec.rank
+        found: list[Matrix] = []
+        for shard, at in self.places() if rank else ():
+            shape = tuple(shard.local.shape)
+            found += matrices_of(shape, 0, shard.local.numel(), at, rank)
+        return found
+
+    def places(self) -> Iterator[tuple[Shard, int]]:
+        """Yield each parameter's shard, and its first element in the sums."""
+        at = 0
+        for shard in self.shards:
+            yield shard, at
+            at += _length(shard)
+
+    @property
+    def key(self) -> str:
+        """The name of its debt among what its coder keeps."""
+        return f"summands-1x{self.numel}/residual"
+
+
+class ShardDebts:
+    """Debts of sharded parameters.
+
+    Args:
+        placed: stretches of the shards.
+        shards: by name.
+        plain: parameters that are whole on each rank.
+        axes: of the module.
+        coders: keep what is owed until the first step is taken.
+    """
+
+    def __init__(
+        self,
+        placed: ShardStretches,
+        shards: Mapping[str, Shard],
+        plain: Mapping[str, nn.Parameter],
+        axes: AxisMap,
+        coders: Coders,
+    ):
+        self._placed, self._shards, self._plain, self._axes, self._coders = placed, shards, plain, axes, coders
+        #: Units that owe; none where the wire over replicas does not feed back.
+        self.units: list[OwingUnit] = []
+
+    def sending(self, unit: int, params: Sequence[nn.Parameter], axis: Axis, coder: Coder) -> Callable[[int], Coder]:
+        """Return what gives the wire of a unit's sums over replicas, by their number; which may owe from here on.
+
+        Args:
+            unit: its number.
+            params: of fully_shard, as it reduces them.
+            axis: the replicas.
+            coder: of these sums.
+        """
+        if not coder.wire.feeds_back or axis.size == 1:
+            return lambda numel: coder
+        of = {id(shard.param): shard for shard in self._shards.values()}
+        found = OwingUnit(unit, self._coders, coder, [of[id(one)] for one in params if one.requires_grad], axis)
+        self.units.append(found)
+        return found.sending
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Yield what this rank owes, in its own memory; no collective."""
+        for unit in self.units:
+            if (flat := dict(unit.coder.states()).get(unit.key)) is not None:
+                yield from self._of(unit, flat.view(-1))
+
+    @torch.no_grad()
+    def take(self, source: StateSource) -> list[str]:
+        """Take over what any plan owed. Returns lines for people, where it is not as it was."""
+        saved = replicas_in(source)
+        if not saved:
+            return []
+        owing = {shard.name for unit in self.units for shard in unit.shards}
+        self._give(source, {name: one for name, one in self._held.items() if name not in owing})
+        number = self.units[0].axis.size if self.units else 0
+        for unit in self.units:
+            local = unit.shards[0].local
+            debt = torch.zeros(unit.numel, dtype=local.dtype, device=local.device)
+            whose = (str(unit.axis.rank),) if saved == number else ()
+            for like in self._of(unit, debt):
+                read_owed(like, source, whose)
+            if saved != number:
+                debt /= number
+            rest = {name: tensor for name, tensor in unit.coder.states() if not name.endswith("/residual")}
+            unit.coder.load({**rest, unit.key: debt[None]})
+        if self._coders.owed:
+            return ["what compress rounded off before and still owes goes with the gradients of the first step"]
+        return [] if saved == number else [f"what {saved} replicas owe of rounded gradients is shared by {number} now"]
+
+    @property
+    def _held(self) -> dict[str, nn.Parameter]:
+        return {name: shard.local for name, shard in self._shards.items()} | dict(self._plain)
+
+    def _give(self, source: StateSource, held: Mapping[str, nn.Parameter]) -> None:
+        """Let what is owed of these go with the first step's sums."""
+        for name, param in held.items():
+            if not param.requires_grad:
+                continue
+            total = torch.zeros_like(param.detach())
+            found = self._axes.stretch(name, total) if name in self._plain else self._placed.like(name, total)
+            read_owed(replace(found, name=f"{found.name}/residual."), source)
+            if not self.units or total.any():
+                self._coders.owed[name] = total
+
+    def add(self) -> None:
+        """Add what is owed to the sums of this step."""
+        for name, total in self._coders.owed.items():
+            grad = self._shards[name].local.grad if name in self._shards else self._plain[name].grad
+            if grad is not None:
+                grad.add_(total, alpha=self._coders.unit)
+
+    def _of(self, unit: OwingUnit, flat: torch.Tensor) -> Iterator[Stretch]:
+        """Stretches of what this replica owes of a unit's parameters."""
+        for shard, at in unit.places():
+            numel = shard.local.numel()
+            like = self._placed.like(shard.name, shard.local)
+            deal = Deal(
+                shard.axis.ranks, max(_length(shard), 1)
+            )  # a rule refuses tp, pp and ep: no other owes the same
+            if numel:
+                name = f"{like.name}/residual.{unit.axis.rank}"
+                yield Stretch(name, like.part, deal, like.start, flat[at : at + numel])
+
+
+def _length(shard: Shard) -> int:
+    """Elements of a shard as it travels: as many rows on all ranks."""
+    return shard.rows * shard.param.shape[1:].numel()

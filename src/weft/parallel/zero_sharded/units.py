@@ -1,0 +1,320 @@
+"""Units of a model: the modules whose parameters are gathered, freed and reduced together.
+
+A unit is a repeated block (an entry of a ModuleList or Sequential), or a large layer outside the blocks, such as the
+embedding and the head. What remains (final norm, small parameters) belongs to the root, which stays gathered for a
+whole step; a large layer is therefore never left there, unless its weight is tied across units.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from weft.comm.collectives import all_reduce, broadcast
+from weft.comm.mesh import Axis, Mesh, join_group
+from weft.comm.wire.coder import Coders
+from weft.errors import LaunchError, ModelError, PlanError
+from weft.memory.offload import choose, shard_offload
+from weft.models.inspect import blocks, dry_run, hugging_face, layers
+from weft.optim.build import global_norm
+from weft.parallel.private_torch import keep_second_shards
+from weft.parallel.state.materialize import Materialise
+from weft.parallel.state.placement import Axes, AxisMap
+from weft.parallel.state.precision import Precision
+from weft.parallel.zero_sharded.hooks import return_no_views
+from weft.parallel.zero_sharded.shards import Shard
+
+#: A layer outside the blocks becomes a unit from this share of all parameters on.
+LARGE_SHARE = 1 / 64
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One unit. name: its path in the model, as users write it; "" is the root."""
+
+    name: str
+    module: nn.Module
+
+    def __str__(self) -> str:
+        return self.name or "the root module"
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """Units below the root, in the order in which the model lists them. No unit lies inside another.
+
+    A module that is registered at several places, and called from each, is one unit. A module that shares a
+    parameter with one outside of it is none: a tied embedding and head stay with the root, gathered together. Neither
+    is a module whose weights are read outside of its calls, such as a block of which another module calls a part.
+    """
+    owners: dict[int, set[nn.Module]] = {}  # of each parameter and each module, by its id
+    for module in model.modules():
+        for owned in (*module.children(), *module.parameters(recurse=False)):
+            owners.setdefault(id(owned), set()).add(module)
+    order = (
+        None
+        if hugging_face.is_hugging_face(model) or isinstance(model, layers.KnownModel)
+        else dry_run.call_order(model)
+    )
+    large = LARGE_SHARE * sum(param.numel() for param in model.parameters())
+
+    def is_closed(module: nn.Module) -> bool:
+        """Whether no parameter or module in it is also one of a module outside."""
+        inside = set(module.modules())
+        below = (child for child in inside if child is not module and blocks.has_params(child))
+        is_alone = all(owners[id(owned)] <= inside for owned in (*module.parameters(), *below))
+        return is_alone and not (order is not None and order.is_read(module))
+
+    def is_unit(site: blocks.Site) -> bool:
+        fits = _is_large_layer(site, large) if blocks.is_layer(site.module) else _is_block(site)
+        return fits and is_closed(site.module)
+
+    return [Unit(site.path, site.module) for site in blocks.outermost(model, is_unit)]
+
+
+def _is_large_layer(site: blocks.Site, large: float) -> bool:
+    # torch's attention reads the weights of its output projection without calling it.
+    called = not isinstance(site.parent, nn.MultiheadAttention)
+    return called and sum(param.numel() for param in site.module.parameters()) >= large
+
+
+def _is_block(site: blocks.Site) -> bool:
+    """An entry of a container with a forward of its own: no list of blocks, and no backbone beside a head."""
+    module = site.module
+    if isinstance(module, blocks.LISTS) or not isinstance(site.parent, blocks.CONTAINERS):
+        return False
+    if type(module) is nn.Sequential and not all(blocks.is_layer(child) for child in module):
+        return False
+    containers = (part for part in module.modules() if isinstance(part, blocks.CONTAINERS))
+    return _num_alike(site.parent)[type(module)] > 1 or all(
+        count == 1 for part in containers for count in _num_alike(part).values()
+    )
+
+
+def _num_alike(container: nn.Module) -> Counter[type[nn.Module]]:
+    """How many of its entries that hold layers are of each class."""
+    return Counter(type(child) for child in container.children() if not blocks.is_layer(child))
+
+
+# What placements ask of zero=3: experts are units of their own, and partial sums are added up once in a step.
+
+_MIXED = (
+    "module {0}: it holds parameters that are cut over ep and others, and zero=3 divides them over different ranks. "
+    "Keep experts in a module of their own."
+)
+
+
+def with_experts(units: Sequence[Unit], model: nn.Module, axes: AxisMap) -> tuple[Unit, ...]:
+    """The units, each after those of experts inside of it. ModelError where experts share a module with others.
+
+    A unit is divided over one axis, and experts are divided over another one than the rest.
+    """
+    own = {id(unit.module) for unit in units}
+    names = {id(module): name for name, module in model.named_modules()}
+    kinds = {id(param): axes.is_expert(name) for name, param in model.named_parameters()}
+    found: list[Unit] = []
+    seen: set[int] = set()
+    for unit in units:
+        for module in _deepest_first(unit.module):
+            direct = {kinds[id(param)] for param in module.parameters(recurse=False)}
+            if len(direct) > 1:
+                raise ModelError(_MIXED.format(names[id(module)]))
+            if True in direct and id(module) not in own | seen:
+                found.append(Unit(names[id(module)], module))
+                seen.add(id(module))
+        found.append(unit)
+    return tuple(found)
+
+
+def own_params(units: Sequence[Unit]) -> list[list[nn.Parameter]]:
+    """The parameters of each unit that no unit before it has."""
+    taken: set[int] = set()
+    found: list[list[nn.Parameter]] = []
+    for unit in units:
+        found.append([param for param in unit.module.parameters() if id(param) not in taken])
+        taken |= {id(param) for param in found[-1]}
+    return found
+
+
+def kinds_of(units: Sequence[Unit], axes: AxisMap) -> list[Axes]:
+    """The axes of each unit, which are those of all its parameters but for partial sums."""
+    names = {id(param): name for name, param in units[-1].module.named_parameters()}
+    found: list[Axes] = []
+    for unit, rest in zip(units, own_params(units), strict=True):
+        kinds = {axes.is_expert(names[id(param)]) for param in rest}
+        if len(kinds) > 1:
+            raise ModelError(_MIXED.format(unit))
+        found.append(axes.of(names[id(rest[0])], rest[0].shape) if True in kinds else axes.plain)
+    return found
+
+
+def group_of(axis: Axis) -> dist.ProcessGroup:
+    """The axis's group; where nothing is divided, one of this rank alone, which fully_shard asks for."""
+    return axis.group if axis.group is not None else join_group(axis.ranks, "rank")
+
+
+def settle(
+    model: nn.Module, chosen: Mapping[nn.Parameter, torch.dtype], precision: Precision, axes: AxisMap
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers become the first rank's; what is trained, in the master's format.
+
+    Returns the buffers that checkpoints hold; training may move them.
+    """
+    for name, param in model.named_parameters():
+        dtype = precision.master if param.requires_grad and param.is_floating_point() else chosen[param]
+        settled = param.data.to(dtype).contiguous()
+        param.data = settled if param.is_meta else broadcast(settled, axes.of(name, param.shape).same)
+    for name, buffer in model.named_buffers():
+        settled = broadcast(buffer.detach().contiguous(), axes.settling(name, buffer))
+        if settled.data_ptr() != buffer.data_ptr():
+            buffer.copy_(settled)
+    lasting = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in lasting}
+
+
+class PartialSums:
+    """Gradients that are sums over their units' ranks, and still partial over others, such as those of tp."""
+
+    def __init__(self, axes: AxisMap, precision: Precision, device: torch.device):
+        self._axes = axes
+        self._precision = precision
+        self.coders = Coders(precision.wire, precision.outer_wire)
+        self._device = device
+
+    @torch.no_grad()
+    def add(self, grads: Iterable[tuple[Axis, torch.Tensor]]) -> None:
+        """Add each gradient up over its axis, in place; one collective for each axis."""
+        groups: dict[tuple[int, ...], tuple[Axis, list[torch.Tensor]]] = {}
+        for axis, grad in grads:
+            if axis.size > 1:
+                groups.setdefault(axis.ranks, (axis, []))[1].append(grad)
+        for axis, parts in groups.values():
+            flat = torch.cat([part.reshape(-1).to(self._device, self._precision.master) for part in parts])
+            all_reduce(flat, axis, wire=self.coders[f"partial {axis.name}"])
+            for part, total in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+                part.copy_(total.view_as(part))
+
+    @torch.no_grad()
+    def level(self, shards: Mapping[str, Shard]) -> None:
+        """Let the ranks of tp have equal gradients of what they all hold: the first one's.
+
+        What a wire rounds depends on what lies beside it in a unit, which is another part of a cut weight on each.
+        """
+        tp, wires = self._axes.mesh["tp"], (self.coders.wire, self.coders.outer_wire)
+        if tp.size == 1 or all(wire.added_in(self._precision.master) is not None for wire in wires):
+            return
+        whole = [
+            shard.local.grad
+            for name, shard in shards.items()
+            if not set(self._axes.placement(name).cut) & {"tp", "ep"} and shard.local.grad is not None
+        ]
+        if whole:
+            flat = broadcast(torch.cat([grad.reshape(-1).to(self._device) for grad in whole]), tp)
+            for grad, part in zip(whole, flat.split([grad.numel() for grad in whole]), strict=True):
+                grad.copy_(part.view_as(grad))
+
+    def square(self, grads: Iterator[tuple[torch.Tensor, int]]) -> torch.Tensor:
+        """This rank's share of the norm's square: gradients, each with the number of ranks that count it too."""
+        groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
+        for grad, number in grads:
+            groups.setdefault((number, grad.device), []).append(grad)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for (number, device), parts in groups.items():
+            square = global_norm(parts).double().square()
+            # A number of the host goes along with the addition; as a tensor it would be a copy that blocks.
+            total += (float(square) if device.type == "cpu" else square) / number
+        return total
+
+
+def _deepest_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _deepest_first(child)
+    yield module
+
+
+# zero=3, at the start: what torch must have, and fully_shard on each unit.
+
+#: What fully_shard must be able to do; torch 2.11 has all of it.
+NEEDED = (
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms",
+    "set_all_reduce_hook",
+    "set_unshard_in_backward",
+)
+
+
+def check_torch(mesh: Mesh) -> None:
+    if mesh.plan.dp_shard * mesh.plan.cp == 1 and not mesh.plan.offload_share("params"):
+        raise PlanError("zero=3: it shards over dp_shard, and dp_shard is 1. Use dp_shard=2 or more, or zero=0.")
+    missing = [name for name in NEEDED if not hasattr(FSDPModule, name)]
+    if missing:
+        raise LaunchError(
+            f"zero=3: fully_shard of torch {torch.__version__} lacks {', '.join(missing)}. Install torch 2.11 or later."
+        )
+
+
+def _second_mesh(mesh: Mesh) -> DeviceMesh | None:
+    """Ranks of dp_shard, and among them the neighbours that keep second shards; None where the plan has none."""
+    if not mesh.plan.second_shards:
+        return None
+    whole, near = mesh["dp_shard"], mesh[f"dp_shard/{mesh.plan.second_shards}"]
+    rows = torch.tensor(whole.ranks).view(-1, near.size)
+    # Nothing is sent over the first dimension: any group of this rank stands for it.
+    groups = [group_of(whole), group_of(near)]
+    return DeviceMesh.from_group(groups, mesh.device.type, mesh=rows, mesh_dim_names=("apart", "near"))
+
+
+def shard_units(
+    units: tuple[Unit, ...],
+    axes: list[Axis],
+    mesh: Mesh,
+    precision: Precision,
+    plain: set[nn.Parameter],
+    materialise: Materialise,
+) -> tuple[list[list[str]], list[str]]:
+    """Apply fully_shard to each unit over its axis, the root last.
+
+    Returns the names of each unit's parameters, and the names of those that are on the host.
+    """
+    meshes = {
+        axis.ranks: DeviceMesh.from_group(group_of(axis), mesh.device.type, mesh_dim_names=("dp_shard",))
+        for axis in dict.fromkeys(axes)
+    }
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if precision.is_mixed:
+        policy = MixedPrecisionPolicy(precision.compute, precision.master, cast_forward_inputs=False)
+    names = {param: name for name, param in units[-1].module.named_parameters() if param not in plain}
+    members: list[list[str]] = []
+    owned = [[param for param in own if param in names] for own in own_params(units)]
+    if empty := [names[param] for own in owned for param in own if param.requires_grad and not param.numel()]:
+        raise PlanError(
+            f"zero=3: parameter {empty[0]} has no elements, and fully_shard cannot reduce such a gradient. Use zero=2."
+        )
+    sizes = [(str(unit), sum(param.numel() for param in own)) for unit, own in zip(units, owned, strict=True)]
+    on_host = choose(sizes, mesh.plan.offload_share("params"))
+    reshard, second = mesh.plan.reshard.partition(":")[0], _second_mesh(mesh)
+    for index, module in enumerate(unit.module for unit in units):
+        members.append([names[param] for param in owned[index]])
+        materialise.make(owned[index])  # whole only until its unit is divided
+        # The backward of the last unit follows its forward, and the root is in use all along.
+        in_use = index >= len(units) - 2
+        embeds = type(module) is nn.Embedding
+        lets_go = (reshard == "after_forward" and not in_use) or (reshard == "after_backward" and embeds)
+        lets_go = lets_go and mesh.plan.pp == 1  # else another microbatch's forward comes before the first backward
+        settings = {"mp_policy": policy, "ignored_params": plain}
+        settings |= shard_offload(mesh.plan, mesh.device, str(units[index]) in on_host)
+        unit = fully_shard(module, mesh=meshes[axes[index].ranks], reshard_after_forward=lets_go, **settings)
+        if lets_go and second is not None and axes[index].ranks == mesh["dp_shard"].ranks:
+            keep_second_shards(unit, second)
+        # The gradient of an embedding needs its tokens, not its weights.
+        unit.set_unshard_in_backward(not embeds)
+        return_no_views(module)
+    return members, [name for unit, own in zip(units, members, strict=True) if str(unit) in on_host for name in own]

@@ -1,0 +1,508 @@
+"""Kernels of one layer on one rank: seconds of products and of attention, bytes that the others move, and calls.
+
+Of a decoder's layer by formulas, of a traced model's from its own list. Letters as in layer_cost.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.planner.cost import context as context_cost
+from weft.planner.cost.machine import Fabric, Tables, bytes_s, core_s, flash_s, gemm_s
+from weft.planner.cost.row_dedupe import Alike
+from weft.planner.cost.traced import Cut, attention_s, end_s, moved_bytes, num_calls, products_s, tensor_traffic
+from weft.planner.space.columns import PRECISIONS, Columns, Job
+from weft.planner.space.shape import Shape, TracedShape
+from weft.planner.space.trained_part import AdapterSize
+
+Array = NDArray[np.float64]
+
+#: Calls of kernels by one layer: forward, and backward over forward (autograd's C++ calls cost about as much).
+_CALLS_FUSED, _CALLS_EAGER = 22, 40
+#: More of them in a layer with experts: router, balance, sort, spread and join (counted in Weft's: 75 in all, eager).
+_EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER = 20, 35
+#: Speed of the first FlashAttention over the second (Dao 2023, arXiv 2307.08691: about half).
+_FLASH_1 = 0.55
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCut:
+    """What a rank has of a pass: M, q, kv; FLOP/s of products, of what stays in a half format, and of attention; and
+    how much wider elements are than halves."""
+
+    tokens: Array
+    q: Array
+    kv: Array
+    rate: Array
+    half: Array
+    core: Array
+    width: Array
+
+
+def cut_of(job: Job, columns: Columns, tables: Tables) -> OwnCut:
+    shape, t = job.shape, columns.tp.astype(np.float64)
+    # Each narrower format reaches a smaller share of its peak.
+    rows = tables.fp8_row_share if job.stack.row_scales else 1.0
+    gains = {"fp8": tables.fp8_gain * rows, "fp4": tables.fp8_gain**2}
+    rates = [tables.flops[name] * gains.get(name, 1.0) for name in PRECISIONS]
+    halves = [tables.flops["bf16" if name in gains else name] for name in PRECISIONS]
+    # Fused attention in fp32 asks no flag for TF32: it splits what it multiplies, to stay exact.
+    cores = [tables.flops["fp32"] if name == "tf32" else rate for name, rate in zip(PRECISIONS, halves, strict=True)]
+    q, kv = shape.cut_widths(t)
+    return OwnCut(
+        tokens=columns.microbatch * (job.seq_len / columns.cp.astype(np.float64)),
+        q=q,
+        kv=kv,
+        rate=np.array(rates)[columns.precision],
+        half=np.array(halves)[columns.precision],
+        core=np.array(cores)[columns.precision],
+        width=np.where(columns.in_fp32, 2.0, 1.0),  # 4-byte elements
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Of one layer: seconds of products (last: as `last_f`) and of attention, bytes that other kernels move, how many
+    kernels are called, and collectives over tp beside those of a decoder's layer."""
+
+    gemm_f: Array
+    dgrad: Array
+    wgrad: Array
+    last: Array
+    attn_f: Array
+    attn_b: Array
+    moved_f: Array
+    moved_b: Array
+    calls: Array
+    sums: Array | float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Seconds before the layers, and of what comes after them beside head and loss: products, other kernels."""
+
+    embed: Array
+    after_gemm: Array | float = 0.0
+    after_memory: Array | float = 0.0
+
+
+def kernels(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> Kernels:
+    """Of a decoder's layer, by formulas."""
+    shape, tokens = job.shape, cut.tokens
+    gemm_f, dgrad, wgrad = _products(job, columns, tables, cut)
+    m, n, k = np.broadcast_arrays(tokens, float(shape.hidden), np.maximum(1.0, np.ceil(shape.ffn / columns.tp)))
+    last = gemm_s(tables, m, n, k, 1.0, cut.rate) * (shape.dense_share if shape.ffn else 0.0)
+    attn_f, attn_b = _attention(job, columns, tables, cut.q, cut.core)
+    moved_f, moved_b = _passes(job, columns, tokens, cut.q, cut.kv)
+    narrow = columns.narrow
+    rounded = shape.hidden * (1 + (shape.dense_share if job.stack.half_experts else 1.0)) + cut.q
+    quantised = np.where(narrow, 6.0 * tokens * rounded * (1 - job.half), 0.0)
+    fused, routed = job.stack.fused_norm | columns.compile, shape.moe_layers / shape.layers
+    calls = np.where(fused, _CALLS_FUSED, _CALLS_EAGER) + 0.0
+    calls += routed * np.where(fused, _EXPERT_CALLS_FUSED, _EXPERT_CALLS_EAGER)
+    return Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, moved_f + quantised, moved_b + 2 * quantised, calls)
+
+
+def beside_adapter(job: Job, adapter: AdapterSize, made: Kernels, tokens: Array, t: Array) -> Kernels:
+    """Of a layer with frozen weights: no gradients of these, the adapter's products, and unpacking of a packed base.
+
+    The products are thin: they take the time of the passes over what they read and write (x, the product that they add
+    to). A packed weight is unpacked in forward, and again in backward.
+    """
+    shape = job.shape
+    active = (
+        shape.moe_shared_params + shape.top_k * shape.expert_params if shape.moe_layers else shape.dense_layer_params
+    )
+    thin = made.gemm_f * adapter.params / active
+    bytes_once = tokens * adapter.width * (0.5 + 0.5 / t) * 4.0
+    unpacked = adapter.unpacked_bytes / t
+    return replace(
+        made,
+        gemm_f=made.gemm_f + thin,
+        dgrad=made.dgrad + 2 * thin,
+        wgrad=np.zeros_like(made.wgrad),
+        moved_f=made.moved_f + bytes_once + unpacked,
+        moved_b=made.moved_b + 2 * bytes_once + unpacked,
+        calls=made.calls + 4 * adapter.products + adapter.unpack_calls,
+    )
+
+
+def partly_trained(job: Job, made: Kernels) -> Kernels:
+    """Of a mean layer where some weights are frozen: without their gradients, or any before the first trained."""
+    part = job.trained
+    if part is None:
+        return made
+    return replace(
+        made,
+        dgrad=made.dgrad * part.reach,
+        wgrad=made.wgrad * part.layers,
+        attn_b=made.attn_b * part.reach,
+        moved_b=made.moved_b * part.reach,
+    )
+
+
+def traced_kernels(job: Job, shape: TracedShape, columns: Columns, tables: Tables, cut: OwnCut) -> tuple[Kernels, Ends]:
+    """Of a model that was traced: its own products, attention and passes in the place of formulas."""
+    own = own_cut(job, columns, rate=cut.rate, half=cut.core)
+    gemm_f, dgrad, wgrad = products_s(shape, None, own, tables)
+    attn_f, attn_b = attention_s(shape, None, own, tables, attention_gain(job, tables), job.pieces)
+    if (columns.cp > 1).any():
+        is_cut = context_cost.is_cut(columns)
+        pieces = [context_cost.pieces_s(job, columns, tables, cut.q, backward, cut.core) for backward in (False, True)]
+        attn_f, attn_b = np.where(is_cut, pieces[0], attn_f), np.where(is_cut, pieces[1], attn_b)
+    last = np.zeros(len(columns))  # a norm may read what the last product gives: then a replay makes it too
+    calls, sums = num_calls(shape, columns.compile), tensor_traffic(shape, own)
+    before, after = (end_s(shape, each, own, tables) for each in (shape.traced.before, shape.traced.after))
+    made = Kernels(gemm_f, dgrad, wgrad, last, attn_f, attn_b, *moved_bytes(shape, None, own), calls, sums)
+    return made, Ends((before[0] + before[1]) * cut.width, *after)
+
+
+def own_cut(job: Job, columns: Columns, rate: Array | None = None, half: Array | None = None) -> Cut:
+    """A rank's share of a pass, as a traced model asks for it."""
+    t, c = columns.tp.astype(np.float64), columns.cp.astype(np.float64)
+    peak = np.ones_like(t)
+    return Cut(
+        batch=columns.microbatch.astype(np.float64),
+        seq=job.seq_len / c,
+        t=t,
+        c=c,
+        between=np.where(columns.sp, t, 1.0),
+        fused=columns.compile,
+        rate=peak if rate is None else rate,
+        half=peak if half is None else half,
+    )
+
+
+def _products(job: Job, columns: Columns, tables: Tables, cut: OwnCut) -> tuple[Array, Array, Array]:
+    """Seconds of the layer's matmuls: forward, towards the input, towards the weights; each in the format it has."""
+    times = _linears(job, columns, tables, cut, cut.rate)
+    fp8 = columns.precision == PRECISIONS.index("fp8")
+    if not fp8.any() or not (job.stack.half_wgrad or job.half):
+        return times
+    slow = _linears(job, columns, tables, cut, cut.half)
+    shares = (job.half, job.half, 1.0 if job.stack.half_wgrad else job.half)
+    forward, dgrad, wgrad = (
+        np.where(fp8, (1 - share) * fast + share * half, fast)
+        for fast, half, share in zip(times, slow, shares, strict=True)
+    )
+    return forward, dgrad, wgrad
+
+
+def _linears(job: Job, columns: Columns, tables: Tables, cut: OwnCut, rate: Array) -> tuple[Array, Array, Array]:
+    """The same with one rate for all products; but for experts' where they are always of the half format."""
+    tokens, q, kv = cut.tokens, cut.q, cut.kv
+    shape, t = job.shape, columns.tp.astype(np.float64)
+    ups = 2.0 if shape.gated else 1.0
+    h = float(shape.hidden)
+    one = np.ones_like(tokens)
+    dense_share = shape.dense_share
+    # Rows: m, n, k, batch, how often in a mean layer.
+    parts = [(tokens, h * one, q, one, 1.0), *_inputs(shape, tokens, q, kv)]
+    ffn = [(float(shape.ffn), dense_share), (float(shape.shared_ffn), 1 - dense_share)]
+    for width, share in ffn:
+        if width and share:
+            parts += [(tokens, np.ceil(ups * width / t), h * one, one, share)]
+            parts += [(tokens, h * one, np.ceil(width / t), one, share)]
+    grouped = 0
+    if shape.moe_layers:
+        split = one if job.stack.fold_experts else t
+        local = np.maximum(1.0, shape.num_experts / columns.ep)
+        each = tokens / t * split * shape.top_k / local
+        wide = shape.expert_ffn / split
+        parts += [(each, ups * wide, h * one, local, 1 - dense_share), (each, h * one, wide, local, 1 - dense_share)]
+        parts += [(tokens / t, shape.num_experts * one, h * one, one, 1 - dense_share)]
+        grouped = len(parts) - 3
+    m, n, k, batch = (np.stack([part[i] for part in parts]) for i in range(4))
+    share = np.array([part[4] for part in parts])[:, None]
+    ramps = np.full((len(parts), 1), tables.gemm_k0)
+    rates = np.broadcast_to(rate, (len(parts), len(tokens))).copy()
+    if shape.moe_layers:
+        ramps[grouped : grouped + 2] = tables.grouped_k0
+        if job.stack.half_experts:
+            rates[grouped:] = cut.half
+    times = gemm_s(tables, np.stack([m, m, n]), np.stack([n, k, k]), np.stack([k, n, m]), batch, rates, ramps)
+    forward, dgrad, wgrad = (times * share).sum(axis=1)
+    return forward, dgrad, wgrad
+
+
+def _inputs(shape: Shape, tokens: Array, q: Array, kv: Array) -> list[tuple[Array, Array, Array, Array, float]]:
+    """Matmuls that make queries, keys and values: one, or by way of latent vectors (DeepSeek-AI 2024, 2405.04434)."""
+    one = np.ones_like(tokens)
+    h = shape.hidden * one
+    if not shape.kv_rank:
+        return [(tokens, q + 2 * kv, h, one, 1.0)]
+    wide = q * (1 + shape.rope_dim / shape.head_dim)
+    down = (shape.q_rank + shape.kv_rank + shape.rope_dim) * one
+    queries = (tokens, wide, shape.q_rank * one if shape.q_rank else h, one, 1.0)
+    return [(tokens, down, h, one, 1.0), queries, (tokens, 2 * q, shape.kv_rank * one, one, 1.0)]
+
+
+def _attention(job: Job, columns: Columns, tables: Tables, q: Array, peak: Array) -> tuple[Array, Array]:
+    """Seconds of scores, softmax and weighted sum: forward, backward. The mean over full and windowed layers."""
+    shape, stack, s = job.shape, job.stack, float(job.seq_len)
+    rows = columns.microbatch * s / columns.cp  # queries on this rank
+    if not stack.flash:
+        return _unfused_attention(job, columns, tables, rows, q, peak)
+    forward, backward = np.zeros_like(rows), np.zeros_like(rows)
+    cut = context_cost.is_cut(columns)
+    width = q * (1 + shape.rope_dim / (2 * shape.head_dim))
+    for window, layers in ((s, shape.layers - shape.windowed_layers), (min(shape.window, s), shape.windowed_layers)):
+        if not layers:
+            continue
+        share = layers / shape.layers / attention_gain(job, tables)
+        pair = [_packed_s(job, tables, window, 4.0 * rows * width, back, peak) for back in (False, True)]
+        if window == s and cut.any():  # pieces of ranks are attended to whole, whatever documents they hold
+            pair = [
+                np.where(cut, context_cost.pieces_s(job, columns, tables, width, back, peak), whole)
+                for back, whole in zip((False, True), pair, strict=True)
+            ]
+        forward, backward = forward + share * pair[0], backward + share * pair[1]
+    return forward, backward
+
+
+def _packed_s(
+    job: Job, tables: Tables, window: float, flops: Array, backward: bool, peak: Array
+) -> NDArray[np.float64]:
+    """Seconds of one call over sequences of documents, of which a query sees its own up to `window` keys back.
+
+    flops: of each key that all queries see.
+    """
+    found = np.zeros_like(flops)
+    for length, share in job.pieces:
+        seen = min(window, float(length))
+        mean = (seen + 128) / 2 if seen == length else seen - seen * seen / (2 * length)
+        work = (2.5 if backward else 1.0) * share * mean * flops
+        found = found + flash_s(tables, work, seen, job.shape.head_dim, backward, peak) - tables.launch_s
+    return found + tables.launch_s
+
+
+def attention_gain(job: Job, tables: Tables) -> float:
+    """Speed of the stack's attention kernels over those that were made for the device."""
+    second = tables.flash2_gain if job.stack.flash_version < 3 else 1.0
+    return job.stack.attn_gain * second * (_FLASH_1 if job.stack.flash_version == 1 else 1.0)
+
+
+def _unfused_attention(
+    job: Job, columns: Columns, tables: Tables, rows: Array, q: Array, peak: Array
+) -> tuple[Array, Array]:
+    shape, s = job.shape, float(job.seq_len)
+    heads = q / shape.head_dim * rows / s  # matrices of s x s
+    elements = heads * s * s
+    products = core_s(tables, 4.0 * elements * shape.head_dim, 4.0 * elements, shape.head_dim, peak)
+    # Fused: scale-mask-softmax reads and writes halves, dropout too and a mask. Not fused: passes in fp32 besides.
+    forward, backward = (4.0, 6.0) if job.stack.fused_softmax else (20.0, 14.0)
+    forward, backward = (forward + 5.0, backward + 5.0) if job.stack.dropout else (forward, backward)
+    return products + bytes_s(tables, forward * elements), 2 * products + bytes_s(tables, backward * elements)
+
+
+def _passes(job: Job, columns: Columns, tokens: Array, q: Array, kv: Array) -> tuple[Array, Array]:
+    """Bytes that element-wise kernels of a mean layer move: forward, backward."""
+    shape, stack = job.shape, job.stack
+    h, t = float(shape.hidden), columns.tp.astype(np.float64)
+    fused_norm = stack.fused_norm | shape.layer_norm | columns.compile
+    fused_mlp = stack.fused_mlp | columns.compile
+    outside = np.where(columns.sp, t, 1.0)  # sequence parallel divides what lies between the tensor-parallel parts
+    masks = 1.0 if stack.dropout else 0.0
+    again = np.where(columns.compile & stack.lean_graphs, 2.0, 0.0)  # what products read is written once more
+    norm_f, norm_b = np.where(fused_norm, 4.0, 36.0), np.where(fused_norm, 8.0, 90.0) + again
+    between_f = 2 * (norm_f + 6.0 + masks) * h / outside
+    between_b = 2 * (norm_b + 6.0 + 5.0 * masks) * h / outside
+    if shape.gated:
+        act_f, act_b = np.where(fused_mlp, 6.0, 10.0), np.where(fused_mlp, 10.0, 18.0)
+    else:
+        act_f, act_b = np.where(fused_mlp, 4.0, 8.0), np.where(fused_mlp, 6.0, 12.0)
+    rotary = 0.0 if shape.learned_positions else np.where(stack.fused_rope | columns.compile, 4.0, 18.0)
+    turned = rotary * (q + kv) + 4.0 * (0.0 if stack.flash else 1.0) * (q + 2 * kv)
+    dense = shape.dense_share
+    width = sum(shape.ffn_widths(t))
+    moved = (1 - dense) * 4 * 4.0 * shape.top_k * h / t  # permute and unpermute: each reads and writes
+    forward = between_f + act_f * width + turned + moved
+    backward = between_b + act_b * width + again * shape.ffn_widths(t)[0] + turned + moved
+    return tokens * forward, tokens * backward
+
+
+# Seconds of one layer, of the embedding and of the head on one rank, for every distinct way to cut them.
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """Seconds by part; one entry per distinct cut. A layer is the mean over the model's layers.
+
+    *_f forward, *_b backward (wgrad: the part of it that makes weight gradients). last_f: of gemm_f, the product whose
+    result is the layer's own, where a dense layer has one. tp, cp, ep: exposed communication. head and embed: loss,
+    head and embedding, communication in it. host_f: host seconds of a layer's forward; none in a graph.
+    """
+
+    gemm_f: Array
+    last_f: Array
+    gemm_b: Array
+    wgrad: Array
+    attn_f: Array
+    attn_b: Array
+    memory_f: Array
+    memory_b: Array
+    tp_f: Array
+    tp_b: Array
+    cp_f: Array
+    cp_b: Array
+    ep_f: Array
+    ep_b: Array
+    host_f: Array
+    head_gemm: Array
+    head_memory: Array
+    head_tp: Array
+    embed: Array
+    embed_tp: Array
+
+    def rows(self, index: NDArray[np.intp] | slice) -> LayerCosts:
+        """Return the costs of plans, by the cut that each has."""
+        return LayerCosts(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+
+
+#: The columns that everything here reads.
+_OF_COSTS = ("tp", "cp", "cp_mode", "ep", "sp", "tp_chunks", "microbatch", "precision", "compile", "graphs", "order")
+
+
+def of_costs(columns: Columns) -> tuple[str, ...]:
+    """Return the columns that decide a layer's costs. Of other orders neighbours of one size may lie near or far."""
+    return (*_OF_COSTS, "pp", "dp_replicate", "dp_shard") if columns.order.any() else _OF_COSTS
+
+
+def layer_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
+    """Return one entry per row of `columns`; rows that cut a layer alike are computed once.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        fabric: of the links between devices.
+    """
+    kinds = Alike.of(columns, of_costs(columns))
+    return distinct_costs(job, kinds.rows, tables, fabric).rows(kinds.index)
+
+
+def distinct_costs(job: Job, columns: Columns, tables: Tables, fabric: Fabric) -> LayerCosts:
+    """Return one entry per row of `columns`, each computed; of the plans it reads `of_costs`."""
+    shape, stack = job.shape, job.stack
+    cut = cut_of(job, columns, tables)
+    tokens, q, kv, half, width = cut.tokens, cut.q, cut.kv, cut.half, cut.width
+    t = columns.tp.astype(np.float64)
+    if isinstance(shape, TracedShape):
+        made, ends = traced_kernels(job, shape, columns, tables, cut)
+    else:
+        made, ends = kernels(job, columns, tables, cut), Ends(embed=bytes_s(tables, tokens * shape.hidden * 16.0))
+    if job.adapter is not None:
+        made = beside_adapter(job, job.adapter, made, tokens, t)
+    made = partly_trained(job, made)
+    moved_f, moved_b = made.moved_f, made.moved_b
+    if (columns.cp > 1).any():
+        joined_f, joined_b = context_cost.joined_bytes(job, columns, tokens, q, kv)
+        moved_f, moved_b = moved_f + joined_f, moved_b + joined_b
+    head = _head(job, columns, tables, fabric, tokens, half) if shape.vocab else (np.zeros_like(tokens),) * 3
+    tp_f, tp_b = _tp(job, columns, tables, fabric, tokens, made.gemm_f, made.dgrad + made.wgrad)
+    cp_f, cp_b = context_cost.traffic_s(job, columns, tables, fabric, tokens, q, kv, made.attn_f, made.attn_b)
+    ep = _ep(job, columns, fabric, tokens)
+    # A piece more is a collective and a product more, four times in a layer.
+    calls = made.calls + np.where(t > 1, 8 * columns.tp_chunks - 4, 0) + context_cost.calls(columns)
+    gathers_table = (t > 1) & (shape.vocab > 0)
+    return LayerCosts(
+        gemm_f=made.gemm_f * width,
+        last_f=made.last * width,
+        gemm_b=(made.dgrad + made.wgrad) * width,
+        wgrad=made.wgrad * width,
+        attn_f=made.attn_f,
+        attn_b=made.attn_b,
+        memory_f=bytes_s(tables, moved_f) * width + calls * 0.5 * tables.launch_s,
+        memory_b=bytes_s(tables, moved_b) * width + calls * 0.7 * tables.launch_s,
+        tp_f=tp_f * made.sums,
+        tp_b=tp_b * made.sums,
+        cp_f=cp_f,
+        cp_b=cp_b,
+        ep_f=ep,
+        ep_b=ep,
+        host_f=np.where(columns.graphs | stack.cuda_graphs, 0.0, calls * tables.host_op_s / stack.host_gain),
+        head_gemm=head[0] * _head_share(job) + ends.after_gemm * width,
+        head_memory=head[1] + ends.after_memory * width,
+        head_tp=head[2],
+        embed=ends.embed,
+        embed_tp=np.where(
+            gathers_table, fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, columns.tp_stride), 0.0
+        ),
+    )
+
+
+def _head_share(job: Job) -> float:
+    """Of the head's three products, those that are made: a frozen head has no gradient of its weight."""
+    trained = 0.0 if job.adapter is not None else 1.0 if job.trained is None else job.trained.head
+    return (2 + trained) / 3
+
+
+def _head(
+    job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, peak: Array
+) -> tuple[Array, Array, Array]:
+    """Seconds of the head and the loss, forward and backward: matmul, memory, communication."""
+    shape, t = job.shape, columns.tp.astype(np.float64)
+    vocab = padded_vocab(job, t) / t
+    h = shape.hidden * np.ones_like(tokens)
+    m, n, k = np.stack([tokens, tokens, vocab]), np.stack([vocab, h, h]), np.stack([h, vocab, tokens])
+    gemm = gemm_s(tables, m, n, k, 1.0, peak).sum(axis=0)
+    fused = job.stack.fused_loss | columns.compile
+    memory = bytes_s(tables, tokens * vocab * np.where(fused, 20.0, 48.0))
+    stride = columns.tp_stride
+    wide = fabric.ring_s("all_reduce", tokens * shape.hidden * 2, t, stride)
+    comm = np.where(t > 1, 3 * fabric.ring_s("all_reduce", tokens * 4, t, stride) + wide, 0.0)
+    return gemm, memory, comm
+
+
+def padded_vocab(job: Job, tp: Array) -> Array:
+    """Count the rows of the embedding table after the stack's padding."""
+    unit = job.stack.vocab_multiple * tp
+    return np.ceil(job.shape.vocab / unit) * unit
+
+
+def _tp(
+    job: Job, columns: Columns, tables: Tables, fabric: Fabric, tokens: Array, gemm_f: Array, gemm_b: Array
+) -> tuple[Array, Array]:
+    """Exposed seconds of a layer's tensor-parallel collectives: forward, backward."""
+    t, stride = columns.tp.astype(np.float64), columns.tp_stride
+    size = tokens * job.shape.hidden * 2.0
+    whole = fabric.ring_s("all_reduce", size, t, stride)
+    gather = fabric.ring_s("all_gather", size, t, stride)
+    again = 2.0 if job.stack.regather_sp else 0.0
+    forward = np.where(columns.sp, 4 * gather, 2 * whole)
+    backward = np.where(columns.sp, (4 + again) * gather, 2 * whole)
+    slow = tables.overlap_compute - 1
+    under_f, under_b = gemm_f / tables.overlap_compute, gemm_b / tables.overlap_compute
+    if not job.stack.overlap_tp:
+        # What travels for the input's gradient hides under the matmul of the weight's, and the other way round.
+        beside = np.where(columns.sp, 4 * gather, backward) if job.stack.overlap_tp_backward else np.zeros_like(whole)
+        hidden_f, hidden_b = np.zeros_like(whole), np.minimum(beside, under_b)
+        if (columns.tp_chunks > 1).any():
+            # All of forward in pieces, of backward the gathers for row-cut layers: of each the first travels alone.
+            pieces = np.where(columns.sp, columns.tp_chunks, 1).astype(np.float64)
+            piece = fabric.ring_s("all_gather", size / pieces, t, stride)
+            later, more = (pieces - 1) * piece, np.where(pieces > 1, pieces * piece - gather, 0.0)
+            forward, backward = forward + 4 * more, backward + 2 * more
+            hidden_f, hidden_b = np.minimum(4 * later, under_f), np.minimum(beside + 2 * later, under_b)
+        return forward - hidden_f * (2 - tables.overlap_compute), backward - hidden_b * (2 - tables.overlap_compute)
+    # In slices: the first travels alone, the others under the matmul of the slice before.
+    slices = np.where(columns.sp, 1.0, 0.0) * (t - 1) / t
+    hidden_f, hidden_b = np.minimum(forward, under_f) * slices, np.minimum(backward, under_b) * slices
+    return forward - hidden_f * (1 - slow), backward - hidden_b * (1 - slow)
+
+
+def _ep(job: Job, columns: Columns, fabric: Fabric, tokens: Array) -> Array:
+    """Seconds of sending tokens to their experts and back, in a mean layer; backward takes as long."""
+    shape, t, e = job.shape, columns.tp.astype(np.float64), columns.ep.astype(np.float64)
+    if not shape.moe_layers:
+        return np.zeros_like(tokens)
+    size = tokens / t * shape.top_k * shape.hidden * 2.0
+    folded = job.stack.fold_experts
+    copies = shape.top_k if job.stack.once_per_node else None
+    travel = 2 * fabric.all_to_all_s(size, e, 1 if folded else columns.tp, copies)
+    if not folded:
+        travel = travel + 2 * fabric.ring_s("all_gather", size * t, t, columns.tp_stride)
+    return travel * shape.moe_layers / shape.layers

@@ -1,0 +1,378 @@
+"""Constants of the cost model for one device, and where each comes from."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config.cluster import DeviceSpec
+from weft.errors import ConfigError, Problem, did_you_mean
+
+#: "datasheet": the vendor's rates and constants common to all devices. "tables": measured ones where there are any.
+TIERS = ("datasheet", "tables")
+_DEFAULT_SMS = 128
+#: Entries of a device that are facts of its make, which every tier reads.
+_HARDWARE = ("sms", "flash2_gain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tables:
+    """What programs reach of a device's rates. Rates are FLOP/s and bytes/s of one device and direction, times s.
+
+    The names are those of `tables.toml`. flops: dense peak by precision. rungs: constant -> "here" (measured on this
+    machine), "table" (shipped measurement or fit of this device) or "common" (for every device).
+    learned: factor of terms, from runs.
+    """
+
+    flops: Mapping[str, float]
+    memory_rate: float
+    link_rate: float
+    link_domain: int
+    link_mesh: bool
+    nic_rate: float
+    host_rate: float
+    memory_bytes: float
+    sms: int
+    flash2_gain: float
+    gemm_ceiling: float
+    gemm_sustained: float
+    gemm_k0: float
+    grouped_k0: float
+    tile_power: float
+    fp8_gain: float
+    fp8_row_share: float
+    attn_fwd: float
+    attn_bwd: float
+    attn_s0: float
+    core_eff: float
+    memory_eff: float
+    adam_eff: float
+    launch_s: float
+    host_op_s: float
+    link_eff: float
+    link_alpha_s: float
+    nic_eff: float
+    nic_alpha_s: float
+    half_bytes: float
+    overlap_compute: float
+    overlap_comm: float
+    straggler: float
+    step_s: float
+    host_step_rate: float
+    barrier_s: float
+    context_gib: float
+    communicator_gib: float
+    reserve: float
+    usable: float
+    rungs: Mapping[str, str]
+    learned: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @classmethod
+    def of(cls, device: DeviceSpec, tier: str = "tables", profile: Mapping[str, float] | None = None) -> Tables:
+        """Return the constants of a device.
+
+        Args:
+            device: known or described.
+            tier: one of TIERS.
+            profile: constants measured on this machine, by name; they win.
+
+        Raises:
+            ConfigError: for an unknown tier or an unknown constant in the profile.
+        """
+        if tier not in TIERS:
+            raise _error("tier", f"tier={tier}: not one of {', '.join(TIERS)}.{did_you_mean(tier, TIERS)}")
+        shipped = _shipped()
+        values: dict[str, Any] = dict(shipped["common"])
+        rungs = dict.fromkeys(values, "common")
+        own = _own_constants(device, shipped["devices"]) if tier == "tables" else {}
+        values |= own
+        rungs |= dict.fromkeys(own, "table")
+        known = {each.name for each in fields(cls)} - {"rungs", "flops", "learned"}
+        for name, value in (profile or {}).items():
+            if name not in known:
+                raise _error(name, f"profile.{name}: no such constant.{did_you_mean(name, known)}")
+            values[name] = value
+            rungs[name] = "here"
+        return cls(**(_rates(device, shipped["devices"]) | values), rungs=rungs)
+
+    def changed(self, **values: float) -> Tables:
+        """Return a copy with some constants replaced."""
+        return replace(self, **values)  # pyright: ignore[reportArgumentType]  # fields of numbers
+
+
+@functools.cache
+def _shipped() -> dict[str, Any]:
+    text = Path(__file__).with_name("tables.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _base_name(device: DeviceSpec) -> str:
+    return device.name.rstrip("*")  # a known device with changed numbers
+
+
+def _own_constants(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    own = {name: value for name, value in tables.get(_base_name(device), {}).items() if name not in _HARDWARE}
+    peak = device.peak_flops("bf16") or device.peak_flops("fp16")
+    if device.measured_flops is not None and peak:
+        own.setdefault("gemm_ceiling", device.measured_flops / peak)
+    return own
+
+
+def _rates(device: DeviceSpec, tables: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    own = tables.get(_base_name(device), {})
+    flops = dict(device.peaks)
+    half = flops.get("bf16") or flops.get("fp16") or flops.get("fp32") or 1e12
+    flops = {"bf16": half, "fp16": half, "fp8": half, "fp32": flops.get("tf32", half / 2) / 8} | flops
+    flops.setdefault("fp64", flops["fp32"] / 2)
+    flops.setdefault("fp4", flops["fp8"])
+    flops.setdefault("tf32", flops["fp32"])
+    return {
+        "flops": flops,
+        "memory_rate": device.memory_bytes_per_s or 1e11,
+        "link_rate": device.scale_up_bytes_per_s or 1e10,
+        "link_domain": device.scale_up_domain,
+        "link_mesh": device.scale_up_topology == "mesh",
+        "nic_rate": device.nic_bytes_per_s or 12.5e9,
+        "host_rate": device.host_bytes_per_s or 12e9,
+        "memory_bytes": float(device.memory_bytes),
+        "sms": own.get("sms", _DEFAULT_SMS),
+        "flash2_gain": own.get("flash2_gain", 1.0),
+    }
+
+
+def _error(field: str, message: str) -> ConfigError:
+    return ConfigError([Problem(field, message)])
+
+
+# Seconds of single kernels on one device: matrix products, attention, passes over memory.
+
+Array = NDArray[np.float64]
+
+#: Tiles of the output that matmul kernels come in (rows, columns); narrow ones reuse less of what they load.
+_TILES = ((128, 128), (128, 256), (256, 128), (64, 256), (64, 128), (64, 64))
+_FULL_TILE = 128 * 256
+#: Share of the rate of a matmul whose inner widths are no multiples of 8 values (16 bytes): the tensor units are not
+#: reached then, or loaded in small pieces.
+_MISALIGNED = 0.2
+#: A tensor's inner width in values that is no multiple of this misses whole memory transactions (128 bytes of bf16).
+_LINE, _UNLINED = 64, 0.92
+#: How the rate of fused attention falls with heads narrower than 128, as a power.
+_NARROW = 0.15
+#: Ramp of fused attention over whole rectangles, over that under a causal mask (Shah et al. 2024, arXiv 2407.08608,
+#: figures 5 and 6: with 512 tokens 0.84 and 0.66 of the rate with 16,384, forward and backward; masked 0.57).
+_UNMASKED = 0.3
+
+
+def gemm_s(tables: Tables, m: Any, n: Any, k: Any, batch: Any, peak: Any, k0: Any = None) -> Array:
+    """Return the seconds of `batch` products of m x k by k x n matrices in 2-byte elements.
+
+    The slower of arithmetic and memory, after the quantisation of the output into tiles and of the tiles into waves
+    over
+    the device's multiprocessors, and the ramp over the inner width k.
+
+    Args:
+        tables: constants of the device.
+        m, n, k, batch: sizes; numbers or arrays.
+        peak: dense FLOP/s of the precision.
+        k0: inner width at which they reach half of the ramp; None: that of single products.
+    """
+    m, n, k, batch = (np.asarray(each, dtype=np.float64) for each in (m, n, k, batch))
+    best = np.zeros(np.broadcast(m, n, k, batch).shape)
+    for rows, columns in _TILES:
+        tall, wide = np.ceil(m / rows), np.ceil(n / columns)
+        tiles = tall * wide * batch
+        filled = tiles / (np.ceil(tiles / tables.sms) * tables.sms)
+        covered = (m / (tall * rows)) * (n / (wide * columns))
+        np.maximum(best, filled * covered * (rows * columns / _FULL_TILE) ** tables.tile_power, out=best)
+    # Outputs of less than one wave are split along k, which brings back about half of the device.
+    small = m * n * batch < _FULL_TILE / 2 * tables.sms
+    best = np.where(small, np.maximum(best, 0.5), best)
+    rate = peak * tables.gemm_ceiling * tables.gemm_sustained * best * k / (k + (tables.gemm_k0 if k0 is None else k0))
+    flops = 2.0 * m * n * k * batch
+    moved = 2.0 * batch * (m * k + k * n + m * n)
+    return np.maximum(flops / (rate * aligned(n, k)), bytes_s(tables, moved)) + tables.launch_s
+
+
+def aligned(n: Any, k: Any) -> Array:
+    """Share of a matmul's rate that its inner widths leave."""
+    return _line_share(np.asarray(n)) * _line_share(np.asarray(k))
+
+
+def _line_share(width: NDArray[Any]) -> Array:
+    whole, eighth = width % _LINE == 0, width % 8 == 0
+    return np.where(whole, 1.0, np.where(eighth, _UNLINED, _MISALIGNED))
+
+
+def core_s(tables: Tables, flops: Any, moved: Any, head_dim: int, peak: Any) -> Array:
+    """Return the seconds of the batched products of unfused attention.
+
+    Args:
+        tables: constants of the device.
+        flops: in all.
+        moved: bytes of scores.
+        head_dim: width of a head.
+        peak: dense FLOP/s of the precision.
+    """
+    rate = peak * tables.gemm_ceiling * tables.core_eff * (1.0 if head_dim % 8 == 0 else _MISALIGNED)
+    return np.maximum(flops / rate, bytes_s(tables, moved)) + 2 * tables.launch_s
+
+
+def bytes_s(tables: Tables, moved: Any) -> Array:
+    """Return the seconds to stream `moved` bytes through the device's memory."""
+    return np.asarray(moved, dtype=np.float64) / (tables.memory_rate * tables.memory_eff)
+
+
+def flash_s(
+    tables: Tables, flops: Any, seq_len: Any, head_dim: int, backward: bool, peak: Any, *, masked: bool = True
+) -> Array:
+    """Return the seconds of fused attention. Heads narrower than 128 leave the matrix units short of work.
+
+    Args:
+        tables: constants of the device.
+        flops: really done, after the causal half or a window.
+        seq_len: keys that a query sees at most.
+        head_dim: width of a head.
+        backward: in place of forward.
+        peak: dense FLOP/s of the precision.
+        masked: causally, so that tiles are cut.
+    """
+    share = tables.attn_bwd if backward else tables.attn_fwd
+    ramp = np.asarray(seq_len) / (np.asarray(seq_len) + tables.attn_s0 * (1.0 if masked else _UNMASKED))
+    narrow = min(1.0, head_dim / 128) ** _NARROW
+    return np.asarray(flops) / (peak * tables.gemm_ceiling * share * ramp * narrow) + tables.launch_s
+
+
+# Seconds of collectives by where their ranks lie: inside one scale-up domain, or over the network.
+
+#: Transfers of the whole buffer that a ring makes: 2 (n - 1)/n or (n - 1)/n times this.
+_PASSES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+#: Share of the network that all-to-alls of many nodes lose to conflicts (arXiv-free: AutoParallel's H100 fit).
+_ALL_TO_ALL_LOSS = 0.44
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """The links of a cluster, as far as collectives need them. Rates in bytes/s that programs reach.
+
+    rack: devices of a rack, 0: the network is one. thinner: how many times the adapters of a rack carry what its links
+    to other racks do.
+    """
+
+    link_rate: float
+    link_alpha_s: float
+    nic_rate: float
+    nic_alpha_s: float
+    half_bytes: float
+    domain: int
+    mesh: bool
+    rack: int = 0
+    thinner: float = 1.0
+
+    @classmethod
+    def of(cls, tables: Tables, devices_per_node: int, rack_nodes: int = 0, oversubscription: float = 1.0) -> Fabric:
+        """Return the links that the tables describe; a node of fewer devices than a domain is a domain of its own.
+
+        Args:
+            tables: constants of the device.
+            devices_per_node: of the cluster.
+            rack_nodes: nodes of a rack; 0: there are none.
+            oversubscription: of the links between racks.
+        """
+        domain = min(tables.link_domain, devices_per_node) if tables.link_domain <= 16 else tables.link_domain
+        return cls(
+            link_rate=tables.link_rate * tables.link_eff,
+            link_alpha_s=tables.link_alpha_s,
+            nic_rate=tables.nic_rate * tables.nic_eff,
+            nic_alpha_s=tables.nic_alpha_s,
+            half_bytes=tables.half_bytes,
+            domain=max(1, domain),
+            mesh=tables.link_mesh,
+            rack=rack_nodes * devices_per_node,
+            thinner=oversubscription,
+        )
+
+    def in_rack(self, n: Any, stride: Any) -> Array:
+        """Count the ranks of a group of n, `stride` apart, that share a rack."""
+        n = np.asarray(n, dtype=np.float64)
+        return np.clip(self.rack // np.maximum(1, np.asarray(stride)), 1, n) if self.rack else n
+
+    def inside(self, n: Any, stride: Any) -> Array:
+        """Count the ranks of a group of n, `stride` apart, that share a scale-up domain."""
+        return np.clip(self.domain // np.maximum(1, np.asarray(stride)), 1, np.asarray(n)).astype(np.float64)
+
+    def ring_s(self, kind: str, size: Any, n: Any, stride: Any) -> Array:
+        """Return the seconds of an all_reduce, all_gather or reduce_scatter of `size` unsharded bytes over n ranks.
+
+        The groups beside it are taken to be at work at the same time, so that each device has its own share of the
+        network.
+
+        Args:
+            kind: the collective.
+            size: bytes of the unsharded buffer.
+            n: ranks of a group.
+            stride: ranks from one member of the group to the next.
+        """
+        n = np.asarray(n, dtype=np.float64)
+        size = np.asarray(size, dtype=np.float64)
+        passes = _PASSES[kind]
+        inner = self.inside(n, stride)
+        outer = np.ceil(n / inner)
+        moved = passes * (n - 1) / n * size
+        link = self.link_rate * np.where(self.mesh, (inner - 1) / max(1, self.domain - 1), 1.0)
+        # A ring leaves each rack once, whatever nodes it has there: of a rack's rings that many times fewer leave it.
+        near = self.in_rack(n, stride)
+        nic = self.nic_rate * np.where(near < n, np.minimum(1.0, near / inner / self.thinner), 1.0)
+        rate = np.where(outer > 1, np.minimum(np.maximum(link, nic), nic * inner), link)
+        # Rings over few nodes, trees and their like over many.
+        hops = np.minimum(outer - 1, (2 if kind == "all_reduce" else 8) * np.log2(np.maximum(2, outer)))
+        alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * passes * hops, 0.0)
+        ramp = 1.0 + np.sqrt(self.half_bytes / np.maximum(size, 1.0))
+        return np.where(n > 1, alpha + moved / np.maximum(rate, 1.0) * ramp, 0.0)
+
+    def all_to_all_s(self, size: Any, n: Any, stride: Any, copies: int | None = None) -> Array:
+        """Return the seconds of an all-to-all over n ranks.
+
+        Args:
+            size: bytes that each rank sends, its own share included.
+            n: ranks of a group.
+            stride: ranks from one member of the group to the next.
+            copies: of each token, of which a node and each rank in it get one at most, as in DeepEP (DeepSeek-AI 2024,
+                arXiv 2412.19437): the node's spreads while others arrive, and its kernels reach 0.87 to 0.89 of an
+                adapter's line over 4 and 8 nodes, so they lose nothing to conflicts. None: each travels alone.
+        """
+        n = np.asarray(n, dtype=np.float64)
+        size = np.asarray(size, dtype=np.float64)
+        inner = self.inside(n, stride)
+        outer = np.ceil(n / inner)
+        near = size * (inner - 1) / n / self.link_rate
+        crossing, lost = size * (n - inner) / n, _ALL_TO_ALL_LOSS / np.maximum(outer, 2)
+        if copies is not None:
+            token = size / copies
+            near = token * _reached(n, copies) * (inner - 1) / inner / self.link_rate
+            crossing, lost = token * _reached(outer, copies) * (outer - 1) / outer, np.zeros_like(n)
+        # Of what crosses, what goes to other racks.
+        leaving = (n - self.in_rack(n, stride)) / np.maximum(1.0, n - inner)
+        crossing = crossing * np.maximum(1.0, leaving * self.thinner)
+        far = crossing / (self.nic_rate * (1 - lost))
+        alpha = self.link_alpha_s + np.where(outer > 1, self.nic_alpha_s * np.sqrt(outer), 0.0)
+        travel = far + near if copies is None else np.maximum(far, near)
+        return np.where(n > 1, alpha + travel, 0.0)
+
+    def send_s(self, size: Any, stride: Any) -> Array:
+        """Return the seconds to send `size` bytes to the rank `stride` further on."""
+        near = np.asarray(stride) < self.domain
+        leaves = (np.asarray(stride) >= self.rack) if self.rack else False
+        rate = np.where(near, self.link_rate, self.nic_rate / np.where(leaves, self.thinner, 1.0))
+        return np.where(near, self.link_alpha_s, self.nic_alpha_s) + np.asarray(size, dtype=np.float64) / rate
+
+
+def _reached(places: Array, copies: int) -> Array:
+    """Count the places of `places` that at least one of a token's copies goes to, where each may go anywhere."""
+    return places * (1 - (1 - 1 / places) ** copies)

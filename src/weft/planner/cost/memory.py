@@ -1,0 +1,511 @@
+"""Bytes of a rank's weights: parameters, gradients, states of the optimizer, and buffers in which they travel."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config.partitioning import BUCKETS_UNDER_WAY
+from weft.config.plan import RESHARDS
+from weft.planner.cost.machine import Tables
+from weft.planner.cost.memory_terms import (
+    OF_LAYER,
+    LayerBytes,
+    axis_groups,
+    end_bytes,
+    fullest_of_backward,
+    host_bytes,
+    host_shares,
+    is_offloaded,
+    lanes,
+    layer_bytes,
+    logits_bytes,
+    passes_held,
+)
+from weft.planner.cost.pipeline import OF_FLIGHT, Stages, chunks_per_rank, even_layers, fullest_moment, in_flight
+from weft.planner.cost.row_dedupe import Alike
+from weft.planner.cost.shares import Shares, rank_shares, second_shares, shares_in_format, trained_shares
+from weft.planner.space import columns as wire_columns
+from weft.planner.space.columns import Columns, Job
+
+Array = NDArray[np.float64]
+#: Layers of a rank, its place in the pipeline, and whether it holds the embedding and the head.
+Place = tuple[Array, Any, bool, bool]
+
+_AFTER_FORWARD, _AFTER_STEP = RESHARDS.index("after_forward"), RESHARDS.index("after_step")
+#: The columns that everything here reads; of num_micro only whether there is more than one pass.
+OF_STATES = (
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep",
+    "zero",
+    "reshard",
+    "reshard_within",
+    "gather",
+    "reduce",
+    "compress",
+    "sync",
+    "sync_fragments",
+    "precision",
+    "num_micro",
+    "offload_optimizer",
+    "graphs",
+)
+
+
+def _second_bytes(job: Job, columns: Columns, place: tuple[Array, object, bool, bool]) -> Array:
+    """Bytes of a second model's weights, which has neither gradients nor states. place: as `rank_bytes` takes it."""
+    layers, _, embedding, head = place
+    held = second_shares(job, columns, layers, embedding, head)
+    if held is None:
+        return np.zeros(len(columns))
+    group = np.where(columns.zero == 3, columns.dp_shard * columns.cp, 1).astype(np.float64)
+    inside = np.maximum(1.0, group * np.where(job.stack.fold_experts, columns.tp, 1) / columns.ep)
+    kept = (held.dense + held.ends) / group + held.experts / np.where(columns.zero == 3, inside, 1.0)
+    return kept * np.where(columns.in_fp32, 4.0, job.stack.weight_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBytes:
+    """What a rank holds whatever its activations are, offloads left aside. Bytes but for layers, learnt and ends.
+
+    layers: of the rank. learnt: parameters that are trained; ends: those of them in embedding and head.
+    gradients: those that are there at the fullest moment of backward; growing: those beside, times the share that is
+    made by then. carried: what senders keep from step to step. goes: whether there are no gradients at the loss; where
+    they are loose, none of those that grow. loose: whether gradients of a pass stay where autograd put them. second:
+    weights of a second model. gathered: parameters; reduced: gradients on their way in backward.
+    """
+
+    layers: Array
+    learnt: Array
+    ends: Array
+    parameters: Array
+    optimizer: Array
+    gradients: Array
+    growing: Array
+    carried: Array
+    second: Array
+    gathered: Array
+    reduced: Array
+    goes: NDArray[np.bool_]
+    loose: NDArray[np.bool_]
+
+    def rows(self, index: NDArray[Any] | slice) -> WeightBytes:
+        """Return the bytes of plans, by the kind that each is of. What is nothing for every kind stays one number."""
+        nothing: Any = np.zeros((), dtype=np.bool_)
+        values: dict[str, NDArray[Any]] = {each.name: getattr(self, each.name) for each in fields(self)}
+        return WeightBytes(**{name: value[index] if value.any() else nothing for name, value in values.items()})
+
+
+def held_bytes(job: Job, columns: Columns, place: Place) -> WeightBytes:
+    """Return what the rank at a place of the pipeline holds of weights, one entry per plan.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        place: layers of the rank, its place, and whether it holds the embedding and the head.
+    """
+    layers, _, embedding, head = place
+    stack, zero = job.stack, columns.zero
+    shares = rank_shares(job, columns, layers, embedding, head)
+    trained = trained_shares(job, columns, shares, layers, (embedding, head))
+    gathered, reduced = _buffers(job, columns, shares, trained, layers)
+    parameters, optimizer, gradients, growing = _states(job, columns, shares, trained, layers)
+    learnt = trained.dense + trained.experts + trained.ends
+    loose = (stays_loose(columns) | awaits_pass(columns)) & stack.travel_once
+    counted = learnt if job.shape.moe_layers else trained.dense + trained.ends
+    return WeightBytes(
+        layers=layers,
+        learnt=learnt,
+        ends=trained.ends,
+        parameters=parameters,
+        optimizer=optimizer,
+        gradients=gradients,
+        growing=growing,
+        carried=counted * wire_columns.state_bytes(columns),
+        second=_second_bytes(job, columns, place),
+        gathered=gathered,
+        reduced=reduced,
+        # Under ZeRO 3 there are none before the first backward of a step, but the allocator keeps their places.
+        goes=((zero == 3) & (columns.num_micro == 1)) | loose,
+        loose=loose,
+    )
+
+
+def loose_width(job: Job, columns: Columns) -> Array:
+    """Return the bytes of a gradient that stays where autograd put it, in its format.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+    """
+    return np.where(columns.in_fp32, 4.0, job.stack.weight_bytes)
+
+
+def _states(
+    job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Bytes of parameters, of optimizer states, and of gradients: those that are there, and those that grow."""
+    stack, zero = job.stack, columns.zero
+    t, e = columns.tp.astype(np.float64), columns.ep.astype(np.float64)
+    group = (columns.dp_shard * columns.cp).astype(np.float64)
+    expert_group = np.maximum(1.0, group * (t if stack.fold_experts else 1.0) / e)
+    parameters, optimizer, gradients, growing = (np.zeros(len(columns)) for _ in range(4))
+    full32 = columns.in_fp32
+    weight = np.where(full32, 4.0, stack.weight_bytes)
+    main = np.where(full32, stack.main_bytes - 4.0, stack.main_bytes)
+    master = np.minimum(4.0, main)
+    kept = np.where((zero == 3) & ~full32, main - master, main)
+    kept = kept + wire_columns.outer_bytes(columns) + np.where(full32, wire_columns.apart_bytes(columns), 0.0)
+    is_loose = stack.travel_once & (stays_loose(columns) | awaits_pass(columns))
+    each = np.where(is_loose, loose_width(job, columns), stack.grad_bytes)  # of those that grow
+    shares = shares_in_format(job, columns, shares, layers, weight)
+    parts = (
+        (shares.dense + shares.ends, trained.dense + trained.ends, group),
+        (shares.experts, trained.experts, expert_group),
+    )
+    for held, count, size in parts[: 2 if job.shape.moe_layers else 1]:
+        if job.adapter is not None:  # frozen weights have no masters
+            parameters += held * weight / np.where(zero == 3, size, 1.0)
+        elif job.trained is not None:
+            parameters += (held - count) * weight / np.where(zero == 3, size, 1.0)
+        parameters += count * np.where(zero == 3, np.where(full32, 4.0, master) / size, weight)
+        share, grows = _gradient_share(job, columns, size)
+        gradients += count * stack.grad_bytes * share
+        growing += count * each * grows
+        optimizer += count * kept / np.where(zero >= 1, size, 1.0)
+    # One mean in place of two: SGD everywhere, Muon for its matrices.
+    single = trained.dense + (trained.ends + trained.experts if job.optimizer == "sgd" else 0.0)
+    if job.optimizer in ("sgd", "muon"):
+        optimizer -= 4.0 * single / np.where(zero >= 1, group, 1.0)
+    return parameters, optimizer, gradients, growing
+
+
+def stays_loose(columns: Columns) -> NDArray[np.bool_]:
+    """Return for each row whether gradients stay where autograd put them, and in its format, until the update."""
+    alone = columns.dp_replicate * columns.dp_shard * columns.cp * columns.pp == 1
+    return alone & (columns.num_micro == 1) & (columns.offload_optimizer == 0)
+
+
+def awaits_pass(columns: Columns) -> NDArray[np.bool_]:
+    """Return for each row whether the gradients of a step stay so until its pass is over, and travel then: a graph
+    holds no collective."""
+    ranks = columns.dp_replicate * columns.dp_shard * columns.cp
+    return columns.graphs & (columns.num_micro == 1) & (ranks > 1) & (columns.pp == 1) & (columns.zero < 3)
+
+
+def _gradient_share(job: Job, columns: Columns, size: Array) -> tuple[Array, NDArray[np.bool_]]:
+    """Return how often a rank holds the gradients of its parameters, and whether once more as far as they are made.
+
+    Those of several passes add up before they travel, where they travel once a step: under ZeRO 1 and 2 of Weft's
+    runtime, and under ZeRO 3 that lets go after the step, as a pipeline does. Those of one pass leave bucket by bucket.
+    Weft's runtime adds them up where autograd puts them, under ZeRO 2 and in a pipeline, and has a place of its own
+    beside that: for the rank's part, and without ZeRO for all of them.
+    """
+    zero, several = columns.zero, columns.num_micro > 1
+    once = np.where(zero == 3, columns.reduces_once, job.stack.travel_once)
+    is_whole = (zero == 0) | (once & several) | ((zero == 1) & ~np.bool_(job.stack.travel_once))
+    found = np.where(is_whole, 1.0, 1 / size)
+    if not job.stack.travel_once:
+        return found, np.zeros(len(columns), dtype=np.bool_)
+    piped = columns.pp > 1
+    several = several & (zero < 3) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
+    own = np.where(zero == 0, np.where(piped, 1.0, 0.0), np.where(piped | (zero == 2), 1 / size, 0.0))
+    followed = (piped & (zero < 3) & (columns.num_micro > 1)) | stays_loose(columns)
+    return np.where(followed, 0.0, found) + np.where(several, own, 0.0), followed | awaits_pass(columns)
+
+
+def _buffers(job: Job, columns: Columns, shares: Shares, trained: Shares, layers: Array) -> tuple[Array, Array]:
+    """Bytes of gathered parameters, and of gradients on their way in backward.
+
+    ZeRO 3 holds the unit at work and the next, or, where it lets go after backward or after the step, all of the rank.
+    """
+    stack, zero = job.stack, columns.zero
+    shares = shares_in_format(job, columns, shares, layers, stack.gather_bytes)
+    unit = (shares.dense + shares.experts) / np.maximum(1.0, layers)
+    largest = np.maximum(unit, shares.ends)
+    every = shares.dense + shares.experts + shares.ends
+    moving = (trained.dense + trained.experts) / np.maximum(1.0, layers)
+    held = np.where(columns.reshard == _AFTER_FORWARD, unit + largest, every)
+    codes = np.where(columns.gather > 0, wire_columns.weight_bytes(columns, largest, 0.0), 0.0)  # of one unit at a time
+    held = held + np.where(columns.reshard_within > 0, every / np.maximum(1, columns.reshard_within), 0.0)
+    gathered = np.where(zero == 3, stack.gather_bytes * held + codes, np.where(zero > 0, stack.bucket_bytes, 0.0))
+    travels = stack.reduce_bytes + wire_columns.copy_bytes(columns, stack.reduce_bytes)
+    flat = np.where(zero == 2, travels * moving, 0.0)
+    if stack.travel_once:
+        learnt = trained.dense + trained.experts + trained.ends
+        leaving = np.minimum(BUCKETS_UNDER_WAY * stack.bucket_params + trained.ends, learnt) * travels
+        travels_at_once = (columns.num_micro == 1) & (columns.dp_replicate * columns.dp_shard * columns.cp > 1)
+        flat = np.where(travels_at_once, leaving, 0.0)
+    reduced = np.where(zero == 3, (2 + travels) * moving, flat)
+    return gathered, reduced
+
+
+# Bytes of one rank by class, on the stage of a pipeline that needs most.
+
+CLASSES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "buffers",
+    "communicators",
+    "context",
+    "reserve",
+)
+
+
+#: Rows that are worked on at a time: their figures stay in the processor's cache.
+_AT_ONCE = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Plans, and their kinds by what decides a layer's bytes, those of weights, and the passes in flight."""
+
+    columns: Columns
+    layers: Alike
+    states: Alike
+    flights: Alike
+
+    @classmethod
+    def of(cls, job: Job, columns: Columns, stages: Stages | None) -> tuple[_Rows, Stages]:
+        """The plans, and the layers of their ranks by the kind of states."""
+        is_alone = len(columns) > 0 and columns.pp[0] == 1
+        offloads = columns.offload_optimizer > 0 if is_alone else np.broadcast_to(np.False_, len(columns))
+        chunks = chunks_per_rank(columns)
+        apart = [chunks] if stages is None else [stages.first, stages.middle, stages.last]
+        layers = [each.astype(np.int64) for each in apart]
+        several = np.minimum(2, columns.num_micro)
+        states = Alike.of(columns, OF_STATES, layers, num_micro=several, offload_optimizer=offloads)
+        rows = cls(columns, Alike.of(columns, OF_LAYER), states, Alike.of(columns, OF_FLIGHT))
+        if stages is None:
+            return rows, even_layers(job.shape.layers, states.rows.pp, chunks[states.first])
+        return rows, stages.rows(states.first)
+
+    def __getitem__(self, part: slice) -> _Rows:
+        return _Rows(self.columns[part], self.layers[part], self.states[part], self.flights[part])
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What is known of the rank at a place by the kinds of rows: bytes that it holds, of logits, of ends; its place.
+
+    groups, lanes: communicators of Weft's own, by the kinds of states and of passes in flight.
+    """
+
+    held: WeightBytes
+    logits: Array
+    ends: Array
+    rank: Any
+    groups: NDArray[np.int64]
+    lanes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, job: Job, rows: _Rows, place: Place, device_bytes: int) -> _Rank:
+        layers, rank, embedding, head = place
+        columns = rows.layers.rows
+        layers = np.broadcast_to(layers, len(rows.states.rows))
+        return cls(
+            held=held_bytes(job, rows.states.rows, (layers, rank, embedding, head)),
+            logits=logits_bytes(job, columns, device_bytes) if head else np.zeros(len(columns)),
+            ends=end_bytes(job, columns, embedding, head),
+            rank=rank,
+            groups=axis_groups(job, rows.states.rows, embedding or head),
+            lanes=lanes(rows.flights.rows, rank),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What passes through a rank: bytes of a mean layer and of the logits, passes in flight, share of gradients."""
+
+    layer: LayerBytes
+    logits: Array
+    ends: Array
+    held: Array
+    begun: Array
+
+
+def memory_bytes(
+    job: Job, columns: Columns, tables: Tables, stages: Stages | None, device_bytes: int
+) -> dict[str, Array]:
+    """Return the bytes by class on the worst of the first, the second and the last rank of the pipeline.
+
+    And as "host" what the first one keeps in its host's memory.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        stages: layers of the ranks; None: they come out as even as can be.
+        device_bytes: memory of a GPU, 0 of a CPU.
+    """
+    piped = columns.pp > 1
+    found = {name: np.empty(len(columns)) for name in (*CLASSES, "host")}
+    if piped.all() or not piped.any():
+        _fill(found, slice(0, len(columns)), job, columns, tables, stages, device_bytes)
+        return found
+    for rows in (np.flatnonzero(piped), np.flatnonzero(~piped)):
+        _fill(found, rows, job, columns[rows], tables, None if stages is None else stages.rows(rows), device_bytes)
+    return found
+
+
+def _fill(
+    found: dict[str, Array], where: NDArray[np.intp] | slice, job: Job, columns: Columns, tables: Tables,
+    stages: Stages | None, device_bytes: int,
+) -> None:  # fmt: skip
+    """Fill in the same, of rows that all have a pipeline or all have none. where: their places in `found`."""
+    (rows, layers), p = _Rows.of(job, columns, stages), columns.pp
+    places: list[Place] = [(layers.middle, 0, True, True)]
+    if len(columns) and p[0] > 1:
+        last = rows.flights.rows.pp - 1
+        places = [(layers.first, 0, True, False), (layers.middle, 1, False, False), (layers.last, last, False, True)]
+    ranks = [_Rank.of(job, rows, each, device_bytes) for each in places]
+    layer = layer_bytes(job, rows.layers.rows)
+    on_host = host_shares(job, rows.states.rows, places[0][0]) if is_offloaded(columns) else None
+    for start in range(0, len(columns), _AT_ONCE):
+        some = slice(start, min(start + _AT_ONCE, len(columns)))
+        part = rows[some]
+        bytes_of = _worst(part.columns, [_at_place(job, part, tables, layer, each) for each in ranks])
+        kept: Any = 0.0
+        if on_host is not None:
+            flight = in_flight(part.flights.rows, 0)[part.flights.index]
+            shares = on_host.rows(part.states.index)
+            kept = host_bytes(job, part.columns, shares, layer.kept[part.layers.index], flight)
+        there = some if isinstance(where, slice) else where[some]
+        for name, values in (bytes_of | _lasting(job, tables, part) | {"host": kept}).items():
+            found[name][there] = values
+
+
+def _worst(columns: Columns, ranks: list[dict[str, Array]]) -> dict[str, Array]:
+    """The bytes of the rank that needs most; of equal ones the first counts."""
+    if len(ranks) == 1:
+        return ranks[0]
+    totals: list[Array] = [functools.reduce(np.add, each.values()) for each in ranks]
+    totals[1] = np.where(columns.pp == 2, -1.0, totals[1])  # two stages have no middle
+    second, third = totals[1] > totals[0], totals[2] > np.maximum(totals[0], totals[1])
+    first, middle, last = ranks
+    return {name: np.where(third, last[name], np.where(second, middle[name], first[name])) for name in first}
+
+
+def rank_bytes(
+    job: Job, columns: Columns, tables: Tables, layer: LayerBytes, place: Place, device_bytes: int
+) -> dict[str, Array]:
+    """Return the bytes by class of one rank, one entry per plan, at its fuller moment: loss or backward.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        layer: saved bytes of a mean layer.
+        place: layers of the rank, its place in the pipeline, and whether it holds the embedding and the head.
+        device_bytes: memory of a GPU; 0 of a CPU.
+    """
+    every = Alike(columns, slice(None), slice(None))
+    rows = _Rows(columns, every, every, every)
+    return _at_place(job, rows, tables, layer, _Rank.of(job, rows, place, device_bytes)) | _lasting(job, tables, rows)
+
+
+def _at_place(job: Job, rows: _Rows, tables: Tables, layer: LayerBytes, of: _Rank) -> dict[str, Array]:
+    """The same, but for what is the same on every rank. layer: of each kind of layer."""
+    columns, kinds = rows.columns, rows.layers
+    held, layer = of.held.rows(rows.states.index), layer.rows(kinds.index)
+    if job.stack.travel_once:
+        one_pass = held.layers * layer.kept * (1 - columns.offload_activations)
+        flights, made = rows.flights, held.learnt * job.stack.grad_bytes
+        flight, begun = fullest_moment(flights.rows, of.rank, one_pass, made, flights.index)
+    else:  # gradients have a place of their own from the start
+        flight, begun = in_flight(rows.flights.rows, of.rank)[rows.flights.index], np.ones(())
+    passing = _Pass(layer, of.logits[kinds.index], of.ends[kinds.index], flight, begun)
+    found = _classes(job, columns, tables, held, passing)
+    if job.stack.own_groups:
+        count = of.groups[rows.states.index] + of.lanes[rows.flights.index]
+        found["communicators"] = count.astype(np.float64) * (tables.communicator_gib * 2**30)
+    return found
+
+
+def _lasting(job: Job, tables: Tables, rows: _Rows) -> dict[str, Array]:
+    """Bytes of the classes that are the same on every rank: of the device, and of groups where only axes have one."""
+    context = np.broadcast_to(np.float64(tables.context_gib * 2**30), len(rows.columns))
+    if job.stack.own_groups:
+        return {"context": context}
+    columns = rows.states.rows
+    groups = 1 + (columns.tp > 1) + (columns.pp > 1) + (columns.cp > 1) + (columns.ep > 1)
+    groups = groups + (columns.dp_shard > 1) + (columns.dp_replicate > 1)
+    communicators = np.where(columns.world_size > 1, groups, 0) * tables.communicator_gib * 2**30
+    return {"communicators": communicators[rows.states.index], "context": context}
+
+
+def _classes(job: Job, columns: Columns, tables: Tables, held: WeightBytes, passing: _Pass) -> dict[str, Array]:
+    """Bytes of the classes that change during a step, at the fuller moment."""
+    layer, logits, gathered = passing.layer, passing.logits, held.gathered
+    saved = _saved_bytes(columns, held, passing)
+    recorded = columns.graphs.any()
+    # Of a graph, gradients travel beside the memory that it keeps.
+    leaving = np.where(columns.graphs, held.reduced, 0.0) if recorded else 0.0
+    reduced = held.reduced - leaving + layer.beside
+    # Two moments: the loss, with its logits; then backward of a layer, with what recompute makes again and gradients
+    # on their way.
+    kept, again, begun, loose = _while_backward(job, columns, held, passing, saved)
+    again = kept + again
+    late = again + reduced + loose > saved + logits
+    activations, buffers = np.where(late, again, saved), gathered + np.where(late, reduced, 0.0) + leaving
+    logits = np.where(late, 0.0, logits)
+    if recorded:
+        times = passes_held(columns)
+        activations, logits = times * activations, times * logits
+    made = begun * held.growing
+    gradients = held.gradients + made
+    gone = np.where(held.goes & ~late, np.where(held.loose, made, gradients), 0.0)
+    return {
+        "parameters": held.parameters * (1 - columns.offload_params) + held.second,
+        "gradients": gradients - gone + held.carried,
+        "optimizer": held.optimizer * (1 - columns.offload_optimizer),
+        "activations": activations,
+        "logits": logits,
+        "buffers": buffers,
+        "reserve": gone + (activations + logits + buffers) * (tables.reserve - 1),
+    }
+
+
+def _saved_bytes(columns: Columns, held: WeightBytes, passing: _Pass) -> Array:
+    """Bytes of the activations that are saved on the device for all passes in flight."""
+    layer, times = passing.layer, held.layers * passing.held
+    saved = times * layer.kept
+    if np.isfinite(columns.activation_budget).any():
+        share = np.minimum(columns.activation_budget, 1.0) * times * layer.whole
+        saved = np.minimum(saved, np.where(columns.activation_budget < 1, share, columns.activation_budget))
+    if columns.offload_activations.any():
+        offloaded = 1 - columns.offload_activations
+        saved = saved * offloaded + np.where(offloaded < 1, 2 * layer.kept, 0.0)
+    return saved + passing.ends * passing.held
+
+
+def _while_backward(
+    job: Job, columns: Columns, held: WeightBytes, passing: _Pass, saved: Array
+) -> tuple[Array, Array, Array, Any]:
+    """Bytes of saved activations and of a layer at work at the fullest moment of backward, and gradients by then.
+
+    Those are told by their share and, where they stay loose, by their bytes, which are not there at the loss.
+    """
+    layer, loose = passing.layer, held.loose
+    if job.adapter is None and not loose.any():
+        return saved, layer.whole, passing.begun, 0.0
+    followed = layer.whole - layer.kept + layer.passing
+    again = followed if job.adapter is not None else np.where(loose, followed, layer.whole)
+    if not loose.any():
+        return saved, again, passing.begun, 0.0
+    each = loose_width(job, columns)
+    gradients = held.learnt * each
+    left, share = fullest_of_backward(held.layers, saved, gradients, held.ends * each, tied=job.shape.tied)
+    kept, share = np.where(loose, saved * left, saved), np.where(loose, share, passing.begun)
+    return kept, again, share, np.where(loose, share * gradients, 0.0)

@@ -1,0 +1,486 @@
+"""What a schedule costs: its steps carried out on a clock, one stream of work on each rank.
+
+Exact for the closed forms of 1F1B, interleaving and zero bubble where those are exact; where they are not (forward,
+input gradient and weight gradient of different lengths, uneven stages) this is the number.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config.pipeline_schedule import Action, Pair, Schedule, Step, makes, needs, parts
+from weft.config.plan import SCHEDULES
+from weft.planner.space.columns import Columns
+
+#: Seconds of one microbatch: the same for every stage, or one number for each.
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Seconds of each kind of action; per stage, where a sequence is given.
+
+    hidden: of a pair, the share of its shorter part that hides behind the longer; with 0, which is what the runtime
+    does, the two run one after the other. latency_s: from the end of an action until another rank has what it made; it
+    runs beside the work of both.
+    """
+
+    forward_s: PerStage
+    input_gradient_s: PerStage
+    weight_gradient_s: PerStage
+    hidden: float = 0.0
+    latency_s: float = 0.0
+
+    def of(self, action: Action) -> float:
+        """Return the seconds of one action."""
+        stage = action.stage
+        if action.kind == "F":
+            return _at(self.forward_s, stage)
+        if action.kind == "B":
+            return _at(self.input_gradient_s, stage)
+        if action.kind == "W":
+            return _at(self.weight_gradient_s, stage)
+        return _at(self.input_gradient_s, stage) + _at(self.weight_gradient_s, stage)
+
+    def of_step(self, step: Step) -> float:
+        """Return the seconds of one step: of a pair, less than the sum."""
+        lengths = [self.of(action) for action in parts(step)]
+        return sum(lengths) - (self.hidden * min(lengths) if isinstance(step, Pair) else 0.0)
+
+
+def _at(value: PerStage, stage: int) -> float:
+    return value if isinstance(value, int | float) else value[stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When each step of each rank ran.
+
+    makespan_s: of the whole optimizer step, without the update. idle_s: per rank, its waiting.
+    in_flight: per rank, most stages' activations of one microbatch held at once.
+    starts_s, ends_s: per rank, in the order of the schedule's list.
+    """
+
+    makespan_s: float
+    idle_s: tuple[float, ...]
+    in_flight: tuple[int, ...]
+    starts_s: tuple[tuple[float, ...], ...]
+    ends_s: tuple[tuple[float, ...], ...]
+
+    @property
+    def bubble_s(self) -> float:
+        """Waiting of the rank that waits least: what the schedule adds to the work of the busiest rank."""
+        return min(self.idle_s)
+
+
+def simulate(schedule: Schedule, durations: Durations) -> Timeline:
+    """Carry the schedule out on a clock.
+
+    Raises:
+        ValueError: where its ranks wait for each other in a circle.
+    """
+    ranks = schedule.ranks
+    if durations.hidden:
+        starts, ends = _run(schedule, ranks, durations)
+    else:
+        # Of a pair nothing hides: its parts run one after the other, and the forward's output leaves before the
+        # backward begins.
+        starts, ends = _run(schedule, [[one for step in steps for one in parts(step)] for steps in ranks], durations)
+        counts = [[len(parts(step)) for step in steps] for steps in ranks]
+        starts = [_each(times, count, 0) for times, count in zip(starts, counts, strict=True)]
+        ends = [_each(times, count, -1) for times, count in zip(ends, counts, strict=True)]
+    makespan = max(end[-1] for end in ends)
+    busy = [sum(durations.of_step(step) for step in steps) for steps in ranks]
+    return Timeline(
+        makespan_s=makespan,
+        idle_s=tuple(makespan - one for one in busy),
+        in_flight=tuple(schedule.in_flight(rank) for rank in range(schedule.num_ranks)),
+        starts_s=tuple(map(tuple, starts)),
+        ends_s=tuple(map(tuple, ends)),
+    )
+
+
+def _each(times: list[float], counts: list[int], place: int) -> list[float]:
+    """Of consecutive groups of times, the first (place 0) or last (-1) of each."""
+    groups = zip(accumulate(counts), counts, strict=True)
+    return [times[stop - count : stop][place] for stop, count in groups]
+
+
+def _run(
+    schedule: Schedule, ranks: Sequence[Sequence[Step]], durations: Durations
+) -> tuple[list[list[float]], list[list[float]]]:
+    """When each step of the ranks' lists begins and ends."""
+    done: dict[Action, float] = {}
+    waiting: dict[Action, list[int]] = {}
+    starts: list[list[float]] = [[] for _ in ranks]
+    ends: list[list[float]] = [[] for _ in ranks]
+    ready = list(range(schedule.num_ranks))
+    heapq.heapify(ready)
+    while ready:
+        rank = heapq.heappop(ready)
+        while len(ends[rank]) < len(ranks[rank]):
+            step = ranks[rank][len(ends[rank])]
+            start = _start(schedule, step, rank, done, durations.latency_s)
+            if isinstance(start, Action):
+                waiting.setdefault(start, []).append(rank)
+                break
+            start = max(start, ends[rank][-1] if ends[rank] else 0.0)
+            end = start + durations.of_step(step)
+            starts[rank].append(start)
+            ends[rank].append(end)
+            for made in [one for action in parts(step) for one in makes(action)]:
+                done[made] = end
+                for other in waiting.pop(made, ()):
+                    heapq.heappush(ready, other)
+    stuck = [str(steps[len(end)]) for steps, end in zip(ranks, ends, strict=True) if len(end) < len(steps)]
+    if stuck:
+        raise ValueError(f"schedule {schedule.name}: its ranks wait for each other at {', '.join(stuck)}")
+    return starts, ends
+
+
+def _start(schedule: Schedule, step: Step, rank: int, done: dict[Action, float], latency_s: float) -> float | Action:
+    """When all that a step needs is there, or an action that is still missing."""
+    start = 0.0
+    for action in parts(step):
+        for need in needs(schedule, action):
+            if need not in done:
+                return need
+            far = schedule.owner(need.stage) != rank
+            start = max(start, done[need] + (latency_s if far else 0.0))
+    return start
+
+
+# The seconds of a schedule, and nothing else of it: what the clock says of many thousands of actions, in little
+# time.
+
+#: Not made yet.
+_OPEN = -1.0
+
+
+class _Clock:
+    """When forwards and gradients of inputs are made, by stage and microbatch, and which ranks wait for them."""
+
+    def __init__(self, schedule: Schedule, durations: Durations):
+        self._last = schedule.num_stages - 1
+        self._seconds = {
+            kind: [durations.of(Action(kind, stage, 0)) for stage in range(schedule.num_stages)]
+            for kind in ("F", "B", "W", "BW")
+        }
+        row = [_OPEN] * schedule.num_microbatches
+        self._forward, self._backward = ([row.copy() for _ in range(schedule.num_stages)] for _ in range(2))
+        self._waiting: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
+
+    def run(self, rank: int, actions: list[Action], now: float, ready: list[int]) -> tuple[int, float]:
+        """Run a rank's next actions from a moment on, until one waits for another rank; how many ran, and until when.
+
+        Ranks that wait for what is made are added to `ready`.
+        """
+        forward, backward, last, seconds, waiting = (
+            self._forward, self._backward, self._last, self._seconds, self._waiting,
+        )  # fmt: skip
+        for place, (kind, stage, microbatch) in enumerate(actions):
+            is_forward = kind == "F"
+            if is_forward:
+                there = forward[stage - 1][microbatch] if stage else 0.0
+                needed = (True, stage - 1, microbatch)
+            elif kind == "W" or stage == last:
+                there = (backward if kind == "W" else forward)[stage][microbatch]
+                needed = (kind != "W", stage, microbatch)
+            else:
+                there, needed = backward[stage + 1][microbatch], (False, stage + 1, microbatch)
+                if forward[stage][microbatch] == _OPEN:
+                    there, needed = _OPEN, (True, stage, microbatch)
+                there = there if there == _OPEN else max(there, forward[stage][microbatch])
+            if there == _OPEN:
+                waiting[needed].append(rank)
+                return place, now
+            now = max(now, there) + seconds[kind][stage]
+            if kind != "W":
+                (forward if is_forward else backward)[stage][microbatch] = now
+                ready += waiting.pop((is_forward, stage, microbatch), ())
+        return len(actions), now
+
+
+def makespan_s(schedule: Schedule, durations: Durations) -> float:
+    """Return the seconds of a whole optimizer step without the update, as `simulate` has them.
+
+    Args:
+        schedule: the lists of all ranks.
+        durations: seconds of every action. Of pairs nothing is hidden, and what is made is there at once.
+
+    Raises:
+        ValueError: where its ranks wait for each other in a circle.
+    """
+    if durations.hidden or durations.latency_s:
+        raise ValueError("pairs that hide work, and latency, are simulate's")
+    left = [[action for step in steps for action in parts(step)] for steps in schedule.ranks]
+    clock, ends = _Clock(schedule, durations), [0.0] * len(left)
+    ready = list(range(len(left)))
+    while ready:
+        rank = ready.pop()
+        ran, ends[rank] = clock.run(rank, left[rank], ends[rank], ready)
+        del left[rank][:ran]
+    if any(left):
+        stuck = ", ".join(str(actions[0]) for actions in left if actions)
+        raise ValueError(f"schedule {schedule.name}: its ranks wait for each other at {stuck}")
+    return max(ends)
+
+
+# Pipelines in closed form: how layers fall on stages, the bubble of each schedule, passes in flight.
+
+Array = NDArray[np.float64]
+
+_CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}
+#: By code of schedule: whether it works in rounds over several chunks of each rank; whether it has the form of a V.
+_LOOPED = np.array([name in ("interleaved", "zb_interleaved") for name in SCHEDULES])
+_V_SHAPED = np.array([name in ("zb_v", "dualpipe_v") for name in SCHEDULES])
+#: By code: which count of passes in flight it has, of those in `in_flight`.
+_KINDS = {"gpipe": 0, "1f1b": 1, "interleaved": 2, "zb_h1": 3, "zb_interleaved": 3, "zb_v": 3, "dualpipe_v": 4}
+_HELD = np.array([_KINDS[name] for name in SCHEDULES])
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Layers of the first rank of a pipeline, of the fullest rank between the ends, and of the last rank."""
+
+    first: Array
+    middle: Array
+    last: Array
+
+    def rows(self, index: NDArray[Any] | slice) -> Stages:
+        """Return the layers of plans, by the kind that each is of."""
+        return Stages(self.first[index], self.middle[index], self.last[index])
+
+
+def chunks_per_rank(columns: Columns) -> Array:
+    """Count the parts of the model on each rank: virtual stages, and two where the schedule has the form of a V."""
+    chunks = np.where(_looped(columns), columns.virtual_stages, 1 + _V_SHAPED.take(columns.schedule))
+    return np.where(columns.pp > 1, chunks, 1).astype(np.float64)
+
+
+def split_layers(num_layers: int, columns: Columns) -> Stages:
+    """Return how many layers the ranks hold. Where they do not come out even, the last rank has less, then the first.
+
+    The ends also hold the head and the embedding; most programs relieve them so.
+    """
+    return even_layers(num_layers, columns.pp, chunks_per_rank(columns))
+
+
+def even_layers(num_layers: int, num_ranks: NDArray[Any], chunks: Array) -> Stages:
+    """Return the same by the ranks of a pipeline and the chunks of each.
+
+    Args:
+        num_layers: of the whole model.
+        num_ranks: of each plan's pipeline.
+        chunks: as `chunks_per_rank` counts them.
+    """
+    p, v = num_ranks.astype(np.float64), chunks
+    full = v * np.ceil(num_layers / (p * v))
+    short = p * full - num_layers
+    every, rest = np.floor(short / p), short % p
+    return Stages(
+        first=np.maximum(0.0, full - every - (rest >= 2)),
+        middle=np.maximum(0.0, full - every),
+        last=np.maximum(0.0, full - every - (rest >= 1)),
+    )
+
+
+def balanced_layers(num_layers: int, columns: Columns, first_cost: Array, last_cost: Array) -> Stages:
+    """Return how many layers the ranks hold where embedding and head count as layers.
+
+    Args:
+        num_layers: of the whole model.
+        columns: the plans.
+        first_cost: of the embedding, in layers.
+        last_cost: of the head, in layers.
+    """
+    p = columns.pp.astype(np.float64)
+    even = split_layers(num_layers, columns)
+    mean = (num_layers + first_cost + last_cost) / p
+    last = np.clip(np.floor(mean - last_cost + 0.5), 0, even.middle)
+    first = np.clip(np.floor(mean - first_cost + 0.5), 0, num_layers - last)
+    first = np.where(p == 2, num_layers - last, first)
+    middle = np.ceil((num_layers - first - last) / np.maximum(1, p - 2))
+    own = (p > 1) & (chunks_per_rank(columns) == 1)
+    return Stages(
+        first=np.where(own, first, even.first),
+        middle=np.where(own & (p > 2), middle, even.middle),
+        last=np.where(own, last, even.last),
+    )
+
+
+def bubble_s(columns: Columns, forward: Any, backward: Any, wgrad: Any, slack: Any) -> Array:
+    """Return the seconds that the fullest rank waits for the others.
+
+    Narayanan et al. 2021 (arXiv 2104.04473), Qi et al. 2023 (2401.10241), DeepSeek-AI 2024. Of equal stages each is the
+    longest path through its schedule, in closed form, as the clock finds it (`pipeline_sim`): exact but for zb_v
+    between p
+    and 2 p - 1 passes, where it is drawn straight.
+
+    Args:
+        columns: the plans.
+        forward: seconds of one pass on one rank, all its chunks.
+        backward: the same.
+        wgrad: the part of backward that makes weight gradients.
+        slack: sum over the ranks of a pass's seconds, less the fullest rank's; (p - 1)(forward + backward) where all
+            are
+            equal.
+    """
+    p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
+    whole = np.maximum(forward + backward, 1e-30)
+    parts = (forward / whole, (backward - wgrad) / whole, wgrad / whole, p, columns.num_micro.astype(np.float64))
+    share = np.ones(len(columns))
+    for name, form in _FORMS.items():
+        rows = np.flatnonzero((columns.schedule == _CODE[name]) & (p > 1))
+        if len(rows):
+            share[rows] = form(*(np.broadcast_to(part, p.shape)[rows] for part in parts)) / (p[rows] - 1)
+    # Interleaving works in rounds of p passes; an incomplete round costs the chunks that are not filled.
+    ragged = np.where(_looped(columns), (v - 1) * ((-columns.num_micro) % p) * whole / v, 0.0)
+    return np.where(p > 1, slack / v * share + ragged, 0.0)
+
+
+def _longest(*paths: Any) -> Array:
+    return np.maximum.reduce(np.broadcast_arrays(*paths))
+
+
+def _zb_h1(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
+    """Each pass but the first lets a rank fill its waiting with one more weight gradient."""
+    return (p - 1) * (f + b) - np.minimum(p - 1, m - 1) * np.minimum(np.minimum(f, b), w)
+
+
+def _zb_interleaved(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
+    return (p - 1) * _longest(f, b, f + b - w)
+
+
+def _zb_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
+    q = p - 1
+
+    def few(j: Array) -> Array:
+        return _longest(
+            2 * (q - j) * f + 2 * q * b,
+            (2 * q - j) * (f + b),
+            2 * q * f + (2 * q - 3 * j) * b - j * w,
+            2 * q * f + 2 * (q - j) * b - 2 * j * w,
+        )
+
+    many = _longest(
+        2 * q * (b - w),
+        b + (q - 1) * w,
+        f + (q - 1) * w,
+        q * b,
+        2 * q * f - q * b - w,
+        (2 * q - 1) * f - (q - 1) * b,
+        2 * q * f - (2 * q + 1) * w,
+        (2 * q - 1) * f + b - 2 * q * w,
+    )
+    between = np.clip((m - p) / q, 0.0, 1.0)
+    return few(np.minimum(m - 1, q)) * (1 - between) + many * between
+
+
+def _dualpipe_v(f: Array, b: Array, w: Array, p: Array, m: Array) -> Array:
+    # A pair's forward is sent before its backward begins: the paper's overlapped pairs cost a forward more each.
+    late = np.maximum(0.0, b - w) + np.maximum(0.0, f - b - w)
+    return _longest((p - 1) * f, (p - 1) * b - f) + (p - 1) * late
+
+
+#: Waiting of equal stages by the parts of a chunk's pass: forward, input gradient, weight gradient; ranks, passes.
+_FORMS = {"zb_h1": _zb_h1, "zb_interleaved": _zb_interleaved, "zb_v": _zb_v, "dualpipe_v": _dualpipe_v}
+
+
+def _looped(columns: Columns) -> NDArray[np.bool_]:
+    return _LOOPED.take(columns.schedule)
+
+
+def in_flight(columns: Columns, rank: Any) -> Array:
+    """Count the passes whose activations `rank` of the pipeline holds at most, in whole passes of the rank.
+
+    A schedule that puts weight gradients off holds what they need until then: as much on every rank as on the first.
+    """
+    p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
+    m = columns.num_micro.astype(np.float64)
+    rank = np.asarray(rank, dtype=np.float64)
+    warm = p - rank
+    looped = (2 * (p - rank - 1) + (v - 1) * p + 1) / v
+    kind = _HELD.take(columns.schedule)
+    held = np.choose(kind, [m, warm, looped, p, p + 0.5])
+    return np.where(p > 1, np.minimum(m, held), 1.0)
+
+
+#: The columns that decide how many passes are in flight.
+OF_FLIGHT = ("pp", "schedule", "virtual_stages", "num_micro")
+_EVERY = slice(None)
+
+
+def fullest_moment(
+    columns: Columns, rank: Any, one_pass: Array, gradients: Array, index: NDArray[Any] | slice = _EVERY
+) -> tuple[Array, Array]:
+    """Return the passes in flight and the share of gradients that are there when both together are most.
+
+    Gradients of a chunk are made in its first backward. A schedule that has run most forwards by then lets go of
+    activations while gradients grow: the two are never there whole at once.
+
+    Args:
+        columns: the plans, or one for each kind by OF_FLIGHT.
+        rank: place in the pipeline; a number, or one for each of those.
+        one_pass: bytes of a pass's activations on the rank.
+        gradients: bytes of all gradients of the rank, where they add up over the passes.
+        index: the kind of each plan.
+    """
+    p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
+    kind = _HELD.take(columns.schedule)
+    every = columns.num_micro * v
+    ahead = np.choose(np.minimum(kind, 2), [every, p - rank - 1, 2 * (p - rank - 1) + (v - 1) * p])
+    last_begins = (v - 1) * p + 1  # the backward, counted from 1, in which the last chunk's gradients are made
+    held = in_flight(columns, rank)[index]
+    # Those that put weight gradients off are not followed so closely, and of many passes all is there at once.
+    fills = (kind <= 2) & (p > 1) & (every - ahead <= last_begins)
+    rows = np.flatnonzero(fills[index]) if fills.any() else np.zeros(0, dtype=np.intp)
+    if not len(rows):
+        return held, np.broadcast_to(np.float64(1.0), held.shape)
+    held, begun = held.copy(), np.ones(len(held))
+    own = rows if isinstance(index, slice) else index[rows]
+    some = (np.broadcast_to(each, held.shape)[rows] for each in (one_pass, gradients))
+    held[rows], begun[rows] = _fullest(*(each[own] for each in (p, v, every, ahead, last_begins)), *some)
+    return held, begun
+
+
+def _fullest(
+    p: Array, v: Array, every: Array, ahead: Array, last_begins: Array, one_pass: Array, gradients: Array
+) -> tuple[Array, Array]:
+    """Passes in flight and share of gradients, of schedules that are still filling when gradients begin."""
+    full = np.maximum(1.0, every - ahead)  # the last backward before which as many passes as ever are in flight
+    held, begun = np.zeros(len(p)), np.ones(len(p))
+    most = np.full(len(p), -np.inf)
+    for wanted in (full, p * np.ceil(full / p) + 1, last_begins):
+        number = np.clip(wanted, full, np.maximum(full, last_begins))
+        chunks = np.minimum(every, ahead + number) - number + 1
+        made = np.minimum(v, np.ceil(number / p))
+        is_first = ((number - 1) % p == 0) & (number <= last_begins)
+        for less, later in ((0, is_first), (is_first, 0)):  # before and after a backward that makes gradients
+            passes, share = (chunks - less) / v, (made - later) / v
+            total = passes * one_pass + share * gradients
+            held, begun = np.where(total > most, passes, held), np.where(total > most, share, begun)
+            most = np.maximum(most, total)
+    return held, begun
+
+
+def sends(columns: Columns) -> Array:
+    """Count the transfers between stages that the step waits for, one by one, where sends do not hide under compute."""
+    p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
+    m = columns.num_micro.astype(np.float64)
+    once = np.where(columns.schedule == _CODE["gpipe"], 2 * (p - 1), 2 * ((p - 1) * (1 + m / p) - 1))
+    return np.where(p > 1, np.where(v > 1, 2 * v * m, once), 0.0)
+
+
+def hidden_sends(columns: Columns) -> Array:
+    """Count the transfers that the step waits for where sends hide under compute: those of filling and draining."""
+    p, v = columns.pp.astype(np.float64), chunks_per_rank(columns)
+    return np.where(p > 1, 2 * (v * p - 1), 0.0)

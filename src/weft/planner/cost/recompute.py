@@ -1,0 +1,203 @@
+"""What a budget of saved activations costs: each layer of a rank gets one of the policies that the runtime's menu has.
+
+The menu of a layer goes from keeping all to keeping its input alone: all that autograd saves; the outputs of its heavy
+operations (products and attention), then ever fewer of them, those first that save the least time for their bytes;
+nothing (`memory/trace.py`). The runtime mixes options over the layers so that time is least (`memory/budget.py`): of
+layers that are alike, that is a straight line between two options of the menu's lower hull.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config.plan import RECOMPUTES
+from weft.planner.cost.layer import LayerCosts, own_cut
+from weft.planner.cost.memory_terms import layer_bytes
+from weft.planner.cost.traced import Cut
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import TracedShape
+
+Array = NDArray[np.float64]
+
+
+class RecomputeOption(NamedTuple):
+    """What a mean layer keeps of one pass, in bytes, and the seconds of what it does again."""
+
+    kept: Array
+    seconds: Array
+
+
+class Heavy(NamedTuple):
+    """A product or attention of a layer: bytes of its output, and its seconds over those of all products (share) or of
+    attention. worth: time saved for its bytes, to be compared: what tensor parallelism cuts in its sums and not in its
+    output, such as the product behind attention, is worth less the more ranks there are."""
+
+    kept: Array
+    share: Array
+    is_attention: bool
+    worth: Array | float
+
+
+def replay_s(job: Job, columns: Columns, costs: LayerCosts) -> dict[str, Array]:
+    """Return the seconds of what each policy makes again of one pass of a layer.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        costs: of a layer, one entry per plan.
+    """
+    summed = _summed_again(job, columns, costs)
+    whole = costs.gemm_f + costs.attn_f + costs.memory_f + costs.cp_f + costs.ep_f
+    half = costs.gemm_f / 2 if job.stack.selective_half else 0.0
+    if job.stack.replay_stops:
+        return {
+            "full": whole - costs.last_f + summed,
+            "attention": costs.attn_f,
+            "selective": costs.memory_f + half + summed + _experts_again(job, columns, costs),
+        }
+    return {"full": whole + costs.tp_f, "attention": costs.attn_f, "selective": costs.memory_f + half}
+
+
+def _experts_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+    """Seconds of what a replay under selective recompute does for experts: tokens travel again, and in compiled blocks,
+    where it sees nothing of experts, their products are made again."""
+    if not job.stack.opaque_experts or not job.shape.moe_share or isinstance(job.shape, TracedShape):
+        return np.zeros(len(columns))
+    return costs.ep_f + np.where(columns.compile, _work(job, columns).of_experts * costs.gemm_f, 0.0)
+
+
+def _summed_again(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+    """Seconds of tensor-parallel traffic in a replay that stops before a layer's last product, and the sum after it.
+
+    Of two sums one, of two gathers and two scattered sums three: what enters a cut product is brought together again
+    whether the product itself was kept or not.
+    """
+    return costs.tp_f * np.where(columns.sp, 0.75, 0.5) if job.stack.replay_stops else np.zeros(len(columns))
+
+
+def budget_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+    """Return the seconds of recompute of one pass of one layer under a budget; zero for plans without one.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        costs: of a layer, one entry per plan.
+    """
+    budgets = np.isfinite(columns.activation_budget)
+    if not budgets.any():
+        return np.zeros(len(columns))
+    rows = np.flatnonzero(budgets)
+    found = np.zeros(len(columns))
+    found[rows] = _mixed_s(job, columns[rows], costs.rows(rows))
+    return found
+
+
+def _mixed_s(job: Job, columns: Columns, costs: LayerCosts) -> Array:
+    options = menu(job, columns, costs)
+    whole, budget = options[0].kept, columns.activation_budget
+    # A budget without pipeline: one pass of all layers.
+    allowed = np.where(budget < 1, budget * whole, budget / job.shape.layers)
+    allowed = np.maximum(allowed, options[-1].kept)
+    found = np.full(len(columns), np.inf)
+    for one in options:
+        found = np.where(one.kept <= allowed, np.minimum(found, one.seconds), found)
+    for more, less in combinations(options, 2):
+        share = (allowed - less.kept) / np.maximum(more.kept - less.kept, 1e-9)
+        between = (less.kept <= allowed) & (allowed <= more.kept)
+        line = less.seconds + share * (more.seconds - less.seconds)
+        found = np.where(between, np.minimum(found, line), found)
+    return found
+
+
+def menu(job: Job, columns: Columns, costs: LayerCosts) -> list[RecomputeOption]:
+    """The options of a mean layer, from keeping all to keeping its input alone."""
+    bytes_of = {name: layer_bytes(job, _with_policy(columns, name)).kept for name in ("none", "full")}
+    found = [RecomputeOption(bytes_of["none"], np.zeros(len(columns)))]
+    kept, seconds = _by_worth(_heavy(job, columns), costs)
+    beside = costs.memory_f + _summed_again(job, columns, costs) + _experts_again(job, columns, costs)
+    for dropped in range(len(kept)):
+        again = sum(seconds[:dropped], beside)
+        found.append(RecomputeOption(bytes_of["full"] + sum(kept[dropped:]), again))
+    return [*found, RecomputeOption(bytes_of["full"], replay_s(job, columns, costs)["full"])]
+
+
+def _by_worth(heavy: list[Heavy], costs: LayerCosts) -> tuple[list[Array], list[Array]]:
+    """Bytes and seconds of a layer's heavy operations, in each row those first that save the least time for them."""
+    if not heavy:
+        return [], []
+    each_s = [each.share * (costs.attn_f if each.is_attention else costs.gemm_f) for each in heavy]
+    rows = len(each_s[0])
+    worth = np.stack([np.broadcast_to(each.worth, rows) for each in heavy])
+    order = np.argsort(worth, axis=0, kind="stable")
+    kept = np.stack([np.broadcast_to(each.kept, rows) for each in heavy])
+    return list(np.take_along_axis(kept, order, axis=0)), list(np.take_along_axis(np.stack(each_s), order, axis=0))
+
+
+def _with_policy(columns: Columns, name: str) -> Columns:
+    code = np.full(len(columns), RECOMPUTES.index(name), dtype=np.uint8)
+    return columns.with_arrays(recompute=code, recompute_share=np.ones(len(columns)))
+
+
+def _heavy(job: Job, columns: Columns) -> list[Heavy]:
+    """The heavy operations whose outputs backward needs; the layer's last product is not among them."""
+    cut = own_cut(job, columns)
+    width = np.where(columns.in_fp32, 4.0, 2.0)
+    tokens = cut.batch * cut.seq
+    if isinstance(job.shape, TracedShape):
+        return _traced_heavy(job.shape, cut, width)
+    shape, work, each = job.shape, _work(job, columns), width * tokens
+    q, kv = shape.cut_widths(cut.t)
+    ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
+    # Of experts nothing is seen in compiled blocks; else what each gives is kept too, since their sum is weighted.
+    unseen = columns.compile & job.stack.opaque_experts
+    width_up = work.dense + np.where(unseen, 0.0, work.experts)
+    given = np.where(unseen, 0.0, shape.moe_share * shape.top_k * h / cut.t)
+    heavy = [
+        Heavy(each * (q + 2 * kv), h * (q + 2 * kv) / work.total, False, h),
+        Heavy(each * h, q * h / work.total, False, q),
+        Heavy(each * ups * width_up, ups * h * width_up / work.total, False, h),
+        Heavy(each * q, np.ones_like(cut.t), True, float(job.seq_len)),
+    ]
+    if shape.moe_share:
+        share = np.where(unseen, 0.0, h * work.experts / work.total)
+        heavy.append(Heavy(each * given, share, False, float(max(1, shape.expert_ffn))))
+    return heavy
+
+
+class _Work(NamedTuple):
+    """Products of a mean layer, for a token on a rank: columns of dense layers' ups and of experts', and all work."""
+
+    dense: Array
+    experts: Array
+    total: Array
+    of_experts: Array
+
+
+def _work(job: Job, columns: Columns) -> _Work:
+    shape, t = job.shape, columns.tp.astype(np.float64)
+    q, kv = shape.cut_widths(t)
+    ups, h = 2.0 if shape.gated else 1.0, float(shape.hidden)
+    dense, experts = shape.ffn_widths(t)
+    total = h * (2 * q + 2 * kv) + (ups + 1) * h * (dense + experts)
+    return _Work(dense, experts, total, (ups + 1) * h * experts / total)
+
+
+def _traced_heavy(shape: TracedShape, cut: Cut, width: Array) -> list[Heavy]:
+    """The same of the commonest of a traced model's layers, which stands for all."""
+    layer = max(shape.traced.layers, key=lambda each: each.count)
+    work = [each.flops(cut.batch, cut.seq, cut.t) for each in layer.matmuls]
+    total = np.sum(work, axis=0) if work else np.ones_like(cut.batch)
+    found: list[Heavy] = []
+    for each, flops in zip(layer.matmuls[:-1], work, strict=False):
+        m, n, k, count = each.sizes(cut.batch, cut.seq, cut.t)
+        found.append(Heavy(width * m * n * count, flops / total, False, float(np.max(k))))
+    for each in layer.attentions:
+        values = each.queries.at(cut.batch, cut.seq) * each.heads * each.head_dim / (cut.t if each.cut else 1)
+        keys = each.keys.at(cut.batch, cut.seq * cut.c)
+        share = np.full_like(cut.batch, 1 / len(layer.attentions))
+        found.append(Heavy(width * values, share, True, float(np.max(keys))))
+    return found

@@ -1,0 +1,294 @@
+"""What the host does for a rank: seconds of transfers, and the optimizer's step there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.config.plan import RESHARDS
+from weft.planner.cost.machine import Fabric, Tables
+from weft.planner.cost.shares import Shares
+from weft.planner.space import columns as wire_columns
+from weft.planner.space.columns import PRECISIONS, Columns, Job
+
+Array = NDArray[np.float64]
+
+#: Bytes per parameter that an Adam step moves there (g, p, m and v read; p, m and v written).
+_HOST_STEP_BYTES = 28.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """What goes on beside the transfers: seconds of one pass of one layer, layers of a rank, its own parameters.
+
+    kept: bytes of a pass's activations in a mean layer.
+    """
+
+    forward: Array
+    backward: Array
+    layers: Array
+    own: Array
+    kept: Array
+
+
+def offload_s(job: Job, columns: Columns, tables: Tables, work: LayerWork, devices_per_node: int) -> Array:
+    """Seconds of a step that the host adds: what does not hide under compute, and the optimizer's step on the host.
+
+    Transfers run beside compute, out in forward and in during backward (Ren et al. 2021, arXiv 2101.06840); of each
+    layer only what is longer than its compute is waited for.
+    """
+    shares = (columns.offload_optimizer, columns.offload_params, columns.offload_activations)
+    if not any(share.any() for share in shares):
+        return np.zeros(len(columns))
+    optimizer, params, activations = shares
+    rate, passes = tables.host_rate, columns.num_micro.astype(np.float64)
+    whole_s = passes * work.layers * (work.forward + work.backward)
+    stepped = np.maximum(optimizer, params) * work.own
+    step = stepped * (_HOST_STEP_BYTES * devices_per_node / tables.host_step_rate)
+    out = optimizer * work.own * job.stack.grad_bytes / rate
+    back = optimizer * work.own * job.stack.weight_bytes / rate
+    sums = np.where(columns.reduces_once, 1.0, passes)
+    gathers = np.where(columns.reshard == RESHARDS.index("after_forward"), 2 * passes, sums)
+    moved = params * work.own * (gathers * job.stack.gather_bytes + sums * job.stack.grad_bytes) / rate
+    late = np.maximum(0.0, out + moved - whole_s * (2 / 3))
+    each = activations * work.kept / rate
+    waits = np.maximum(0.0, each - work.forward) + np.maximum(0.0, each - work.backward)
+    return step + back + late + passes * work.layers * waits
+
+
+# Exposed seconds of data-parallel traffic: what does not hide under forward and backward.
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Seconds of compute of one pass on the rank, forward and backward, and its number of layers."""
+
+    forward: Array
+    backward: Array
+    layers: Array
+
+
+#: The columns that decide a rank's traffic of gradients and parameters, beside its layers.
+_OF_TRAFFIC = (
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep",
+    "order",
+    "zero",
+    "reshard_within",
+    "gather",
+    "reduce",
+    "compress",
+    "sync",
+    "sync_every",
+    "sync_fragments",
+)
+
+
+def of_traffic(job: Job) -> tuple[str, ...]:
+    """Return the columns that decide a rank's traffic."""
+    return (*_OF_TRAFFIC, "precision") if job.stack.fp8_gather else _OF_TRAFFIC
+
+
+@dataclass(frozen=True, slots=True)
+class RankTraffic:
+    """Seconds of what a rank sends and gets, whatever it computes meanwhile, and its layers between two of them.
+
+    gathers: all parameters once; again: once more in backward; reduces: all gradients once; short: the same where they
+    travel in a half format. meetings: one of replicas that train by themselves.
+    """
+
+    gathers: Array
+    again: Array
+    reduces: Array
+    short: Array
+    meetings: Array
+    units: Array
+
+    def rows(self, index: NDArray[Any] | slice) -> RankTraffic:
+        """Return the traffic of plans, by the kind that each is of."""
+        return RankTraffic(**{each.name: getattr(self, each.name)[index] for each in fields(self)})
+
+
+def traffic_of(job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], layers: Array) -> RankTraffic:
+    """Return a rank's traffic, one entry per plan; of the plans it reads `of_traffic`.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        fabric: of the links between devices.
+        shares: of all parameters as they travel (`travelling_shares`), and of those that are trained.
+        layers: of the rank, in each of its chunks.
+    """
+    units = np.maximum(1.0, layers)
+    gathers, reduces, short = _traffic(job, columns, fabric, shares, units)
+    again = gathers
+    if columns.reshard_within.any():
+        # From second shards, over neighbours, in the compute format.
+        has = columns.reshard_within > 0
+        near = columns.with_arrays(
+            dp_shard=np.where(has, columns.reshard_within, columns.dp_shard), gather=np.zeros_like(columns.gather)
+        )
+        again = np.where(has, _traffic(job, near, fabric, shares, units)[0], gathers)
+    return RankTraffic(gathers, again, reduces, short, _meetings_s(job, columns, fabric, shares[1]), units)
+
+
+def exposed_s(job: Job, columns: Columns, tables: Tables, traffic: RankTraffic, window: Window) -> tuple[Array, Array]:
+    """Seconds that gradients and parameters travel in the open, and that compute loses to the traffic it hides."""
+    stack, units = job.stack, traffic.units
+    sharded, once = columns.zero == 3, columns.reduces_once
+    passes = np.where(sharded & ~once, columns.num_micro, 1).astype(np.float64)
+    gathers_b = np.where(sharded & (columns.reshard == 0), traffic.again, 0.0)
+    # A graph holds no collective: weights are there before it begins, and gradients travel when it is over.
+    beside = ~columns.graphs
+    open_f, busy_f = _hide(traffic.gathers, window.forward, units, tables, stack.overlap_params & beside)
+    # Under a pipeline ZeRO 3 reduces when the schedule is at its end, beside nothing.
+    hides_b = (stack.overlap_params & sharded | stack.overlap_grads) & ~(sharded & once & (columns.pp > 1)) & beside
+    reduces = np.where(_is_short(columns), traffic.short, traffic.reduces)
+    open_b, busy_b = _hide(gathers_b + reduces, window.backward, units, tables, hides_b)
+    lost = (tables.overlap_compute - 1) * (busy_f + busy_b)
+    exposed = passes * (open_f + open_b)
+    if columns.sync.any():
+        exposed = exposed + _open_meetings_s(columns, traffic.meetings, window)
+    return exposed, passes * lost
+
+
+def _open_meetings_s(columns: Columns, meeting: Array, window: Window) -> Array:
+    """Seconds in the open of a step's share of the meetings of replicas that train by themselves.
+
+    Nothing hides a meeting of all at once; a fragment travels while a step computes.
+    """
+    computes = columns.num_micro * (window.forward + window.backward)
+    fragments = np.maximum(1, columns.sync_fragments)
+    hidden = np.where(columns.sync_fragments > 0, np.minimum(meeting / fragments, computes), 0.0)
+    return np.where(columns.sync > 0, (meeting - fragments * hidden) / columns.sync_every, 0.0)
+
+
+def gathered_s(
+    job: Job, columns: Columns, tables: Tables, fabric: Fabric, held: Shares, window: Window
+) -> Array:  # fmt: skip
+    """Return the seconds in the open of bringing parameters together under ZeRO 3 for a forward without backward.
+
+    Args:
+        job: model, sequence and batch.
+        columns: the plans.
+        tables: constants of the device.
+        fabric: of the links between devices.
+        held: parameters of a rank, as they travel.
+        window: seconds of the forward, and its layers.
+    """
+    if not (columns.zero == 3).any():
+        return np.zeros(len(columns))
+    units = np.maximum(1.0, window.layers)
+    none = Shares(dense=0 * held.dense, experts=0 * held.experts, ends=0 * held.ends)
+    gathers, *_ = _traffic(job, columns, fabric, (held, none), units)
+    exposed, busy = _hide(gathers, window.forward, units, tables, job.stack.overlap_params)
+    return np.where(columns.zero == 3, exposed + (tables.overlap_compute - 1) * busy, 0.0)
+
+
+def _meetings_s(job: Job, columns: Columns, fabric: Fabric, trained: Shares) -> Array:
+    """Seconds of a meeting of replicas that train by themselves."""
+    total = np.zeros(len(columns))
+    if not columns.sync.any():
+        return total
+    group = (columns.dp_shard * columns.cp).astype(np.float64)
+    inside = np.maximum(1.0, group * (columns.tp if job.stack.fold_experts else 1.0) / columns.ep)
+    parts = ((trained.dense + trained.ends, group), (trained.experts, inside))
+    replicas, apart = columns.dp_replicate.astype(np.float64), columns.stride("dp_replicate")
+    for learnt, size in parts[: 2 if job.shape.moe_layers else 1]:
+        held = learnt / np.where(columns.zero > 0, size, 1.0)
+        travelling = wire_columns.replica_bytes(columns, held, job.stack.reduce_bytes)
+        total += np.where(learnt > 0, fabric.ring_s("all_reduce", travelling, replicas, apart), 0.0)
+    return total
+
+
+def _hide(
+    travel: Array, compute: Array, units: Array, tables: Tables, hides: bool | NDArray[np.bool_]
+) -> tuple[Array, Array]:
+    """Seconds in the open and seconds hidden, where unit after unit travels beside the compute of the next."""
+    slow = travel * tables.overlap_comm
+    first = travel / units
+    beside = np.minimum((slow - first).clip(0), compute)
+    exposed = np.where(hides, np.maximum(first, slow - beside), travel)
+    exposed = np.where(travel > 0, exposed, 0.0)
+    return exposed, np.where(hides, beside, 0.0)
+
+
+def _traffic(
+    job: Job, columns: Columns, fabric: Fabric, shares: tuple[Shares, Shares], units: Array
+) -> tuple[Array, Array, Array]:
+    """Seconds to gather all parameters of the rank once, to reduce its gradients once, and in half formats."""
+    held, trained = shares
+    stack = job.stack
+    t, c, e = (getattr(columns, name).astype(np.float64) for name in ("tp", "cp", "ep"))
+    replicas, shard = columns.dp_replicate.astype(np.float64), columns.dp_shard.astype(np.float64)
+    folded = stack.fold_experts
+    spread = t if folded else np.ones_like(t)
+    parts = (
+        (held.dense, trained.dense, shard * c, _stride(columns, fabric), units, True),
+        (held.ends, trained.ends, shard * c, _stride(columns, fabric), np.ones_like(t), False),
+        (held.experts, trained.experts, np.maximum(1.0, shard * c * spread / e), e if folded else t * e, units, False),
+    )
+    gathers, reduces, shorter = np.zeros(len(columns)), np.zeros(len(columns)), np.zeros(len(columns))
+    apart = columns.stride("dp_replicate")
+    gather_bytes = np.where(columns.zero == 3, stack.gather_bytes, stack.weight_bytes)
+    if stack.fp8_gather:
+        gather_bytes = np.where(columns.precision == PRECISIONS.index("fp8"), 1.0, gather_bytes)
+    for params, learnt, group, stride, most, in_layers in parts[: 3 if job.shape.moe_layers else 2]:
+        # One collective per layer under ZeRO 3; else in buckets where they overlap with compute, all at once if not.
+        buckets = (
+            np.ceil(params / np.maximum(stack.bucket_params, stack.bucket_params_per_rank * group))
+            if stack.overlap_grads
+            else np.ones_like(t)
+        )
+        pieces = np.where(columns.zero == 3, most, np.maximum(1.0, buckets))
+
+        def sent(own_bytes: float, numel: Array = learnt / pieces) -> Array:
+            return wire_columns.wire_bytes(columns, numel, own_bytes)
+
+        ring = np.where(columns.zero == 0, 2.0, 1.0)
+        reduced = pieces * fabric.ring_s("reduce_scatter", sent(stack.reduce_bytes), group, stride) * ring
+        part = learnt / pieces / np.where(columns.zero == 0, 1.0, group)
+        beside = wire_columns.wire_bytes(columns, part, stack.reduce_bytes, "replicas")
+        across = np.where(columns.sync > 0, 0.0, fabric.ring_s("all_reduce", beside, replicas, apart))
+        reduces += np.where(learnt > 0, reduced + pieces * across, 0.0)
+        if stack.short_summands:
+            # Within a node, in their own format. Under ZeRO 1 and 2 the head, which `ends` holds, has its in fp32.
+            near = (columns.zero > 0) & (group <= np.minimum(_NODE_RANKS, fabric.inside(group, stride)))
+            halved = pieces * fabric.ring_s("reduce_scatter", sent(_HALF_BYTES), group, stride)
+            less = np.where(near & ((params is not held.ends) | (columns.zero == 3)), halved - reduced, 0.0)
+            shorter += np.where(learnt > 0, less, 0.0)
+        # Under ZeRO 1 and 2 what was updated is gathered, under ZeRO 3 what is used.
+        brought = np.where(columns.zero == 3, params, learnt)
+        weights = wire_columns.weight_bytes(columns, brought / pieces, gather_bytes, in_layers=in_layers)
+        gathered = pieces * fabric.ring_s("all_gather", weights, group, stride)
+        gathers += np.where((brought > 0) & (columns.zero > 0), gathered, 0.0)
+    return gathers, reduces, reduces + shorter
+
+
+#: More ranks of a node than so many do not send gradients in half formats, and what one has in these.
+_NODE_RANKS, _HALF_BYTES = 16, 2.0
+
+
+def _is_short(columns: Columns) -> NDArray[np.bool_]:
+    """Rows whose gradients are in half formats when they travel: those of several passes are not, once added up."""
+    halves = np.isin(columns.precision, [PRECISIONS.index(name) for name in ("bf16", "fp16", "fp8")])
+    return halves & ((columns.num_micro == 1) | ((columns.zero == 3) & ~columns.reduces_once))
+
+
+def _stride(columns: Columns, fabric: Fabric) -> Array:
+    """Ranks from one member of a group over dp_shard and cp to the next; where another axis lies between those, the
+    stride of an even group with as many members in a scale-up domain."""
+    usual = columns.stride("cp").astype(np.float64)
+    if not columns.order.any():
+        return usual
+    inside = fabric.inside(columns.dp_shard, columns.stride("dp_shard")) * fabric.inside(
+        columns.cp, columns.stride("cp")
+    )
+    return np.where(columns.order > 0, np.maximum(1.0, fabric.domain / inside), usual)

@@ -1,0 +1,229 @@
+"""Which transport each call of an axis takes by measurement, and how long that takes there."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from weft import env
+from weft.errors import ConfigError, Problem
+from weft.planner.measured.laws import fit_law
+from weft.planner.measured.machine_profile import Machine, Measurement, read_row, write_whole
+from weft.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways:
+    """What was measured of axes of one layout, so that it can be told to other ranks as JSON.
+
+    best: operation -> (bytes from which on, transport), in rising order of bytes. laws: operation -> transport ->
+    coefficients of 1, sqrt(bytes), bytes, in seconds. gains: for people, where a way is not the fixed one.
+    """
+
+    best: Mapping[str, Sequence[tuple[int, str]]]
+    laws: Mapping[str, Mapping[str, Sequence[float]]]
+    gains: Sequence[str]
+
+    def transport(self, op: str, num_bytes: int, fixed: str) -> str:
+        """Return the transport of a call.
+
+        Args:
+            op: the operation.
+            num_bytes: of the whole buffer, of which shards are parts.
+            fixed: the transport of what was not measured.
+        """
+        found = fixed
+        for least, transport in self.best.get(op, ()):
+            found = transport if num_bytes >= least else found
+        return found
+
+    def seconds(self, op: str, num_bytes: int, transport: str) -> float:
+        """Return what a call takes by measurement; 0 where that was not measured.
+
+        Args:
+            op: the operation.
+            num_bytes: of the whole buffer.
+            transport: that carries it.
+        """
+        law = self.laws.get(op, {}).get(transport)
+        return law[0] + law[1] * math.sqrt(num_bytes) + law[2] * num_bytes if law else 0.0
+
+
+# The links between ranks on one host and on several, as `weft calibrate --hosts` measured them, in a JSON file.
+
+VERSION = 1
+#: A way leaves the fixed rule's only where it took less than this share of its time: less is chance.
+BETTER = 0.9
+#: So many times the largest size that was measured a choice reaches.
+_REACH = 4
+#: What is chosen by measurement; all else goes the fixed way.
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSample:
+    """Seconds of one call over one transport. hosts, ranks: that its group spans, and of it on each."""
+
+    op: str
+    transport: str
+    hosts: int
+    ranks: int
+    size: int
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProfile:
+    """All that was measured of the links. hosts, ranks: that took part, and on each."""
+
+    machine: Machine
+    hosts: int
+    ranks: int
+    samples: tuple[LinkSample, ...]
+    made: str
+    took_s: float
+
+    @staticmethod
+    def default_path() -> Path:
+        """Return the file that is read where none is named."""
+        return env.cache_dir() / "links.json"
+
+    @property
+    def layouts(self) -> tuple[tuple[int, int], ...]:
+        """Hosts and ranks of each, of the axes that were measured."""
+        return tuple(sorted({(sample.hosts, sample.ranks) for sample in self.samples}))
+
+    def ways(self, hosts: int, ranks: int, fixed: str, usable: Sequence[str]) -> Ways | None:
+        """Return what to take for an axis over so many hosts with so many ranks on each; None where not measured.
+
+        Args:
+            hosts: that the axis spans.
+            ranks: of the axis on each host.
+            fixed: the transport that the fixed rule gives. Another has to take less than 0.9 of its time.
+            usable: transports that the axis can take, `fixed` among them.
+        """
+        of: defaultdict[tuple[str, str], list[LinkSample]] = defaultdict(list)
+        for one in self.samples:
+            if (one.hosts, one.ranks) == (hosts, ranks) and one.op in OPS and one.transport in usable:
+                of[one.op, one.transport].append(one)
+        if not any(transport == fixed for _, transport in of):
+            return None
+        best: dict[str, list[tuple[int, str]]] = {}
+        gains: list[str] = []
+        for op in (op for op in OPS if (op, fixed) in of):
+            found = _best({way: samples for (name, way), samples in of.items() if name == op}, fixed)
+            best[op] = [(least, transport) for least, transport, _ in found]
+            gains += _told(op, found, fixed)
+        laws: dict[str, dict[str, tuple[float, ...]]] = {op: {} for op in best}
+        for (op, transport), samples in of.items():
+            if op in laws:
+                laws[op][transport] = _law(op, samples)
+        return Ways(best=best, laws=laws, gains=tuple(gains))
+
+    def to_text(self) -> str:
+        """Return the file's text: one sample a line."""
+        head = {
+            "weft_links": VERSION,
+            "machine": asdict(self.machine),
+            "hosts": self.hosts,
+            "ranks": self.ranks,
+            "made": self.made,
+            "took_s": round(self.took_s, 1),
+        }
+        body = ",\n  ".join(json.dumps(asdict(row)) for row in self.samples)
+        return f'{json.dumps(head, indent=1)[:-2]},\n "samples": [\n  {body}\n ]\n}}\n'
+
+    def save(self, path: Path) -> None:
+        """Write the file whole or not at all.
+
+        Args:
+            path: of the file; its folder is made.
+
+        Raises:
+            ConfigError: where it cannot be written.
+        """
+        write_whole(path, self.to_text())
+
+    @classmethod
+    def load(cls, path: Path | str) -> LinkProfile:
+        """Read a profile.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            ConfigError: names the file and the first mistake.
+        """
+        remedy = "Measure the links again with: weft calibrate --hosts"
+        try:
+            return cls._read(json.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            told = f"the file cannot be read ({error.strerror})"
+        except (KeyError, TypeError, ValueError) as error:
+            told = str(error.args[0]) if error.args else type(error).__name__
+        raise ConfigError([Problem("launch.links", f"links={path}: {told}. {remedy}")])
+
+    @classmethod
+    def _read(cls, read: Any) -> LinkProfile:
+        table = cast(dict[str, Any], read) if isinstance(read, dict) else {}
+        if table.get("weft_links") != VERSION:
+            raise ValueError(f"weft_links={table.get('weft_links')}: this Weft reads version {VERSION}")
+        known = {"weft_links", "machine", "hosts", "ranks", "made", "took_s", "samples"}
+        if set(table) != known:
+            wrong = sorted(set(table) ^ known)[0]
+            raise ValueError(f"{'unknown key' if wrong in table else 'there is no key'} {wrong!r}")
+        samples = tuple(read_row(LinkSample, each) for each in table["samples"])
+        if bad := next((each for each in samples if not 0 < each.seconds < 1e6 or each.size < 1), None):
+            raise ValueError(f"sample {bad.op} of {bad.size} bytes: seconds={bad.seconds} is not a time")
+        return cls(
+            machine=read_row(Machine, table["machine"]),
+            hosts=int(table["hosts"]),
+            ranks=int(table["ranks"]),
+            samples=samples,
+            made=str(table["made"]),
+            took_s=float(table["took_s"]),
+        )
+
+
+def _best(ways: Mapping[str, Sequence[LinkSample]], fixed: str) -> list[tuple[int, str, float]]:
+    """(bytes from which on, transport, the least share of the fixed one's time), where the transport changes.
+
+    Between two sizes that were measured the border lies at their geometric mean. Far beyond the largest of them the
+    fixed way is taken: what was measured says nothing of that.
+    """
+    seconds = {way: {one.size: one.seconds for one in samples} for way, samples in ways.items()}
+    found: list[tuple[int, str, float]] = []
+    before = 0
+    for size in sorted(seconds[fixed]):
+        at = {way: times[size] / seconds[fixed][size] for way, times in seconds.items() if size in times}
+        way = min(at, key=lambda name: at[name])
+        way = way if at[way] < BETTER else fixed
+        if found and found[-1][1] == way:
+            found[-1] = (*found[-1][:2], min(found[-1][2], at[way]))
+        else:
+            found.append((math.isqrt(before * size), way, at[way]))
+        before = size
+    return [*found, *([(_REACH * before, fixed, 1.0)] if found and found[-1][1] != fixed else [])]
+
+
+def _told(op: str, found: Sequence[tuple[int, str, float]], fixed: str) -> list[str]:
+    """Where another way than the fixed one is taken: "all_reduce below 181 KiB by gloo exchange (0.59 of the time)"."""
+    told: list[str] = []
+    for (least, way, share), after in zip(found, [*found[1:], None], strict=True):
+        if way != fixed:
+            start = f" from {format_bytes(least)}" if least else ""
+            end = f" below {format_bytes(after[0])}" if after else ""
+            told.append(f"{op}{start}{end} by {way} ({share:.2f} of the time)")
+    return told
+
+
+def _law(op: str, samples: Sequence[LinkSample]) -> tuple[float, ...]:
+    """Coefficients of 1, sqrt(bytes), bytes. A broadcast has the terms of any collective."""
+    name = "all_reduce" if op == "broadcast" else op
+    return fit_law(name, [Measurement(op=name, size=(one.size,), seconds=one.seconds) for one in samples]).coefficients

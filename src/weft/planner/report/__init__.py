@@ -1,0 +1,1 @@
+"""Explanations, comparisons, pictures and configs of plans."""

@@ -1,0 +1,299 @@
+"""What an estimate rests on: which share of a step's time comes from constants measured where, and how far to trust it.
+
+Every term is laid to the one constant that decides most of it. The bands are learnt from errors on published runs, each
+predicted without its source (`planner/foresight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from weft.config.cluster import ClusterSpec
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.model_spec import ModelSpec
+from weft.config.plan_rules import check
+from weft.config.traced_model import TracedModel
+from weft.planner.cost.machine import Tables
+from weft.planner.measured.laws import lesson_words
+from weft.planner.measured.profile_tables import HostTables
+from weft.planner.search.best_plans import answer
+from weft.planner.search.candidate import Answer, Candidate
+from weft.planner.search.question import Question
+from weft.planner.search.refine import estimated
+from weft.planner.space.shape import Shape
+from weft.planner.uncertainty import Band, Circumstances, circumstances_of, shipped, time_bands, unmeasured
+from weft.units import format_bytes, format_count, format_seconds
+
+#: The constant that decides most of a term.
+DECIDED_BY = {
+    "gemm": "gemm_ceiling",
+    "recompute": "gemm_ceiling",
+    "frozen": "gemm_ceiling",
+    "bubble": "gemm_ceiling",
+    "attention": "attn_fwd",
+    "memory_bound": "memory_eff",
+    "host": "host_op_s",
+    "tp": "link_eff",
+    "cp": "link_eff",
+    "ep": "link_eff",
+    "pp_p2p": "nic_eff",
+    "dp_exposed": "nic_eff",
+    "contention": "overlap_compute",
+    "optimizer": "adam_eff",
+    "offload": "host_rate",
+    "straggler": "straggler",
+}
+#: Where constants come from, as people read it.
+RUNGS = {
+    "here": "measurements of this machine",
+    "table": "measurements of this device type",
+    "common": "constants common to all devices",
+    "datasheet": "the data sheet alone",
+}
+#: Share of cases of the band that is told.
+TOLD = 0.8
+
+
+def time_by_rung(terms: Mapping[str, float], tables: Tables) -> dict[str, float]:
+    """Return the share of the step's time by where its constants come from; the shares add up to 1."""
+    shares = dict.fromkeys(RUNGS, 0.0)
+    for name, seconds in terms.items():
+        constant = DECIDED_BY.get(name)
+        rung = tables.rungs.get(constant, "datasheet") if constant else "datasheet"
+        shares[rung if rung in RUNGS else "datasheet"] += seconds
+    whole = sum(shares.values())
+    return {rung: seconds / whole for rung, seconds in shares.items() if seconds > 0}
+
+
+def band_of(one: Candidate, level: float = TOLD) -> Band | None:
+    """Return the band of a candidate's step time, as factors; None where nothing like it was ever measured.
+
+    Nor has it one where its host was measured: the error of that is another.
+
+    Args:
+        one: the candidate.
+        level: share of cases that lie in it.
+    """
+    if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
+        return None
+    where = circumstances(one)
+    return None if unmeasured(where, one.question.cluster.device.name) else time_bands(where)[level]
+
+
+def circumstances(one: Candidate) -> Circumstances:
+    """Return what the error of a candidate depends on."""
+    question, plan = one.question, one.plan
+    found = circumstances_of(question.job, question.cluster, plan.precision, plan.pp, question.cluster.num_devices)
+    return replace(found, graphs=plan.graphs)
+
+
+def band_words(one: Candidate) -> list[str]:
+    """Say how far to trust the step time: a band where there were runs to learn from, and what was never measured."""
+    shares = time_by_rung(one.terms, one.question.tables)
+    basis = ", ".join(f"{share:.0%} {RUNGS[rung]}" for rung, share in shares.items() if share >= 0.005)
+    if one.question.cluster.device.memory_bytes == 0 or isinstance(one.question.tables, HostTables):
+        return [f"trust   basis: {basis}"]
+    band, where = band_of(one), circumstances(one)
+    missing = unmeasured(where, one.question.cluster.device.name)
+    lines = [f"trust   no band: {'; '.join(missing)} was ever measured", f"        basis: {basis}"]
+    if band is not None:
+        known = shipped()
+        low, high = (format_seconds(one.step_s * factor) for factor in (band.low, band.high))
+        lines = [
+            f"trust   {low} to {high} a step in {band.level:.0%} of cases "
+            f"({band.low - 1:+.0%} to {band.high - 1:+.0%}), by the errors on {known.runs} published runs of "
+            f"{known.sources} sources, each predicted without its source",
+            f"        basis: {basis}",
+        ]
+    if "here" not in shares:
+        device = one.question.cluster.device.name.rstrip("*")
+        others = "; published runs used other software" if where.generation else ""
+        lines.append(f"        not yet measured: Weft's own speed on {device}{others} (weft calibrate)")
+    return lines
+
+
+# Where the time and the memory of a plan go, as text: a waterfall of the step and bars of memory.
+
+#: What each term of a step is, for people.
+TERM_WORDS = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "memory_bound": "norms, activations, loss",
+    "host": "waiting for the host",
+    "contention": "compute slowed by overlapped traffic",
+    "tp": "tensor-parallel traffic",
+    "cp": "context-parallel traffic",
+    "ep": "expert-parallel traffic",
+    "pp_p2p": "sends between stages",
+    "bubble": "pipeline bubble",
+    "dp_exposed": "data-parallel traffic, not overlapped",
+    "optimizer": "optimizer",
+    "recompute": "recompute",
+    "offload": "transfers to and from the host",
+    "straggler": "waiting for the slowest rank",
+    "frozen": "forward passes without gradients",
+}
+_WIDTH = 32
+#: Where kernels wait for the host for at least this share of a step, the answer says what CUDA graphs would change.
+_WAITS = 0.05
+
+
+def explain(one: Candidate, hour_price: float | None = None) -> str:
+    """Tell the whole story of one candidate. hour_price: dollars of one device for one hour."""
+    return "\n".join([*headline(one, hour_price), "", *waterfall(one), "", *memory_bars(one)])
+
+
+def headline(one: Candidate, hour_price: float | None = None) -> list[str]:
+    """Plan, step time, throughput, utilisation, price, energy."""
+    job, cluster = one.question.job, one.question.cluster
+    tokens, unit = job.tokens, one.question.unit
+    cost = one.cost(hour_price)
+    money = [] if cost.price is None else [f"${_short(cost.price * 1e9 / tokens)} per billion {unit}"]
+    energy = [] if cost.energy_kwh is None else [f"{_short(cost.energy_kwh * 1e9 / tokens)} kWh per billion {unit}"]
+    waiting = [] if one.built else ["note    Weft does not run this plan yet (see docs/reference/rules.md)"]
+    slow = f"note    all devices have equal work, so each rate and size here is the least of {cluster}"
+    return [
+        f"plan    {one.plan}",
+        f"job     {one.question.model.name}, {format_count(job.shape.num_params)} parameters, on {cluster}; "
+        f"{one.question.work}, {one.microbatch} in a pass",
+        f"speed   {format_seconds(one.step_s)} a step, {format_count(one.tokens_per_s)} {unit}/s "
+        f"({format_count(one.tokens_per_s / cluster.num_devices)} per device)",
+        f"MFU     {one.mfu:.1%} counting full attention, {one.causal_mfu:.1%} counting causal attention; "
+        "without recompute",
+        *([f"cost    {', '.join([*money, *energy])}"] if money or energy else []),
+        *band_words(one),
+        *_learned(one.question),
+        *_with_graphs(one),
+        *([slow] if cluster.kinds else []),
+        *waiting,
+    ]
+
+
+def _learned(question: Question) -> list[str]:
+    """Which profile is in it, and what runs taught that."""
+    profile = question.profile
+    if profile is None:
+        return []
+    lines = [f"        the profile of {profile.machine.device}, measured {profile.made}"]
+    return lines + ([f"        {words}"] if (words := lesson_words(profile)) else [])
+
+
+def _with_graphs(one: Candidate) -> list[str]:
+    """What the plan would take with CUDA graphs, where kernels wait for the host. The search tries none: no GPU has yet
+    shown that they gain anything."""
+    if one.plan.graphs or one.terms.get("host", 0.0) < _WAITS * one.step_s:
+        return []
+    plan = one.plan.replace(graphs=True)
+    if check(plan, one.question.facts):
+        return []
+    other = estimated([plan], one.question)[0]
+    if other.step_s >= one.step_s:
+        return []
+    change = f"{format_seconds(other.step_s)} a step ({other.step_s / one.step_s - 1:+.0%})"
+    return [
+        f"graphs  with graphs=on about {change}, {format_bytes(other.total_bytes)} on the fullest rank; no GPU has "
+        "shown this, so the search leaves it to you"
+    ]
+
+
+def waterfall(one: Candidate) -> list[str]:
+    """The parts of the step, one after another, as a falling bar."""
+    rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
+    lines = [f"step    {format_seconds(one.step_s)}"]
+    done = 0.0
+    for name, value in rows:
+        left, width = _cells(done, one.step_s), _cells(done + value, one.step_s) - _cells(done, one.step_s)
+        bar = f"{' ' * left}{'█' * width or '▏'}"
+        lines.append(f"  {TERM_WORDS.get(name, name):<40} {format_seconds(value):>8} {value / one.step_s:>6.1%}  {bar}")
+        done += value
+    return lines
+
+
+def memory_bars(one: Candidate) -> list[str]:
+    """Memory of the fullest rank by class, against what the device has."""
+    most = one.usable_bytes
+    lines = [
+        f"memory  {format_bytes(one.total_bytes)} ({format_bytes(one.allocated_bytes)} in tensors) of "
+        f"{format_bytes(most)}: {fit_words(one.fits)}"
+    ]
+    for name, value in one.memory.items():
+        if value > 0:
+            bar = "█" * _cells(value, most) or "▏"
+            lines.append(f"  {name:<40} {format_bytes(value):>8} {value / most:>6.1%}  {bar}")
+    return lines
+
+
+def fit_words(probability: float) -> str:
+    """Return 'fits (97 %)', 'may not fit (60 %)' or 'does not fit'."""
+    percent = f"{min(probability, 0.999):.0%}" if probability < 0.995 else "> 99%"
+    if probability >= 0.9:
+        return f"fits ({percent})"
+    return f"may not fit ({percent})" if probability >= 0.1 else "does not fit"
+
+
+def differences(before: Mapping[str, float], after: Mapping[str, float]) -> list[tuple[str, float, float]]:
+    """(name, before, after) of what differs by more than a thousandth of the whole, the largest change first."""
+    whole = max(sum(before.values()), sum(after.values()), 1e-12)
+    rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in _names(before, after)]
+    return sorted((row for row in rows if abs(row[2] - row[1]) > whole / 1000), key=lambda row: -abs(row[2] - row[1]))
+
+
+def _names(*tables: Mapping[str, float]) -> Iterable[str]:
+    return dict.fromkeys(name for table in tables for name in table)
+
+
+def _cells(value: float, whole: float) -> int:
+    return round(_WIDTH * min(value, whole) / whole)
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
+# `weft.search`: the best plans as candidates that explain themselves.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained(Candidate):
+    """A candidate that says where its time and memory go."""
+
+    @classmethod
+    def of(cls, one: Candidate) -> Explained:
+        """The same candidate."""
+        return cls(**{each.name: getattr(one, each.name) for each in fields(one)})
+
+    def explain(self, hour_price: float | None = None) -> str:
+        """Where time and memory go, as text. hour_price: dollars of one device for one hour."""
+        return explain(self, hour_price)
+
+
+def search(
+    model: str | ModelSpec | DecoderSpec | Shape | TracedModel,
+    cluster: str | ClusterSpec,
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    fixed: str | Mapping[str, Any] = "",
+    built_only: bool = True,
+    **options: Any,
+) -> Answer[Explained]:
+    """Return the best plans for a model on a cluster: `weft.search("llama3-8b", "8xh100")[0].explain()`.
+
+    Args:
+        model: a size, a path to a Hugging Face config folder or to a config of Weft, a spec, or weft.trace(...).
+        cluster: "2x8xh100", a .toml file, or a ClusterSpec.
+        seq_len: tokens of a sequence; None: the config's, else a usual one.
+        global_batch: sequences of a step; None: the config's, else a usual one.
+        fixed: decided fields as plan text, such as "tp=8 precision=bf16", or by name.
+        built_only: only plans that the runtime runs today.
+        **options: as in `Question`.
+
+    Raises:
+        ModelError, ConfigError, PlanError: for what cannot be read.
+    """
+    question = Question.of(
+        model, cluster, seq_len=seq_len, global_batch=global_batch, fixed=fixed, built_only=built_only, **options
+    )
+    return answer(question).each(Explained.of)

@@ -1,0 +1,356 @@
+"""A whole training run in days and dollars: its tokens, what failures and saving take, energy, the loss to expect."""
+
+from __future__ import annotations
+
+import functools
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from weft import units
+from weft.errors import ConfigError, Problem, did_you_mean
+from weft.planner.report.explanation import band_of
+from weft.planner.search.best_plans import answer
+from weft.planner.search.candidate import Answer, Candidate
+from weft.planner.search.question import Question
+from weft.planner.uncertainty import Band
+
+_DAY = 86_400.0
+#: Hours between failures of one device: 419 unexpected interruptions in 54 days on 16,384 H100s (Llama 3, arXiv
+#: 2407.21783).
+_DEVICE_HOURS = 50_700.0
+_RESTART_S = 600.0
+#: The shortest interval that is proposed: one checkpoint lies on storage before the next is taken. And the least that
+#: training stands for one: ranks wait for each other.
+_LEAST_SAVE_S, _LEAST_STALL_S = 300.0, 1.0
+#: Below this share a run makes no headway.
+_LEAST_GOODPUT = 1e-4
+#: Bytes a second from a device to its host where nothing is known: PCIe 4 as copies reach it.
+_COPY_RATE = 20e9
+#: Loss of a dense decoder of N parameters after D tokens: E + A / N^a + B / D^b (arXiv 2404.10102, which fits the data
+#: of arXiv 2203.15556 again; its standard errors: E 0.03, a and b 0.02).
+_E, _A, _B, _ALPHA, _BETA = 1.8172, 482.01, 2085.43, 0.3478, 0.3658
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTerms:
+    """What is said of a run. One of tokens, loss and budget (dollars) says where it ends.
+
+    device_hours: between failures of one device. restart_s: from a failure to the next step.
+    save_s: seconds between checkpoints, None for the best interval. stall_s: of training for one, None for a copy of
+    the states to the host. grid: grams of CO2 for a kWh, None where unknown. store_rate: bytes/s that all ranks
+    together write to the disks or the object store of checkpoints; None: as fast as they are wanted.
+    """
+
+    tokens: float | None = None
+    loss: float | None = None
+    budget: float | None = None
+    device_hours: float = _DEVICE_HOURS
+    restart_s: float = _RESTART_S
+    save_s: float | None = None
+    stall_s: float | None = None
+    grid: float | None = None
+    store_rate: float | None = None
+    price: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRun:
+    """A run with one plan. goodput: share of the time in which steps that last are made. seconds: with everything.
+
+    failure_s: between failures of any device. write_s: in which the store takes one checkpoint. dollars, kwh: None
+    where no price or power is known. loss: None for what the law does not know.
+    """
+
+    terms: RunTerms
+    candidate: Candidate
+    tokens: float
+    seconds: float
+    goodput: float
+    failure_s: float
+    save_s: float
+    stall_s: float
+    write_s: float | None
+    dollars: float | None
+    kwh: float | None
+    loss: float | None
+    band: Band | None
+
+    @property
+    def days(self) -> float:
+        """Days from the first step to the last."""
+        return self.seconds / _DAY
+
+    @property
+    def co2_kg(self) -> float | None:
+        """Kilograms of CO2 for the energy; None where the grid or the power is unknown."""
+        return None if self.kwh is None or self.terms.grid is None else self.kwh * self.terms.grid / 1e3
+
+    def lines(self) -> list[str]:
+        """Return the story of the run as text."""
+        job, count = self.candidate.question.job, self.candidate.question.cluster.num_devices
+        band = self.band
+        words = "" if band is None else f" ({self.days * band.low:.3g} to {self.days * band.high:.3g} in 80% of cases)"
+        steps = math.ceil(self.tokens / job.tokens)
+        known = [
+            *([] if self.dollars is None else [_money(self.dollars)]),
+            *([] if self.kwh is None else [f"{_energy(self.kwh)}"]),
+            *([] if self.co2_kg is None else [f"{self.co2_kg / 1e3:,.3g} t CO2"]),
+        ]
+        failures = (
+            f"a failure every {_hours(self.failure_s)} on {units.counted(count, 'device')} "
+            f"({self.terms.device_hours:,.0f} h each), {units.format_seconds(self.terms.restart_s)} to restart"
+        )
+        lines = [
+            f"run     {units.format_count(self.tokens)} tokens, {steps:,} steps: {self.days:.3g} days{words}"
+            + "".join(f", {each}" for each in known),
+            f"goodput {self.goodput:.1%}: {failures}; a checkpoint every {units.format_seconds(self.save_s)}, "
+            f"for which training stands {units.format_seconds(self.stall_s)}"
+            + ("" if self.write_s is None else f" and the store writes {units.format_seconds(self.write_s)}"),
+        ]
+        if self.loss is not None:
+            lines.append(
+                f"loss    about {self.loss:.3f} by Chinchilla's law for text; 10% more tokens, for 10% more money and "
+                f"time: {expected_loss(self.candidate.question, 1.1 * self.tokens) or 0.0:.3f}"
+            )
+        else:
+            lines.append(f"more    10% more money and time buy {units.format_count(0.1 * self.tokens)} tokens more")
+        return lines
+
+    def table(self) -> dict[str, Any]:
+        """Return the figures for JSON."""
+        return {
+            "tokens": self.tokens, "days": self.days, "goodput": self.goodput, "dollars": self.dollars,
+            "kwh": self.kwh, "co2_kg": self.co2_kg, "loss": self.loss, "save_s": self.save_s, "stall_s": self.stall_s,
+            "write_s": self.write_s, "failure_s": self.failure_s,
+            "days_low": None if self.band is None else self.days * self.band.low,
+            "days_high": None if self.band is None else self.days * self.band.high,
+        }  # fmt: skip
+
+
+def expected_loss(question: Question, tokens: float) -> float | None:
+    """Return the loss after so many tokens; None for what the law does not know: it knows dense decoders."""
+    shape = question.job.shape
+    if question.model.traced is not None or question.job.adapter is not None or shape.num_experts:
+        return None
+    return _E + _A / shape.num_params**_ALPHA + _B / tokens**_BETA
+
+
+def whole_run(one: Candidate, terms: RunTerms) -> WholeRun:
+    """Say what a run with one plan takes.
+
+    Args:
+        one: the plan.
+        terms: of the run.
+
+    Raises:
+        ConfigError: where the terms do not say where the run ends, a loss is out of reach, or checkpoints are wanted
+            faster than the store takes them.
+    """
+    question = one.question
+    failure_s = terms.device_hours * 3600 / question.cluster.num_devices
+    stall_s = _copy_s(one) if terms.stall_s is None else terms.stall_s
+    write_s = _write_s(question, terms)
+    save_s = terms.save_s or max(_best_interval(stall_s, failure_s, one.step_s), write_s or 0.0)
+    good = goodput(failure_s, save_s, stall_s, terms.restart_s)
+    if good < _LEAST_GOODPUT:
+        raise _no_headway(terms, question.cluster.num_devices, failure_s)
+    cost = one.cost(terms.price)
+    per_token = one.step_s / good / question.job.tokens
+    price = None if cost.price is None else cost.price / one.step_s
+    if terms.budget is not None:
+        if not price:
+            raise _error(
+                "budget", f"budget={terms.budget:g}: no price of {question.cluster.device.name} is known. Add --price."
+            )
+        tokens = terms.budget / price / per_token
+    else:
+        tokens = terms.tokens or _tokens_for(question, terms.loss)
+    seconds = tokens * per_token
+    return WholeRun(
+        terms=terms,
+        candidate=one,
+        tokens=tokens,
+        seconds=seconds,
+        goodput=good,
+        failure_s=failure_s,
+        save_s=save_s,
+        stall_s=stall_s,
+        write_s=write_s,
+        dollars=None if price is None else price * seconds,
+        kwh=None if cost.energy_kwh is None else cost.energy_kwh / one.step_s * seconds,
+        loss=expected_loss(question, tokens),
+        band=band_of(one),
+    )
+
+
+def _no_headway(terms: RunTerms, num_devices: int, failure_s: float) -> ConfigError:
+    failing = f"{units.counted(num_devices, 'device')} fail every {units.format_seconds(failure_s)}"
+    return _error(
+        "mtbf",
+        f"mtbf={units.format_seconds(terms.device_hours * 3600)}: {failing}, and no step between two failures lasts. "
+        "Use a longer mtbf, or a shorter save and restart.",
+    )
+
+
+def goodput(failure_s: float, save_s: float, stall_s: float, restart_s: float) -> float:
+    """Return the share of time that becomes lasting steps where failures come at random.
+
+    This is the full model of Daly's "A higher order estimate of the optimum checkpoint interval" (2006): restarts and
+    checkpoints fail too.
+
+    Args:
+        failure_s: mean time between failures.
+        save_s: of training between two checkpoints.
+        stall_s: in which training stands for one.
+        restart_s: from a failure to the next step.
+    """
+    work = min(700.0, (save_s + stall_s) / failure_s)
+    return save_s / (failure_s * math.exp(min(700.0, restart_s / failure_s)) * math.expm1(work))
+
+
+def _best_interval(stall_s: float, failure_s: float, step_s: float) -> float:
+    """Young's interval, the square root of 2 x stall x time between failures; some minutes at least, a day at most."""
+    return min(_DAY, max(step_s, _LEAST_SAVE_S, math.sqrt(2 * stall_s * failure_s)))
+
+
+def _copy_s(one: Candidate) -> float:
+    states = one.memory.get("parameters", 0.0) + one.memory.get("optimizer", 0.0)
+    return _LEAST_STALL_S + states / (one.question.cluster.device.host_bytes_per_s or _COPY_RATE)
+
+
+def _write_s(question: Question, terms: RunTerms) -> float | None:
+    """Seconds in which the store takes the weights and states that are trained. One checkpoint lies there before the
+    next is taken."""
+    if terms.store_rate is None:
+        return None
+    job = question.job
+    trained = job.shape.num_params if job.adapter is None else job.adapter.params * job.shape.layers
+    size = trained * job.stack.main_bytes
+    found = size / terms.store_rate
+    if terms.save_s is not None and terms.save_s < found:
+        rule = f"the store takes {units.format_seconds(found)} for the {units.format_bytes(size)} of a checkpoint"
+        raise _error("save", f"save={units.format_seconds(terms.save_s)}: {rule}. Save less often, or leave it out.")
+    return found
+
+
+def _tokens_for(question: Question, loss: float | None) -> float:
+    if loss is None:
+        raise _error("run", "run: nothing says where it ends. Write e.g. --run tokens=1T, loss=2.2 or budget=5000usd.")
+    least = expected_loss(question, math.inf)
+    if least is None:
+        raise _error("loss", f"loss={loss:g}: the law of losses knows dense decoders alone. Use tokens=1T.")
+    if loss <= least:
+        rule = f"{question.model.name} never gets below {least:.3f}, by Chinchilla's law"
+        raise _error("loss", f"loss={loss:g}: {rule}. Use more, or a larger model.")
+    return (_B / (loss - least)) ** (1 / _BETA)
+
+
+def read_run(text: str, price: float | None = None) -> RunTerms:
+    """Read "tokens=15T,mtbf=50000h,restart=10m,save=5m,grid=france".
+
+    Args:
+        text: as it is typed.
+        price: dollars of one device for one hour.
+
+    Raises:
+        ConfigError: for an unknown word or a value that says nothing.
+    """
+    found, ends = RunTerms(price=price), 0
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (part.strip() for part in word.partition("="))
+        known = _WORDS.get(name)
+        if known is None:
+            hint = did_you_mean(name, list(_WORDS)) or f" Known: {', '.join(_WORDS)}."
+            raise _error(name, f"run={name}: not a word of a run.{hint}")
+        field, read, example = known
+        try:
+            number = read(value)
+        except ValueError:
+            number = -1.0
+        if not 0 < number < math.inf:
+            kind = f"a number above 0 or one of {', '.join(_grids())}" if name == "grid" else "a number above 0"
+            raise _error(name, f"{name}={value}: {kind} is needed. Write e.g. {name}={example}.")
+        found, ends = replace(found, **{field: number}), ends + (name in ("tokens", "loss", "budget"))
+    if ends != 1:
+        rule = "nothing says where it ends" if not ends else "tokens, loss and budget each say where it ends"
+        raise _error("run", f"run={text}: {rule}. Write one of them, e.g. --run tokens=1T.")
+    return found
+
+
+def whole_runs(
+    model: Any, clusters: str, text: str, price: float | None = None, **options: Any
+) -> list[tuple[Answer[Candidate], WholeRun | None]]:
+    """Answer a run on each of some clusters, the cheapest first; what fits nowhere has no run.
+
+    Args:
+        model: as `Question.of` takes it.
+        clusters: with commas, such as "a.toml,8xh100".
+        text: of the run.
+        price: dollars of one device for one hour.
+        **options: of `Question.of`.
+    """
+    terms = read_run(text, price)
+    if not clusters.strip(" ,"):
+        raise _error("cluster", f"cluster={clusters!r}: it names none. Use e.g. 8xh100, or 8xh100,8xa100.")
+    found: list[tuple[Answer[Candidate], WholeRun | None]] = []
+    for cluster in filter(None, (each.strip() for each in clusters.split(","))):
+        reply = answer(Question.of(model, cluster, **options))
+        found.append((reply, None if reply.best is None else whole_run(reply.best, terms)))
+    return sorted(found, key=_order)
+
+
+def _order(one: tuple[Answer[Candidate], WholeRun | None]) -> tuple[bool, float, float]:
+    """The most tokens for the money, else the least money, else the least time."""
+    run = one[1]
+    if run is None:
+        return True, 0.0, 0.0
+    return False, (run.dollars or math.inf) / run.tokens, run.seconds
+
+
+def _as_hours(text: str) -> float:
+    return units.parse_seconds(text) / 3600
+
+
+def _hours(seconds: float) -> str:
+    return f"{seconds / 3600:,.3g} h"
+
+
+def _energy(kwh: float) -> str:
+    unit, size = next(((unit, size) for unit, size in (("GWh", 1e6), ("MWh", 1e3)) if kwh >= size), ("kWh", 1.0))
+    return f"{kwh / size:,.3g} {unit}"
+
+
+def _money(dollars: float) -> str:
+    return f"${dollars:,.0f}"
+
+
+def _error(field: str, message: str) -> ConfigError:
+    return ConfigError([Problem(field, message)])
+
+
+def _grams(text: str) -> float:
+    """Grams of CO2 for a kWh: a number, or that of a region by its name."""
+    named = _grids().get(text.lower())
+    return float(text.removesuffix("g")) if named is None else named
+
+
+@functools.cache
+def _grids() -> dict[str, float]:
+    return tomllib.loads(Path(__file__).with_name("grids.toml").read_text(encoding="utf-8"))
+
+
+_WORDS: dict[str, tuple[str, Callable[[str], float], str]] = {
+    "tokens": ("tokens", units.parse_count, "1T"),
+    "loss": ("loss", float, "2.2"),
+    "budget": ("budget", lambda text: float(text.lower().removesuffix("usd").lstrip("$")), "5000usd"),
+    "mtbf": ("device_hours", _as_hours, "50000h"),
+    "restart": ("restart_s", units.parse_seconds, "10m"),
+    "save": ("save_s", units.parse_seconds, "15m"),
+    "stall": ("stall_s", units.parse_seconds, "5s"),
+    "grid": ("grid", _grams, "369g"),
+    "store": ("store_rate", lambda text: float(units.parse_bytes(text.removesuffix("/s"))), "10GB/s"),
+}

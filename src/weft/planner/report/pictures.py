@@ -1,0 +1,568 @@
+"""Pictures as lists of shapes, and those as SVG text: enough for bars, curves and timelines, without a library."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape as escape_answer_page
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+from weft.config.pipeline_schedule import Action, Pair, Schedule, Step, parts
+from weft.planner.cost.memory import CLASSES
+from weft.planner.cost.pipeline import Durations, Timeline, simulate
+from weft.planner.report.explanation import TERM_WORDS, differences, fit_words, headline
+from weft.planner.search.candidate import Answer, Candidate
+from weft.planner.search.ranks import drawn_schedule
+from weft.planner.search.ranks import memory_by_rank as bytes_by_rank
+from weft.units import format_bytes, format_count, format_seconds
+
+#: Colours that differ in lightness too, for those who see them otherwise and for print.
+PALETTE = (
+    "#2a6fbb", "#e09f3e", "#4c9a6a", "#d1495b", "#7a5195", "#58b5c9", "#9c755f", "#b8b84a", "#7f7f7f", "#f28ea8",
+    "#2f4b7c", "#a05d2c", "#86bcb6", "#c0c0c0", "#d37295", "#3b7d4f",
+)  # fmt: skip
+INK, FAINT = "#222222", "#bbbbbb"
+
+
+@dataclass(frozen=True, slots=True)
+class Rect:
+    """A filled rectangle. title: shown where the pointer rests."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Polyline:
+    """A polyline through points (x, y)."""
+
+    points: tuple[tuple[float, float], ...]
+    stroke: str = INK
+    width: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Dot:
+    """A filled circle."""
+
+    x: float
+    y: float
+    radius: float
+    fill: str
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One line of text. anchor: "start", "middle" or "end" of the text lies at x."""
+
+    x: float
+    y: float
+    text: str
+    size: float = 12.0
+    anchor: str = "start"
+    fill: str = INK
+
+
+Shape = Rect | Polyline | Dot | Text
+
+
+@dataclass(slots=True)
+class Drawing:
+    """Shapes on a white sheet; x goes right, y goes down."""
+
+    width: float
+    height: float
+    shapes: list[Shape] = field(default_factory=list[Shape])
+
+    def add(self, *shapes: Shape) -> None:
+        """Put shapes on top."""
+        self.shapes.extend(shapes)
+
+    def legend(self, names: Sequence[tuple[str, str]], x: float, y: float, width: float) -> float:
+        """Draw names with their colours in lines; gives the y below them.
+
+        Args:
+            names: (name, colour).
+            x: left edge.
+            y: baseline of the first line.
+            width: of a line.
+        """
+        left = x
+        for name, colour in names:
+            needed = 22 + 6.6 * len(name)
+            if left + needed > x + width and left > x:
+                left, y = x, y + 18
+            self.add(Rect(left, y - 9, 11, 11, colour), Text(left + 15, y, name, 11))
+            left += needed
+        return y + 18
+
+    def svg(self) -> str:
+        """Return the picture as an SVG document."""
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
+            f'viewBox="0 0 {self.width:g} {self.height:g}" font-family="sans-serif">'
+        )
+        sheet = f'<rect width="{self.width:g}" height="{self.height:g}" fill="#ffffff"/>'
+        return "\n".join([head, sheet, *(_svg(shape) for shape in self.shapes), "</svg>"]) + "\n"
+
+
+def _svg(shape: Shape) -> str:
+    if isinstance(shape, Rect):
+        body = f'x="{shape.x:.2f}" y="{shape.y:.2f}" width="{shape.width:.2f}" height="{shape.height:.2f}"'
+        return _titled("rect", f'{body} fill="{shape.fill}"', shape.title)
+    if isinstance(shape, Dot):
+        body = f'cx="{shape.x:.2f}" cy="{shape.y:.2f}" r="{shape.radius:g}" fill="{shape.fill}"'
+        return _titled("circle", body, shape.title)
+    if isinstance(shape, Polyline):
+        points = " ".join(f"{x:.2f},{y:.2f}" for x, y in shape.points)
+        return f'<polyline points="{points}" fill="none" stroke="{shape.stroke}" stroke-width="{shape.width:g}"/>'
+    place = f'x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size:g}"'
+    return f'<text {place} text-anchor="{shape.anchor}" fill="{shape.fill}">{escape(shape.text)}</text>'
+
+
+def _titled(tag: str, body: str, title: str) -> str:
+    return f"<{tag} {body}><title>{escape(title)}</title></{tag}>" if title else f"<{tag} {body}/>"
+
+
+# What `weft plan` draws: memory against speed, a step as a waterfall, memory rank by rank.
+
+_LEFT, _TOP, _WIDTH, _HEIGHT = 90.0, 60.0, 820.0, 420.0
+#: Room for a figure to the right of a bar that is full.
+_BESIDE = 110.0
+#: Words of a plan that name a point.
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero")
+#: Letters of a plan in a line of small text, and the height of such a line.
+_LETTERS, _LINE = 150, 15.0
+#: What has one meaning has one colour, in every picture and of every plan.
+TERM_COLOURS = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(TERM_WORDS)}
+CLASS_COLOURS = {name: PALETTE[index % len(PALETTE)] for index, name in enumerate(CLASSES)}
+
+
+def pareto(found: Answer[Candidate]) -> Drawing:
+    """Draw the memory of the fullest rank against tokens a second: every kept plan a dot, the border a line."""
+    drawing = Drawing(_LEFT + _WIDTH + 40, _TOP + _HEIGHT + 70)
+    question = found.question
+    title = f"{question.model.name} on {question.cluster}: memory against speed"
+    drawing.add(
+        Text(_LEFT, 28, title, 16),
+        Text(_LEFT, 46, "up and left is better; the line joins the plans that no other plan beats", 11),
+    )
+    dots = [*found.ranked, *found.pareto]
+    if not dots:
+        drawing.add(Text(_LEFT + 20, _TOP + 40, "no plan fits"))
+        return drawing
+    most_x = dots[0].usable_bytes
+    most_y = _round_up(max(one.tokens_per_s for one in dots))
+    _axes(drawing, most_x, most_y, question.unit)
+    for one in found.ranked:
+        drawing.add(Dot(*_place(one, most_x, most_y), 3, PALETTE[5], _dot_title(one)))
+    border = [_place(one, most_x, most_y) for one in found.pareto]
+    drawing.add(Polyline(tuple(border), PALETTE[3], 1.5))
+    for one in found.pareto:
+        drawing.add(Dot(*_place(one, most_x, most_y), 4, PALETTE[3], _dot_title(one)))
+    best = found.ranked[0]
+    x, y = _place(best, most_x, most_y)
+    drawing.add(Text(min(x, _LEFT + _WIDTH - 10), y - 10, "best", 12, "end"))
+    _label(drawing, found.pareto, border, (x, y))
+    return drawing
+
+
+def _label(
+    drawing: Drawing,
+    plans: Sequence[Candidate],
+    places: Sequence[tuple[float, float]],
+    best: tuple[float, float],
+) -> None:
+    """Name points of the border where there is room: by their axes, which say most of a plan."""
+    taken = [best]
+    for one, (x, y) in zip(plans, places, strict=True):
+        if all(abs(x - other) > 150 or abs(y - above) > 16 for other, above in taken):
+            words = " ".join(word for word in str(one.plan).split() if word.partition("=")[0] in _AXES)
+            is_left = x <= _LEFT + 160
+            place = (x + 9, y + 4, words or "one device", 10, "start") if is_left else (x - 6, y - 6, words, 10, "end")
+            drawing.add(Text(*place))
+            taken.append((x, y))
+
+
+def _place(one: Candidate, most_x: float, most_y: float) -> tuple[float, float]:
+    x = _LEFT + _WIDTH * min(1.0, one.total_bytes / most_x)
+    return x, _TOP + _HEIGHT * (1 - one.tokens_per_s / most_y)
+
+
+def _dot_title(one: Candidate) -> str:
+    return f"{one.plan}\n{format_bytes(one.total_bytes)}, {format_count(one.tokens_per_s)} {one.question.unit}/s"
+
+
+def _axes(drawing: Drawing, most_x: float, most_y: float, unit: str) -> None:
+    bottom = _TOP + _HEIGHT
+    for part in range(5):
+        x, y = _LEFT + _WIDTH * part / 4, bottom - _HEIGHT * part / 4
+        drawing.add(
+            Polyline(((x, _TOP), (x, bottom)), FAINT, 0.5), Polyline(((_LEFT, y), (_LEFT + _WIDTH, y)), FAINT, 0.5)
+        )
+        drawing.add(Text(x, bottom + 18, format_bytes(most_x * part / 4), 11, "middle"))
+        drawing.add(Text(_LEFT - 8, y + 4, format_count(most_y * part / 4), 11, "end"))
+    drawing.add(
+        Text(_LEFT + _WIDTH / 2, bottom + 42, "memory on the fullest rank, up to what the device has", 12, "middle")
+    )
+    drawing.add(Text(_LEFT - 8, _TOP - 10, f"{unit}/s", 12, "end"))
+
+
+def _round_up(value: float) -> float:
+    scale = 10 ** math.floor(math.log10(value))
+    return next(step * scale for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10) if step * scale >= value * 1.02)
+
+
+def waterfall(one: Candidate) -> Drawing:
+    """Draw the parts of a step, each beginning where the one before ends."""
+    rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
+    left, height = 280.0, 24.0
+    drawing = Drawing(left + 580 + _BESIDE + 20, 0.0)
+    top = _head(drawing, f"{one.question.model.name}: a step of {format_seconds(one.step_s)}", one)
+    drawing.height = top + height * len(rows) + 14
+    done = 0.0
+    for row, (name, value) in enumerate(rows):
+        x, width = left + 580 * done / one.step_s, 580 * value / one.step_s
+        y = top + row * height
+        words = f"{format_seconds(value)}  {value / one.step_s:.1%}"
+        drawing.add(
+            Rect(x, y, max(width, 1.0), height - 6, TERM_COLOURS.get(name, PALETTE[0]), f"{name}: {words}"),
+            Text(left - 10, y + 13, TERM_WORDS.get(name, name), 12, "end"),
+            Text(x + max(width, 1.0) + 6, y + 13, words, 11),
+        )
+        done += value
+    return drawing
+
+
+def _head(drawing: Drawing, title: str, one: Candidate) -> float:
+    """Title and plan, in as many lines as it takes; the y below them."""
+    drawing.add(Text(20, 26, title, 16))
+    lines = textwrap.wrap(str(one.plan), _LETTERS)
+    for number, line in enumerate(lines):
+        drawing.add(Text(20, 44 + number * _LINE, line, 11))
+    return 44 + len(lines) * _LINE + 8
+
+
+def memory_by_rank(one: Candidate, ranks: Sequence[dict[str, float]]) -> Drawing:
+    """Draw the bytes by class on every rank of the pipeline; one bar where all ranks hold alike.
+
+    ranks: bytes by class, rank by rank.
+    """
+    most = max(one.usable_bytes, max(sum(each.values()) for each in ranks))
+    row = 26.0 if len(ranks) <= 32 else 12.0
+    drawing = Drawing(_LEFT + _WIDTH + _BESIDE, 0.0)
+    top = _head(drawing, f"{one.question.model.name}: memory by rank of the pipeline", one)
+    names = [name for name in CLASSES if any(each.get(name, 0.0) > 0 for each in ranks)]
+    for index, parts_of_rank in enumerate(ranks):
+        x, y = _LEFT, top + index * row
+        drawing.add(Text(_LEFT - 8, y + row / 2 + 3, "every rank" if len(ranks) == 1 else f"pp {index}", 11, "end"))
+        for name in names:
+            width = _WIDTH * parts_of_rank.get(name, 0.0) / most
+            title = f"{name}: {format_bytes(parts_of_rank.get(name, 0.0))}"
+            drawing.add(Rect(x, y, width, row - 4, CLASS_COLOURS[name], title))
+            if width > 6.4 * len(name) + 8 and row > 20:
+                drawing.add(Text(x + width / 2, y + row / 2 + 2, name, 10, "middle", "#ffffff"))
+            x += width
+        drawing.add(Text(x + 6, y + row / 2 + 3, format_bytes(sum(parts_of_rank.values())), 10))
+    bottom = top + row * len(ranks)
+    limit = _LEFT + _WIDTH * one.usable_bytes / most
+    drawing.add(Polyline(((limit, top - 6), (limit, bottom + 4)), INK, 2))
+    drawing.add(Text(limit, bottom + 18, f"{format_bytes(one.usable_bytes)} available", 11, "end"))
+    drawing.height = drawing.legend([(name, CLASS_COLOURS[name]) for name in names], 20, bottom + 42, _WIDTH)
+    return drawing
+
+
+# A pipeline as a picture: one row for each rank, one bar for each step, as SVG text.
+
+#: Fill of each kind; of a rank's first and of its later stages.
+_COLOURS = {"F": ("#7fa9d6", PALETTE[0]), "B": ("#94c4a6", PALETTE[2]), "W": ("#ecc48b", PALETTE[1])}
+_COLOURS["BW"] = _COLOURS["B"]
+_WORDS = {"F": "forward", "B": "gradient of the input", "W": "gradient of the weights", "BW": "backward"}
+_ROW, _GAP, _TIMELINE_LEFT, _TIMELINE_TOP = 26, 6, 64, 40
+_TIMELINE_WIDTH = 1200
+#: Narrower bars have no number on them.
+_LEAST_LABEL = 13
+
+
+class Bar(NamedTuple):
+    """One bar: from start_s to end_s, with a short label on it and a sentence that shows under the pointer."""
+
+    start_s: float
+    end_s: float
+    fill: str
+    label: str = ""
+    title: str = ""
+
+
+def draw_schedule(schedule: Schedule, durations: Durations | None = None) -> str:
+    """Draw the schedule to scale, as SVG text."""
+    one = 1.0 / schedule.virtual_stages
+    timeline = simulate(schedule, durations or Durations(one, one, one))
+    rows = [
+        [
+            bar
+            for step, start, end in zip(steps, timeline.starts_s[rank], timeline.ends_s[rank], strict=True)
+            for bar in _bars(schedule, rank, step, start, end)
+        ]
+        for rank, steps in enumerate(schedule.ranks)
+    ]
+    legend = [(_WORDS[kind], _COLOURS[kind][0]) for kind in _kinds(schedule)]
+    named = [(f"rank {rank}", row) for rank, row in enumerate(rows)]
+    return draw_bars(named, _title(schedule, timeline), legend, has_axis=durations is not None)
+
+
+def _kinds(schedule: Schedule) -> list[str]:
+    used = {action.kind for step in schedule.ranks[0] for action in parts(step)}
+    return [kind for kind in _WORDS if kind in used]
+
+
+def _title(schedule: Schedule, timeline: Timeline) -> str:
+    share = 100 * sum(timeline.idle_s) / (timeline.makespan_s * schedule.num_ranks)
+    stages = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
+    most = max(timeline.in_flight) / schedule.virtual_stages
+    return (
+        f"{schedule.name}: {schedule.num_ranks} ranks{stages}, {schedule.num_microbatches} microbatches; "
+        f"{share:.1f} % waiting, {most:g} microbatches in flight"
+    )
+
+
+def _bars(schedule: Schedule, rank: int, step: Step, start: float, end: float) -> list[Bar]:
+    """One bar, or two that share the time of a pair in proportion."""
+    if isinstance(step, Pair):
+        middle = start + (end - start) / 2
+        return [
+            _bar(schedule, rank, step.forward, start, middle, f", beside {step.backward}"),
+            _bar(schedule, rank, step.backward, middle, end, f", beside {step.forward}"),
+        ]
+    return [_bar(schedule, rank, step, start, end, "")]
+
+
+def _bar(schedule: Schedule, rank: int, action: Action, start: float, end: float, beside: str) -> Bar:
+    is_later = action.stage != schedule.stages_of(rank)[0]
+    title = f"{_WORDS[action.kind]} of microbatch {action.microbatch} on stage {action.stage}{beside}"
+    return Bar(start, end, _COLOURS[action.kind][is_later], str(action.microbatch), title)
+
+
+def draw_bars(
+    rows: Sequence[tuple[str, Sequence[Bar]]],
+    title: str,
+    legend: Sequence[tuple[str, str]],
+    *,
+    has_axis: bool = False,
+) -> str:
+    """Draw rows of bars on one scale of seconds, as SVG text.
+
+    Args:
+        rows: (name, bars) from top to bottom.
+        title: above them.
+        legend: (word, colour).
+        has_axis: write seconds below the rows.
+    """
+    length = max((bar.end_s for _, bars in rows for bar in bars), default=0.0) or 1.0
+    scale = (_TIMELINE_WIDTH - _TIMELINE_LEFT - 10) / length
+    legend_top = _TIMELINE_TOP + len(rows) * (_ROW + _GAP)
+    axis = _axis(length, scale, legend_top) if has_axis else []
+    drawn_legend, height = _legend(legend, legend_top + (40 if has_axis else 18))
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_TIMELINE_WIDTH} {height}" '
+        f'width="{_TIMELINE_WIDTH}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{_TIMELINE_WIDTH}" height="{height}" fill="#ffffff"/>',
+        f'<text x="10" y="22" font-size="14" fill="#222222">{escape(title)}</text>',
+    ]
+    for place, (name, bars) in enumerate(rows):
+        top = _TIMELINE_TOP + place * (_ROW + _GAP)
+        lines.append(f'<text x="10" y="{top + 17}" fill="#222222">{escape(name)}</text>')
+        lines.append(
+            f'<rect x="{_TIMELINE_LEFT}" y="{top}" width="{length * scale:.1f}" height="{_ROW}" fill="#f0f0f0"/>'
+        )
+        lines += [_drawn(bar, scale, top) for bar in bars]
+    return "\n".join([*lines, *axis, *drawn_legend, "</svg>", ""])
+
+
+def _axis(length: float, scale: float, top: int) -> list[str]:
+    """Seconds from the begin of the step, at five places, each with a thin line through the rows."""
+    lines: list[str] = []
+    for part in range(5):
+        x = _TIMELINE_LEFT + length * scale * part / 4
+        side = "start" if part == 0 else "end" if part == 4 else "middle"
+        lines.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TIMELINE_TOP}" y2="{top}" stroke="#bbbbbb" stroke-width="0.5"/>'
+        )
+        words = format_seconds(length * part / 4)
+        lines.append(f'<text x="{x:.1f}" y="{top + 14}" text-anchor="{side}" fill="#222222">{words}</text>')
+    return lines
+
+
+def _drawn(bar: Bar, scale: float, top: int) -> str:
+    left, width = _TIMELINE_LEFT + bar.start_s * scale, (bar.end_s - bar.start_s) * scale
+    text = ""
+    if bar.label and width >= max(_LEAST_LABEL, 7 * len(bar.label) + 2):
+        middle = left + width / 2
+        text = f'<text x="{middle:.1f}" y="{top + 17}" text-anchor="middle" fill="#111111">{escape(bar.label)}</text>'
+    hint = f"<title>{escape(bar.title)}</title>" if bar.title else ""
+    shape = f'x="{left:.2f}" y="{top}" width="{width:.2f}" height="{_ROW}"'
+    return f'<g>{hint}<rect {shape} fill="{bar.fill}" stroke="#ffffff" stroke-width="0.5"/>{text}</g>'
+
+
+def fits(label: str, share: float) -> bool:
+    """Return whether a label has room on a bar that takes this share of the longest row."""
+    return share * (_TIMELINE_WIDTH - _TIMELINE_LEFT - 10) >= max(_LEAST_LABEL, 7 * len(label) + 2)
+
+
+def _legend(legend: Sequence[tuple[str, str]], baseline: int) -> tuple[list[str], int]:
+    """The words in rows that are no wider than the picture, and the picture's height with them."""
+    lines: list[str] = []
+    left = _TIMELINE_LEFT
+    for word, colour in legend:
+        if left > _TIMELINE_LEFT and left + 17 + 7 * len(word) > _TIMELINE_WIDTH:
+            left, baseline = _TIMELINE_LEFT, baseline + 20
+        lines.append(f'<rect x="{left}" y="{baseline - 10}" width="12" height="12" fill="{colour}"/>')
+        lines.append(f'<text x="{left + 17}" y="{baseline}" fill="#222222">{escape(word)}</text>')
+        left += 35 + 7 * len(word)
+    return lines, baseline + 12
+
+
+# The whole answer as one HTML page that needs nothing else: no script, no file beside it, no network.
+
+#: Plans that are listed, and reasons why others are out.
+_LAYOUTS, _REASONS = 10, 12
+#: Terms that make up most of a difference.
+_MOST_TERMS = 3
+#: Letters up to which a figure is not broken into lines.
+_SHORT = 16
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222222; background: #ffffff; max-width: 1240px; margin: 2em auto;
+       padding: 0 1em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #bbbbbb; }
+code { font: 13px/1.4 ui-monospace, monospace; overflow-wrap: anywhere; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; vertical-align: top; padding: 3px 14px 3px 0; border-bottom: 1px solid #eeeeee; }
+.n { white-space: nowrap; } .swatch { display: inline-block; width: 11px; height: 11px; }
+svg { max-width: 100%; height: auto; } .faint { color: #666666; }
+"""
+
+
+def html_page(found: Answer[Candidate], hour_price: float | None = None) -> str:
+    """Return the page of an answer that has a best plan.
+
+    Args:
+        found: what the search answered.
+        hour_price: dollars of one device for one hour.
+    """
+    best, question = found.ranked[0], found.question
+    title = f"{question.model.name} on {question.cluster}"
+    rest = found.num_plans - found.num_estimated
+    parts = [
+        f"<h1>{escape_answer_page(title)}</h1>",
+        f'<p class="faint">{escape_answer_page(question.work)}; {found.num_plans:,} plans: {rest:,} break a rule, '
+        f"{found.num_estimated:,} estimated, {found.num_fit:,} fit in memory</p>",
+        f"<h2>The best plan</h2><p><code>{escape_answer_page(str(best.plan))}</code></p>",
+        _table((), [line.split(maxsplit=1) for line in _joined(headline(best, hour_price)[1:])]),
+        f"<h2>Where a step of {format_seconds(best.step_s)} goes</h2>",
+        _terms(best),
+        waterfall(best).svg(),
+        f"<h2>Memory: {format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)}, "
+        f"{escape_answer_page(fit_words(best.fits))}</h2>",
+        _classes(best),
+        memory_by_rank(best, bytes_by_rank(best)).svg(),
+    ]
+    if best.plan.pp > 1:
+        parts += ["<h2>The pipeline's schedule</h2>", draw_schedule(*drawn_schedule(best))]
+    parts += [
+        "<h2>Other layouts, and why they are not the best</h2>",
+        _others(best, found.layouts(_LAYOUTS)[1:]),
+        "<h2>Memory against speed</h2>",
+        pareto(found).svg(),
+        "<h2>Why all other plans are out</h2>",
+        _table(
+            ("plans", "reason", "an example, and what is wrong with it"),
+            ((f"{each.count:,}", each.name, f"{each.example}: {each.message}") for each in found.refused[:_REASONS]),
+        ),
+    ]
+    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape_answer_page(title)}</title>'
+    return f"{head}<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _joined(lines: Iterable[str]) -> list[str]:
+    """Lines of text with those that go on from the one before."""
+    found: list[str] = []
+    for line in lines:
+        if line.startswith(" ") and found:
+            found[-1] += f"; {line.strip()}"
+        else:
+            found.append(line)
+    return found
+
+
+def _terms(one: Candidate) -> str:
+    rows = sorted(((name, value) for name, value in one.terms.items() if value > 0), key=lambda row: -row[1])
+    return _table(
+        ("", "part of the step", "time", "share"),
+        (
+            (TERM_COLOURS.get(name, ""), TERM_WORDS.get(name, name), format_seconds(value), f"{value / one.step_s:.1%}")
+            for name, value in rows
+        ),
+    )
+
+
+def _classes(one: Candidate) -> str:
+    return _table(
+        ("", "class of memory, on the fullest rank", "bytes", "share"),
+        (
+            (colour, name, format_bytes(one.memory[name]), f"{one.memory[name] / one.usable_bytes:.1%}")
+            for name, colour in CLASS_COLOURS.items()
+            if one.memory.get(name, 0.0) > 0
+        ),
+    )
+
+
+def _others(best: Candidate, layouts: Sequence[Candidate]) -> str:
+    """The best plan of each other layout, with the terms that cost it most."""
+
+    def why(one: Candidate) -> str:
+        rows = differences(best.terms, one.terms)[:_MOST_TERMS]
+        words = (
+            f"{TERM_WORDS.get(name, name)} {'+' if after >= before else ''}{format_seconds(after - before)}"
+            for name, before, after in rows
+        )
+        return "; ".join(words)
+
+    return _table(
+        ("step", "slower", f"{best.question.unit}/s", "memory", "plan", "most of the difference"),
+        (
+            (
+                format_seconds(one.step_s),
+                f"{one.step_s / best.step_s - 1:+.1%}",
+                format_count(one.tokens_per_s),
+                format_bytes(one.total_bytes),
+                f"<code>{escape_answer_page(str(one.plan))}</code>",
+                why(one),
+            )
+            for one in layouts
+        ),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["<table>"]
+    if head:
+        lines.append(f"<tr>{''.join(f'<th>{escape_answer_page(word)}</th>' for word in head)}</tr>")
+    lines += [f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows]
+    return "\n".join([*lines, "</table>"])
+
+
+def _cell(text: str) -> str:
+    if text.startswith("#") and len(text) == len("#rrggbb"):
+        return f'<td><span class="swatch" style="background:{text}"></span></td>'
+    inner = text if text.startswith("<code>") else escape_answer_page(text)
+    is_number = len(text) < _SHORT and (text[:1].isdigit() or text[:1] in ("+", "-"))
+    return f"<td class='n'>{inner}</td>" if is_number else f"<td>{inner}</td>"

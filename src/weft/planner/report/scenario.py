@@ -1,0 +1,254 @@
+"""The same question under other conditions: more devices, a faster network, longer sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft import units
+from weft.config.cluster import ClusterSpec, capped, device
+from weft.errors import ConfigError, Problem, did_you_mean
+from weft.planner.search.best_plans import answer
+from weft.planner.search.candidate import Answer, Candidate
+from weft.planner.search.question import Question
+from weft.planner.search.refine import estimated
+
+#: Formats that plans are priced in and that the runtime does not multiply in; layouts of which that is done.
+_NARROW, _LAYOUTS = ("fp8", "fp4"), 10
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A changed question, as it was typed, and its answer."""
+
+    text: str
+    question: Question
+    answer: Answer[Candidate]
+
+
+def _devices(question: Question, value: float) -> Question:
+    cluster, count = question.cluster, int(value)
+    per_node = cluster.devices_per_node
+    if count <= per_node:
+        return _cluster(question, nodes=1, devices_per_node=count)
+    if count % per_node:
+        raise _error("gpus", f"gpus={count}: nodes have {per_node} devices. Use a multiple of {per_node}.")
+    return _cluster(question, nodes=count // per_node)
+
+
+def _cluster(question: Question, **changes: Any) -> Question:
+    return replace(question, cluster=replace(question.cluster, **changes))
+
+
+def _device(question: Question, field: str, value: float) -> Question:
+    spec = question.cluster.device
+    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
+    return _cluster(question, device=replace(spec, **{"name": name, field: value}))
+
+
+def _flops(question: Question, value: float) -> Question:
+    """Peak of bf16 in TFLOP/s; the other precisions change alike."""
+    spec = question.cluster.device
+    base = spec.peak_flops("bf16") or spec.peak_flops("fp16") or 1.0
+    factor = value * 1e12 / base
+    changed = replace(spec, peaks=tuple((name, peak * factor) for name, peak in spec.peaks))
+    if spec.measured_flops is not None:
+        changed = replace(changed, measured_flops=spec.measured_flops * factor)
+    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
+    return _cluster(question, device=replace(changed, name=name))
+
+
+def _watts(question: Question, value: float) -> Question:
+    """A power cap, which costs rate. What is drawn above the device's own power is not known, so more is refused."""
+    spec = question.cluster.device
+    if not spec.watts or value > spec.watts:
+        rule = f"{spec.name} draws {spec.watts:g}" if spec.watts else f"what {spec.name} draws is not known"
+        raise _error("watts", f"watts={value:g}: {rule}. {'Use less.' if spec.watts else 'Leave it out.'}")
+    name = spec.name if spec.name.endswith("*") else f"{spec.name}*"
+    return _cluster(question, device=capped(replace(spec, name=name, watts=value), spec.watts))
+
+
+def _job(question: Question, field: str, value: float) -> Question:
+    return replace(question, job=replace(question.job, **{field: int(value)}))
+
+
+def _adapter(question: Question, rank: float, base: str = "stored") -> Question:
+    """Train an adapter of this rank on every product of every layer; all else is frozen."""
+    size = question.model.adapter_of(int(rank), base)
+    if not size.width:
+        rule = f"{question.model.name} has no linear layer that an adapter fits"
+        raise _error("adapter", f"adapter={rank:g}: {rule}. Leave it out.")
+    return replace(question, job=replace(question.job, adapter=size))
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """A condition that can be changed: in which unit it is typed, its value now, and how it is set."""
+
+    unit: str
+    now: Callable[[Question], float]
+    set: Callable[[Question, float], Question]
+    whole: bool = False
+
+
+LEVERS: dict[str, Lever] = {
+    "gpus": Lever("devices", lambda q: q.cluster.num_devices, _devices, whole=True),
+    "nodes": Lever("nodes", lambda q: q.cluster.nodes, lambda q, v: _cluster(q, nodes=int(v)), whole=True),
+    "seq": Lever("tokens", lambda q: q.job.seq_len, lambda q, v: _job(q, "seq_len", v), whole=True),
+    "batch": Lever("sequences", lambda q: q.job.global_batch, lambda q, v: _job(q, "global_batch", v), whole=True),
+    "adapter": Lever(
+        "ranks", lambda q: q.job.adapter.rank if q.job.adapter else 16, _adapter, whole=True
+    ),
+    "qlora": Lever(
+        "ranks", lambda q: q.job.adapter.rank if q.job.adapter else 16, lambda q, v: _adapter(q, v, "nf4"), whole=True
+    ),
+    "nic": Lever(
+        "GB/s for each device",
+        lambda q: (q.cluster.device.nic_bytes_per_s or 0.0) / 1e9,
+        lambda q, v: _device(q, "nic_bytes_per_s", v * 1e9),
+    ),
+    "link": Lever(
+        "GB/s for each device",
+        lambda q: q.cluster.device.scale_up_bytes_per_s / 1e9,
+        lambda q, v: _device(q, "scale_up_bytes_per_s", v * 1e9),
+    ),
+    "domain": Lever(
+        "devices",
+        lambda q: q.cluster.device.scale_up_domain,
+        lambda q, v: _device(q, "scale_up_domain", int(v)),
+        whole=True,
+    ),
+    "hbm": Lever(
+        "GiB",
+        lambda q: q.cluster.device.memory_bytes / 2**30,
+        lambda q, v: _device(q, "memory_bytes", int(v * 2**30)),
+    ),
+    "bandwidth": Lever(
+        "GB/s",
+        lambda q: q.cluster.device.memory_bytes_per_s / 1e9,
+        lambda q, v: _device(q, "memory_bytes_per_s", v * 1e9),
+    ),
+    "tflops": Lever(
+        "bf16 TFLOP/s",
+        lambda q: (q.cluster.device.peak_flops("bf16") or q.cluster.device.peak_flops("fp16") or 0.0) / 1e12,
+        _flops,
+    ),
+    "watts": Lever("watts", lambda q: q.cluster.device.watts or 0.0, _watts),
+}  # fmt: skip
+
+
+#: Conditions that are one of some words.
+_WORDS = {"optimizer": ("adamw", "sgd", "muon"), "states": ("fp32", "bf16", "fp8")}
+#: Bytes of a parameter's master and AdamW's two means in these formats.
+_STATES = {"fp32": 12.0, "bf16": 8.0, "fp8": 6.0}
+
+
+def _worded(question: Question, name: str, value: str) -> Question:
+    """The question with another optimizer, or with AdamW's means in another format."""
+    if value not in _WORDS[name]:
+        rule = f"it is {', '.join(_WORDS[name][:-1])} or {_WORDS[name][-1]}"
+        raise _error(name, f"{name}={value}: {rule}. Write e.g. {name}={_WORDS[name][1]}.")
+    job = question.job
+    if name == "optimizer":
+        return replace(question, job=replace(job, optimizer=value))
+    if question.profile is not None and question.profile.machine.kind == "cpu":
+        raise _error(name, f"{name}={value}: a measured host's AdamW keeps its means in fp32. Leave it out.")
+    if job.optimizer != "adamw":
+        raise _error(name, f"states={value}: these are formats of AdamW's means. Use it with optimizer=adamw.")
+    return replace(question, job=replace(job, stack=replace(job.stack, main_bytes=_STATES[value])))
+
+
+def _recorded(question: Question, value: str) -> Question:
+    """The question with plans that launch their steps as CUDA graphs, which no search tries of its own accord."""
+    if value not in ("on", "off"):
+        raise _error("graphs", f"graphs={value}: it is on or off. Write graphs=on.")
+    return replace(question, fixed={**question.fixed, "graphs": value == "on"})
+
+
+def change(question: Question, text: str) -> Question:
+    """The question under "gpus=16,nic=2x": each word sets a lever to a number, or to a multiple of what it is.
+
+    `cluster=4x8xh200` or `device=h200` changes the machines. Raises ConfigError.
+    """
+    for word in text.split(","):
+        name, equals, value = (part.strip() for part in word.partition("="))
+        if not equals or not value:
+            raise _error("what-if", f"what-if={word!r}: a change is name=value. Write e.g. 'gpus=16,nic=2x,seq=16384'.")
+        if name in ("cluster", "device"):
+            machines = (
+                ClusterSpec.parse(value) if name == "cluster" else replace(question.cluster, device=device(value))
+            )
+            question = replace(question, cluster=machines)
+            continue
+        if name == "graphs":
+            question = _recorded(question, value)
+            continue
+        if name in _WORDS:
+            question = _worded(question, name, value)
+            continue
+        lever = LEVERS.get(name)
+        if lever is None:
+            known = ["cluster", "device", "precision", "graphs", *_WORDS, *LEVERS]
+            hint = did_you_mean(name, known) or f" Known: {', '.join(known)}."
+            raise _error("what-if", f"what-if={name}: not a quantity that can be changed.{hint}")
+        question = lever.set(question, _number(name, value, lever, lever.now(question)))
+    if question.job.seq_len > 1 and not question.model.reads_sequence:
+        raise _error(
+            "seq", f"seq={question.job.seq_len}: {question.model.name} has no sequence dimension. Leave it out."
+        )
+    if question.job.seq_len > question.model.spec.max_seq_len:
+        rule = f"{question.model.name} reads at most {question.model.spec.max_seq_len} tokens"
+        raise _error("seq", f"seq={question.job.seq_len}: {rule}. Use less.")
+    return question
+
+
+def _number(name: str, text: str, lever: Lever, now: float) -> float:
+    try:
+        plain = text.replace(".", "", 1).isdigit()
+        value = now * float(text[:-1]) if text.endswith("x") else float(text) if plain else units.parse_count(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e12 or (lever.whole and value != int(value)):
+        kind = "whole number" if lever.whole else "number"
+        rule = f"a {kind} of {lever.unit} above 0 is needed, or a multiple of today's {now:g}"
+        raise _error(name, f"{name}={text}: {rule}. Write e.g. {name}={max(1, round(2 * now))} or {name}=2x.")
+    return value
+
+
+def what_if(text: str, question: Question) -> Scenario:
+    """Answer the question under a change.
+
+    Raises:
+        ConfigError: where the change cannot be read.
+    """
+    words = [word.strip() for word in text.split(",")]
+    narrow = [word.partition("=")[2].strip() for word in words if word.partition("=")[0].strip() == "precision"]
+    rest = ",".join(word for word in words if word.partition("=")[0].strip() != "precision")
+    changed = change(question, rest) if rest else question
+    found = answer(changed)
+    return Scenario(text, changed, _in_format(found, narrow[-1]) if narrow else found)
+
+
+def _in_format(found: Answer[Candidate], narrow: str) -> Answer[Candidate]:
+    """The best plans as if their products were made in fp8 or fp4, which no search chooses.
+
+    Plans are those that are best in half precision; the masters, and what is not a product, stay as they are.
+    """
+    question = found.question
+    has = [name for name in _NARROW if question.cluster.device.peak_flops(name)]
+    if narrow not in has:
+        rule = f"{question.cluster.device.name} multiplies in no format of that name"
+        remedy = f"Use precision={' or '.join(has)}" if has else "Leave it out; only newer devices have fp8"
+        raise _error("precision", f"precision={narrow}: {rule}. {remedy}.")
+    if question.model.traced is not None:
+        raise _error("precision", f"precision={narrow}: {question.model.name} was traced in one format. Leave it out.")
+    plans = [one.plan for one in found.layouts(_LAYOUTS) if one.plan.precision in ("bf16", "fp16")]
+    if not plans:
+        return found
+    ranked = sorted(estimated(plans, question, narrow), key=lambda one: one.step_s)
+    return replace(found, ranked=tuple(ranked), pareto=())
+
+
+def _error(field: str, message: str) -> ConfigError:
+    return ConfigError([Problem(field, message)])

@@ -1,0 +1,538 @@
+"""Memory of a plan in closed form: activations of decoders by token, and what each change of a plan takes away.
+
+Estimates, good to about a fifth where the model is one of the known families: enough to rank remedies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from weft.config.cluster import DeviceSpec, devices
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import PLAN_FIELDS, Plan, plan_fields
+from weft.config.plan_rules import LASTING, check
+from weft.config.plan_text import split_plan
+from weft.config.rule import Facts, Violation
+from weft.errors import PlanError
+from weft.planner.cost.memory_terms import layer_bytes
+from weft.planner.report.explanation import TERM_WORDS, differences, fit_words
+from weft.planner.report.scenario import Scenario, change
+from weft.planner.search.best_plans import answer, host_message
+from weft.planner.search.candidate import Answer, Candidate
+from weft.planner.search.question import Question
+from weft.planner.search.refine import changed_words, estimated, neighbours
+from weft.planner.space.columns import Columns, Job
+from weft.planner.space.shape import Shape
+from weft.units import format_bytes, format_seconds
+
+_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8, "fp8": 2, "tf32": 4}
+#: Share of the activations of blocks that selective and full recompute leave, for models of unknown shape.
+_LEFT = {"none": 1.0, "attention": 1.0, "selective": 0.55, "full": 0.1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Bytes on one rank, by class, at the moment that counts.
+
+    optimizer: states and master weights, also where they are yet to be made. activations: and temporaries.
+    num_rows, num_tokens: of one microbatch; 0 where unknown. num_blocks: repeated blocks of the model.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_blocks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRemedy:
+    """One change of a plan. saved_bytes: about so much less on each rank. enough: that is what was lacking, or more."""
+
+    plan: Plan
+    change: str
+    saved_bytes: int
+    enough: bool
+
+
+def activation_bytes(shape: DecoderSpec, num_tokens: int, precision: str, recompute: str) -> int:
+    """Bytes that one microbatch of a decoder keeps at the end of forward, logits and their loss in fp32 included.
+
+    Under recompute one layer more is whole while its backward runs. A budget may keep everything.
+    """
+    width = _WIDTHS[precision]
+    job = Job(shape=Shape.of_decoder(shape), seq_len=num_tokens, global_batch=1)
+    plan = Plan(precision=precision, recompute=recompute if recompute in _LEFT else "none")
+    layer = layer_bytes(job, Columns.of([plan], job))
+    whole, kept = float(layer.whole[0]), float(layer.kept[0])
+    ends = num_tokens * (2 * shape.dim * width + shape.vocab_size * (width + max(width, 4)))
+    return int(shape.num_layers * kept + (whole - kept) + ends)
+
+
+def remedies(
+    plan: Plan,
+    usage: Usage,
+    missing_bytes: int,
+    facts: Facts | None = None,
+    shape: DecoderSpec | None = None,
+    can_offload: bool = True,
+) -> list[MemoryRemedy]:
+    """The three smallest changes of a plan that save `missing_bytes`, the one that disturbs training least first.
+
+    Those that save enough come first, in the order of how much they change: nothing but the number of passes, then
+    who holds what, then what is computed twice, then number formats, the host, and last more devices. Changes that
+    a rule refuses are left out. missing_bytes: 0 where unknown. can_offload: False on a CPU, whose memory is the
+    host's, so that offload saves nothing.
+    """
+    found: list[MemoryRemedy] = []
+    for fields in _changes(plan, usage, missing_bytes, shape):
+        if "offload" in fields and not can_offload:
+            continue
+        candidate = plan.replace(**fields)
+        if check(candidate, facts if candidate.world_size == plan.world_size else None):
+            continue
+        saved = _saved(plan, candidate, usage, shape)
+        if saved > 0:
+            found.append(MemoryRemedy(candidate, _words(plan, candidate), saved, saved >= missing_bytes))
+    enough = [remedy for remedy in found if remedy.enough]
+    rest = sorted((remedy for remedy in found if not remedy.enough), key=lambda remedy: -remedy.saved_bytes)
+    return [*enough, *rest][:3]
+
+
+def _changes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) -> list[dict[str, object]]:
+    """Candidates, the least disturbing first; each the smallest of its kind that is enough, or its largest."""
+    ranks = plan.dp_size
+    changes: list[dict[str, object]] = [*_more_passes(plan, usage, missing, shape)]
+    sharded: dict[str, object] = {"dp_shard": ranks, "dp_replicate": 1} if plan.zero == 0 else {}
+    stages = range(plan.zero + 1, 4) if ranks > 1 else range(0)
+    changes += [{"zero": zero, **sharded} for zero in stages if zero < 3]
+    if plan.recompute in ("none", "attention"):
+        changes.append({"recompute": "selective"})
+    if plan.recompute != "full":
+        changes.append({"recompute": "full"})
+    changes += [{"zero": zero, **sharded} for zero in stages if zero == 3]
+    if plan.precision in ("fp32", "tf32", "fp64"):
+        changes.append({"precision": "bf16"})
+    for part in ("optimizer", "activations"):
+        if part not in plan.offload:
+            changes.append({"offload": (*plan.offload, part)})
+    changes.append({"dp_shard": 2 * max(plan.dp_shard, 1), "zero": max(plan.zero, 1)})
+    changes.append({"dp_shard": 2 * max(plan.dp_shard, 1), "zero": 3})
+    return changes
+
+
+def _more_passes(plan: Plan, usage: Usage, missing: int, shape: DecoderSpec | None) -> list[dict[str, object]]:
+    field, passes = ("microbatches", plan.microbatches) if plan.pp > 1 else ("accumulation", plan.accumulation)
+    factors = [factor for factor in range(2, usage.num_rows + 1) if usage.num_rows % factor == 0]
+    for factor in factors:
+        change: dict[str, object] = {field: passes * factor}
+        if factor == factors[-1] or _saved(plan, plan.replace(**change), usage, shape) >= missing:
+            return [change]
+    return []
+
+
+def _saved(plan: Plan, other: Plan, usage: Usage, shape: DecoderSpec | None) -> int:
+    """Bytes that a rank holds less under the other plan."""
+    before, after = _total(plan, plan, usage, shape), _total(plan, other, usage, shape)
+    return int(before - after)
+
+
+def _total(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | None) -> float:
+    """Bytes under `plan`, from what was counted under `measured`."""
+    parameters = usage.parameters * _share(plan, 3) / _share(measured, 3)
+    if plan.zero == 3 and measured.zero < 3:
+        parameters += 2 * usage.parameters / (usage.num_blocks + 2)  # two units are gathered at a time
+    gradients = usage.gradients * _share(plan, 2) / _share(measured, 2)
+    optimizer = usage.optimizer * _share(plan, 1) / _share(measured, 1)
+    if plan.precision == "bf16" and measured.precision in ("fp32", "tf32", "fp64"):
+        ratio = _WIDTHS["bf16"] / _WIDTHS[measured.precision]
+        optimizer += usage.parameters / _share(measured, 3) * _share(plan, 1)  # master weights, beside the rounded ones
+        parameters *= ratio
+    if "optimizer" in plan.offload:
+        optimizer = 0.0
+    return parameters + gradients + optimizer + _activations(measured, plan, usage, shape)
+
+
+def _share(plan: Plan, stage: int) -> float:
+    """What part of a class of states one rank holds; it is sharded from this ZeRO stage on."""
+    return 1 / plan.dp_shard if plan.zero >= stage else 1.0
+
+
+def _activations(measured: Plan, plan: Plan, usage: Usage, shape: DecoderSpec | None) -> float:
+    if "activations" in plan.offload and "activations" not in measured.offload:
+        return 2 * usage.activations / (usage.num_blocks + 2)
+    passes = measured.microbatches_per_step / plan.microbatches_per_step
+    if shape is not None and usage.num_tokens and measured.recompute in _LEFT and plan.recompute in _LEFT:
+        return activation_bytes(shape, int(usage.num_tokens * passes), plan.precision, plan.recompute)
+    left = _left(plan, usage) / _left(measured, usage)
+    return usage.activations * passes * left * _WIDTHS[plan.precision] / _WIDTHS[measured.precision]
+
+
+def _left(plan: Plan, usage: Usage) -> float:
+    """Share of the activations that recompute leaves; the block under way is whole."""
+    kept = _LEFT.get(plan.recompute, 0.5)
+    return kept + (1 - kept) / usage.num_blocks
+
+
+def _words(plan: Plan, other: Plan) -> str:
+    """The fields that differ, as they are typed."""
+    old, new = (set(value.format().split()) for value in (plan, other))
+    return " ".join(sorted(new - old, key=other.format().split().index)) or str(other)
+
+
+# Where nothing fits: the smallest changes of the question to which the answer is yes.
+
+#: A look at a few plans is enough to say whether anything fits.
+_FEW_PLANS = 60_000
+_MOST_DEVICES = 4096
+
+
+def nearest_yes(question: Question) -> list[Scenario]:
+    """Return up to five changed questions that have an answer.
+
+    Fewer decided fields, an adapter, more devices, a larger device, shorter sequences.
+    """
+    found: list[Scenario] = []
+    breaks_rules = bool(question.fixed) and not _keeps_rules(question)
+    for ways in (_fewer_words,) if breaks_rules else _WAYS:
+        scenario = _first_that_fits(ways(question))
+        if scenario is not None:
+            found.append(scenario)
+    return found
+
+
+def _first_that_fits(ways: Iterator[tuple[str, Question]]) -> Scenario | None:
+    for text, changed in ways:
+        asked = replace(changed, most_plans=_FEW_PLANS)
+        found = answer(asked)
+        if found.best is not None:
+            return Scenario(text, asked, found)
+    return None
+
+
+def _changed(question: Question, texts: Iterable[str]) -> Iterator[tuple[str, Question]]:
+    return ((text, change(question, text)) for text in texts)
+
+
+def _fewer_words(question: Question) -> Iterator[tuple[str, Question]]:
+    """The decided fields but for one of them, then but for all."""
+    names = list(question.fixed)
+    for left_out in [*([name] for name in names), *([names] if len(names) > 1 else [])]:
+        fixed = {name: value for name, value in question.fixed.items() if name not in left_out}
+        words = (f"{name}={PLAN_FIELDS[name].kind.write(question.fixed[name])}" for name in left_out)
+        yield f"without {' '.join(words)}", replace(question, fixed=fixed)
+
+
+def _more_devices(question: Question) -> Iterator[tuple[str, Question]]:
+    """The next powers of two; beyond one node, whole nodes of eight."""
+    cluster = question.cluster
+    count = 1
+    while count <= cluster.num_devices:
+        count *= 2
+    while count <= _MOST_DEVICES:
+        per_node = min(count, max(8, cluster.devices_per_node))
+        larger = replace(cluster, nodes=count // per_node, devices_per_node=per_node)
+        yield f"cluster={count // per_node}x{per_node}x{cluster.device.name}", replace(question, cluster=larger)
+        count *= 2
+
+
+def _larger_devices(question: Question) -> Iterator[tuple[str, Question]]:
+    """Known devices of the same maker with more memory, the next one first."""
+    cluster = question.cluster
+    maker = _maker(cluster.device)
+    larger = [
+        one
+        for one in devices().values()
+        if one.memory_bytes > cluster.device.memory_bytes and (not maker or _maker(one) == maker)
+    ]
+    ranked = sorted(larger, key=lambda one: one.memory_bytes)
+    yield from _changed(question, (f"device={one.name}" for one in ranked if _keeps_formats(cluster.device, one)))
+
+
+def _keeps_formats(now: DeviceSpec, other: DeviceSpec) -> bool:
+    """Whether another device multiplies in half precision as today's does: an older one is no way out."""
+    return now.peak_flops("bf16") is None or other.peak_flops("bf16") is not None
+
+
+def _maker(device: DeviceSpec) -> str:
+    return device.title.partition(" ")[0]
+
+
+def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
+    """An adapter in place of all weights, on what is there, beside weights in 4 bits; then with shorter sequences."""
+    now = question.job.adapter
+    if now is not None and now.base != "stored":
+        return
+    ways = [f"qlora={now.rank}"] if now is not None else ["adapter=16", "qlora=16"]
+    if question.model.adapter_of(16).width:
+        yield from _changed(question, [*ways, *(f"{way},{shorter}" for way in ways for shorter in _lengths(question))])
+
+
+def _shorter_sequences(question: Question) -> Iterator[tuple[str, Question]]:
+    return _changed(question, _lengths(question))
+
+
+def _lengths(question: Question) -> Iterator[str]:
+    length = question.job.seq_len // 2
+    while length >= 512:
+        yield f"seq={length}"
+        length //= 2
+
+
+def _keeps_rules(question: Question) -> bool:
+    """Whether any plan with the decided fields keeps the rules: else other machines would not help."""
+    return answer(replace(question, most_plans=_FEW_PLANS)).num_estimated > 0
+
+
+_WAYS = (_fewer_words, _adapters, _more_devices, _larger_devices, _shorter_sequences)
+
+
+# Why a plan is not the answer: the first limit that it breaks, in numbers, and the smallest changes that mend it.
+
+#: Changes that are shown; how many are made one after another, and from how many plans each time.
+_MOST, _DEPTH, _BEAM = 6, 8, 12
+#: Plans that are shown where the rules know no way to mend one.
+_CLOSEST = 3
+_UNSAID = "the plan names no precision, so it is one in fp32. Add precision={} for one in half precision."
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of the plan that makes it fit, or legal: as it is typed, and what comes of it."""
+
+    words: str
+    after: Candidate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhyNot:
+    """The verdict on one plan.
+
+    kind: "rule" (it breaks one), "memory" (it does not fit), "slower" (than the best) or "best".
+    sentence: the first limit that is broken, with numbers. remedies: the smallest changes first.
+    """
+
+    kind: str
+    sentence: str
+    plan: Plan
+    candidate: Candidate | None
+    violations: tuple[Violation, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
+    best: Candidate | None = None
+    details: tuple[str, ...] = field(default=())
+
+    def lines(self) -> list[str]:
+        """Return the verdict as text."""
+        lines = [f"plan    {self.plan}", f"why not {self.sentence}", *(f"        {line}" for line in self.details)]
+        if self.remedies:
+            lines.append(
+                "changes " + ("that fit" if self.kind == "memory" else "that mend it") + ", the smallest first"
+            )
+        base = self.candidate.step_s if self.candidate else None
+        for one in self.remedies:
+            lines.append(f"  {one.words:<44} {_outcome(one.after, base)}")
+        if self.best is not None and self.kind != "best":
+            lines.append(f"best    {self.best.plan}")
+            lines.append(f"        {_outcome(self.best, base)}")
+        return lines
+
+
+def _outcome(one: Candidate, base: float | None) -> str:
+    change = "" if base is None else f", {one.step_s / base - 1:+.1%} time"
+    return f"{format_seconds(one.step_s)} a step{change}; {format_bytes(one.total_bytes)}, {fit_words(one.fits)}"
+
+
+def why_not(text: str, question: Question, found: Answer[Candidate]) -> WhyNot:
+    """Judge a plan that the user typed.
+
+    Args:
+        text: the plan.
+        question: what is asked.
+        found: the answer to the same question.
+
+    Raises:
+        PlanError: where the text is no plan.
+    """
+    plan = read_plan(text, question)
+    meant = _meant(text, plan, question)
+    unsaid = () if meant is plan else (_UNSAID.format(meant.precision),)
+    violations = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
+    best = found.best
+    if violations:
+        return _with_details(_against_rules(plan, meant, violations, question, found), unsaid)
+    candidate = estimated([plan], question)[0]
+    if candidate.fits < question.fits:
+        return _with_details(_too_large(candidate, meant, question, best), unsaid)
+    if best is None or candidate.step_s <= best.step_s * 1.0005:
+        sentence = "this is the best plan: no other plan that was tried is faster."
+        return WhyNot(kind="best", sentence=sentence, plan=candidate.plan, candidate=candidate, best=best)
+    slower = candidate.step_s / best.step_s - 1
+    sentence = (
+        f"it runs and {fit_words(candidate.fits)}, and takes {format_seconds(candidate.step_s)} a step, "
+        f"{slower:.1%} more than the best."
+    )
+    rows = differences(best.terms, candidate.terms)[:5]
+    details = [f"{TERM_WORDS.get(name, name)}: {_signed(after - before)}" for name, before, after in rows]
+    return WhyNot(
+        kind="slower",
+        sentence=sentence,
+        plan=candidate.plan,
+        candidate=candidate,
+        remedies=tuple(_faster(candidate, question)),
+        best=best,
+        details=(*details, *unsaid),
+    )
+
+
+def _meant(text: str, plan: Plan, question: Question) -> Plan:
+    """The plan with what people take for granted: without a precision it is one in fp32, and they mean half precision.
+
+    Where nothing is left out, the plan itself.
+    """
+    named = {word.partition("=")[0] for word in text.split()}
+    half = "bf16" if question.cluster.device.peak_flops("bf16") else "fp16"
+    if "precision" in named or plan.precision != "fp32" or not question.cluster.device.peak_flops(half):
+        return plan
+    return plan.replace(precision=half)
+
+
+def _with_details(found: WhyNot, more: tuple[str, ...]) -> WhyNot:
+    return replace(found, details=(*found.details, *more))
+
+
+def read_plan(text: str, question: Question) -> Plan:
+    """A plan from its text; `*` takes the devices that the other axes leave. Raises PlanError."""
+    words, problems = split_plan(text)
+    if problems:
+        raise PlanError(problems)
+    return Plan.from_mapping(words, question.cluster.num_devices)
+
+
+def _against_rules(
+    plan: Plan, meant: Plan, violations: Sequence[Violation], question: Question, found: Answer[Candidate]
+) -> WhyNot:
+    mended = _mended(meant, question)
+    if mended is not None:
+        # What keeps the rules and does not fit mends nothing: then go on from there to what does.
+        ends = _ends(estimated([mended], question)[0], question)
+    else:  # no rule knows a way out: of the plans that were found, those that say most of what this one says
+        ends = sorted(found.ranked, key=lambda one: len(_all_changes(plan, one.plan).split()))[:_CLOSEST]
+    remedies = [Remedy(_all_changes(plan, each.plan), each) for each in ends]
+    return WhyNot(
+        kind="rule",
+        sentence=violations[0].message,
+        plan=plan,
+        candidate=None,
+        violations=tuple(violations),
+        remedies=tuple(remedies),
+        best=found.best,
+        details=tuple(violation.message for violation in violations[1:]),
+    )
+
+
+def _ends(one: Candidate, question: Question) -> list[Candidate]:
+    """The candidate itself where it fits; else what the smallest changes make of it that do."""
+    return [one] if one.fits >= question.fits else [each.after for each in fitting_changes(one, question)]
+
+
+def _all_changes(before: Plan, after: Plan) -> str:
+    """The words of a plan that differ from those of one that breaks a rule."""
+    changed = [name for name in plan_fields() if getattr(after, name) != getattr(before, name)]
+    words = {part.partition("=")[0]: part for part in str(after).split()}
+    return " ".join(words.get(name, f"without {name}") for name in changed)
+
+
+def _mended(plan: Plan, question: Question) -> Plan | None:
+    """The plan after every broken rule's own fix, one after another; None where that does not end well."""
+    for _ in range(8):
+        broken = check(plan, question.facts, LASTING) or check(plan, question.facts, question.rules)
+        if not broken:
+            return plan
+        fix = next((violation.fix for violation in broken if violation.fix is not None), None)
+        if fix is None or fix == plan:
+            return None
+        plan = fix
+    return None
+
+
+def _too_large(candidate: Candidate, meant: Plan, question: Question, best: Candidate | None) -> WhyNot:
+    parts = sorted(candidate.memory.items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts if value >= candidate.total_bytes / 100)
+    missing = candidate.total_bytes - candidate.usable_bytes
+    short = f"{format_bytes(missing)} too much" if missing > 0 else "too near the limit"
+    where = "the fullest rank" if question.cluster.num_devices > 1 else "the device"
+    if meant.precision == candidate.plan.precision:
+        remedies = fitting_changes(candidate, question)
+    else:
+        ends = _ends(estimated([meant], question)[0], question)
+        remedies = [Remedy(changed_words(candidate.plan, each.plan), each) for each in ends]
+    if candidate.host_bytes > candidate.host_limit:
+        return WhyNot(
+            kind="memory",
+            sentence=f"out of memory on the host: {host_message(candidate.host_bytes, candidate.host_limit)}",
+            plan=candidate.plan,
+            candidate=candidate,
+            remedies=tuple(remedies),
+            best=best,
+        )
+    sentence = (
+        f"out of memory on {where}: {format_bytes(candidate.total_bytes)} of {format_bytes(candidate.usable_bytes)}, "
+        f"{short} ({fit_words(candidate.fits)})."
+    )
+    return WhyNot(
+        kind="memory",
+        sentence=sentence,
+        plan=candidate.plan,
+        candidate=candidate,
+        remedies=tuple(remedies),
+        best=best,
+        details=(f"{shown}.",),
+    )
+
+
+def fitting_changes(candidate: Candidate, question: Question) -> list[Remedy]:
+    """The smallest changes that make a plan fit: as few fields as possible, then as fast as possible.
+
+    One change is tried everywhere, in small steps; where none is enough, another one from the plans that then need
+    least memory.
+    """
+    beam, seen = [candidate.plan], {candidate.plan}
+    for depth in range(_DEPTH):
+        near = (one for seed in beam for one in neighbours(seed, question, fine=depth == 0))
+        reached = {one: None for one in near if one not in seen}
+        nearby = estimated(reached, question)
+        fitting = [one for one in nearby if one.fits >= question.fits]
+        if fitting:
+            return _smallest(candidate, fitting)
+        seen |= set(reached)
+        beam = [one.plan for one in sorted(nearby, key=_need)[:_BEAM]]
+    return []
+
+
+def _need(one: Candidate) -> float:
+    """What a plan needs over what there is: of the device's memory or of its host's, whichever is scarcer."""
+    return max(one.total_bytes / one.usable_bytes, one.host_bytes / one.host_limit)
+
+
+def _smallest(before: Candidate, fitting: Iterable[Candidate]) -> list[Remedy]:
+    """One remedy for each set of fields that changes."""
+    found: dict[tuple[str, ...], Remedy] = {}
+    for one in sorted(fitting, key=lambda one: one.step_s):
+        words = changed_words(before.plan, one.plan)
+        found.setdefault(tuple(word.partition("=")[0] for word in words.split()), Remedy(words, one))
+    smallest = sorted(found.items(), key=lambda item: (len(item[0]), item[1].after.step_s))
+    return [remedy for _, remedy in smallest[:_MOST]]
+
+
+def _faster(candidate: Candidate, question: Question) -> list[Remedy]:
+    """Single changes that fit and are faster, the fastest first."""
+    nearby = [one for one in estimated(neighbours(candidate.plan, question), question) if one.fits >= question.fits]
+    better = sorted((one for one in nearby if one.step_s < candidate.step_s * 0.999), key=lambda one: one.step_s)
+    return [Remedy(changed_words(candidate.plan, one.plan), one) for one in better[:_MOST]]
+
+
+def _signed(seconds: float) -> str:
+    return f"+{format_seconds(seconds)}" if seconds >= 0 else format_seconds(seconds)

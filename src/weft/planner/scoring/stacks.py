@@ -1,0 +1,95 @@
+"""Which software a published run used, by rules over what its row says."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import tomllib
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from weft.planner.space.shape import Stack
+
+_FEATURES = frozenset(each.name for each in dataclasses.fields(Stack))
+_DEFAULTS = {each.name: each.default for each in dataclasses.fields(Stack)}
+
+
+@dataclass(frozen=True, slots=True)
+class StackRule:
+    """One rule of stacks.toml. over: the rules that it is more special than."""
+
+    name: str
+    words: re.Pattern[str]
+    unless: re.Pattern[str] | None
+    gpu: re.Pattern[str]
+    over: frozenset[str]
+    cite: str
+    values: tuple[tuple[str, Any], ...]
+    factors: tuple[tuple[str, float], ...]
+
+    def holds(self, text: str, gpu: str) -> bool:
+        """Return whether the rule speaks of a row."""
+        if self.unless is not None and self.unless.search(text):
+            return False
+        return bool(self.words.search(text) and self.gpu.search(gpu))
+
+
+@functools.cache
+def _file() -> dict[str, Any]:
+    text = resources.files("weft.planner.scoring").joinpath("stacks.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@functools.cache
+def stack_rules() -> tuple[StackRule, ...]:
+    """Return the rules, the more special ones after those that they are more special than."""
+    return tuple(
+        StackRule(
+            name=rule["name"],
+            words=re.compile(rule["words"]),
+            unless=re.compile(rule["unless"]) if "unless" in rule else None,
+            gpu=re.compile(rule.get("gpu", "")),
+            over=frozenset(rule.get("over", ())),
+            cite=rule.get("cite", ""),
+            values=tuple(rule["set"].items()),
+            factors=tuple(rule.get("times", {}).items()),
+        )
+        for rule in _file()["rule"]
+    )
+
+
+def counts_causal_half(text: str) -> bool:
+    """Whether a table counts attention's floating-point operations over the causal half alone."""
+    rules = [rule for rule in _file()["flops"] if re.search(rule["words"], text)]
+    return bool(rules) and rules[-1]["count"] == "causal"
+
+
+@functools.cache
+def _networks() -> tuple[tuple[re.Pattern[str], float], ...]:
+    return tuple((re.compile(each["words"]), float(each["gbit_per_node"])) for each in _file()["network"])
+
+
+def known_network(text: str) -> float | None:
+    """Bytes per second of one node's network, where the machine is known."""
+    for pattern, gbit in _networks():
+        if pattern.search(text):
+            return gbit / 8 * 1e9
+    return None
+
+
+def stack_of(text: str, gpu: str, rules: tuple[StackRule, ...] | None = None) -> tuple[Stack, str]:
+    """The stack of a run, and what its "selective" recompute stands for: "attention", "selective" or "half".
+
+    text: source, table and notes in lower case.
+    """
+    values: dict[str, Any] = dict(_file()["start"])
+    factors: dict[str, float] = {}
+    for rule in stack_rules() if rules is None else rules:
+        if rule.holds(text, gpu):
+            values |= dict(rule.values)
+            factors |= {name: factors.get(name, 1.0) * factor for name, factor in rule.factors}
+    values |= {name: values.get(name, _DEFAULTS[name]) * factor for name, factor in factors.items()}
+    selective = str(values.pop("selective", "attention"))
+    return Stack(**{name: value for name, value in values.items() if name in _FEATURES}), selective

@@ -1,0 +1,507 @@
+"""A save behind training: a thread that writes, tries again what failed, and is asked how it ended."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from weft.checkpoint.folders import Together, step_in_name
+from weft.checkpoint.load import Found, list_checkpoints, load_checkpoint, newest_checkpoint, verify_checkpoint
+from weft.checkpoint.object_store import Location
+from weft.checkpoint.peer_copies import CopyHome
+from weft.checkpoint.prune import prune_checkpoints, set_aside, set_unfinished_aside
+from weft.checkpoint.safetensors_files import RawArray
+from weft.checkpoint.save import SavedPiece, save_pieces
+from weft.config.run_config import RunConfig
+from weft.errors import CheckpointError, CommError, UnfitError
+from weft.train.batching_by_cost import StepPlaces
+from weft.train.engine import GROUPS, Engine
+from weft.train.folder import RunFolder
+from weft.train.hooks import Progress, SaveEnd
+from weft.train.peer_copies import Copies
+from weft.train.reporting import rate_change, rate_state
+from weft.train.state_io import DigestsBehind
+from weft.units import counted
+
+#: Seconds before a failed save is tried again, at first and at most.
+_PAUSE_S = (1.0, 30.0)
+#: How long (s) a rank that fails waits for the save under way; where others are gone, it may just be about to end.
+_LAST_WAIT_S, _LAST_WAIT_ALONE_S = 30.0, 0.5
+
+
+class Save:
+    """One save of one rank. Errors are those of all ranks alike, so that all try again together.
+
+    Args:
+        step: optimizer steps done.
+        act: writes and commits it with all ranks, and returns its path.
+        retries: how often a CheckpointError is tried again.
+        holds: whether it is tried on after that, while training waits.
+        is_copy: it goes to memory, and training goes on without it where it fails.
+    """
+
+    def __init__(
+        self, step: int, act: Callable[[], Location], retries: int = 0, holds: bool = False, is_copy: bool = False
+    ):
+        self.step, self.is_copy = step, is_copy
+        self._act, self._retries, self._holds = act, retries, holds
+        self._began = time.perf_counter()
+        self._over = threading.Event()
+        self._given_up = threading.Event()
+        self._path: Location | None = None
+        self._durable_s = 0.0
+        #: How long training waited for it (s).
+        self.stall_s = 0.0
+        #: What each failed try said.
+        self.failures: list[str] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Write it in this thread; what goes wrong is kept for `end`."""
+        try:
+            self._path = self._tried()
+        except Exception as error:
+            self.error = error
+        finally:
+            self._durable_s = time.perf_counter() - self._began
+            self._over.set()
+
+    def start(self) -> None:
+        """Write it in a thread of its own, which dies with the process: what has no COMMIT then never counted."""
+        threading.Thread(target=self.run, name="weft-save", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._over.is_set()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether training waits until it works."""
+        return self._holds and not self.is_over and len(self.failures) > self._retries
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until it is over; what training waits is its stall."""
+        began = time.perf_counter()
+        self._over.wait(seconds)
+        self.stall_s += time.perf_counter() - began
+
+    def leave(self, error: BaseException) -> None:
+        """Wait for it once more after an error that ends this rank: it may be the last one, but needs all ranks to end.
+
+        It gets little time where another rank is gone or silent.
+        """
+        self._given_up.set()
+        is_alone = isinstance(error, CommError) and not error.peer_ends
+        self.wait(_LAST_WAIT_ALONE_S if is_alone else _LAST_WAIT_S)
+
+    def end(self) -> SaveEnd:
+        """Return how it ended, or raise what it failed on."""
+        if self.error is not None and self.is_copy:
+            return SaveEnd(self.step, note=f"step {self.step} is not copied to memory: {self.error}")
+        if isinstance(self.error, UnfitError):
+            return SaveEnd(self.step, why=str(self.error))
+        if self.error is not None:
+            raise self.error
+        return SaveEnd(self.step, self._path, "", "", self.stall_s, self._durable_s, self.is_copy)
+
+    def _tried(self) -> Location:
+        pause = _PAUSE_S[0]
+        while True:
+            try:
+                return self._act()
+            except UnfitError:
+                raise
+            except CheckpointError as error:
+                self.failures.append(str(error))
+                if len(self.failures) > self._retries and not self._holds:
+                    raise
+                if self._given_up.wait(pause):
+                    raise
+                pause = min(2 * pause, _PAUSE_S[1])
+
+
+# A run's checkpoints: which one it goes on from, which weights may be saved, which of them stay.
+
+#: Weights beyond this are spoilt: their squares, which norms add up, leave fp32.
+_LARGEST_WEIGHT = 1e18
+#: Skipped checkpoints that are named in the log.
+_MOST_SHOWN = 8
+
+
+class Keeper:
+    """Saves and resumes one run, on all ranks together: one save at a time, behind training where that is wished.
+
+    Args:
+        folder: of the run.
+        config: of the run.
+        engine: what is saved.
+        home: what keeps copies in the memory of this host.
+        elsewhere: returns the checkpoint that the run goes on from in the place of its own newest one, whose step it
+            takes; None: from its own. All ranks call it.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        engine: Engine,
+        home: CopyHome | None = None,
+        elsewhere: Callable[[int | None], Location | None] = lambda own: None,
+    ):
+        self._elsewhere = elsewhere
+        self._folder, self._config, self._engine = folder, config, engine
+        self._background, self._talk = config.checkpoint.background, engine.talk()
+        self._save: Save | None = None
+        self._ends = deque[SaveEnd]()  # the thread of a save adds to it
+        self._num_told = 0
+        self._together = Together(engine.rank, engine.plan.world_size, engine.on_first, engine.gather)
+        self._resumed = 0
+        self._digests: DigestsBehind | None = None
+        self._good_step = 0
+        self._copies: Copies | None = None
+        self._notes: list[str] = []
+        if every := config.checkpoint.peer_every:
+            self._copies, self._notes = Copies.open(home, self._together, every, engine.checkpoint_bytes)
+
+    def resume(self) -> tuple[Progress, list[str]]:
+        """Load the newest valid checkpoint, or that of `resume.step`: the first rank looks, the others follow.
+
+        Returns its progress, and lines that say what was found. Raises CheckpointError where there is nothing to
+        resume from although there should be.
+        """
+        path, notes = self._copied()
+        if from_disk := path is None:
+            step, more = self._find()
+            path = self._elsewhere(step)
+            if path is not None:
+                self._digests = None
+            elif step is not None:
+                path = self._folder.checkpoint(step)
+            notes += more
+            if path is None:
+                return Progress(), notes
+        with self._engine.pulse.doing("reads a checkpoint"):
+            checkpoint = load_checkpoint(path, lazily=True)
+            left_out = self._engine.load(checkpoint)
+        self._resumed = step = checkpoint.step
+        where = "" if from_disk else " from memory"
+        notes.append(f"resumed from step {step}{where} ({checkpoint.state['plan']})")
+        notes += [*left_out, *rate_change(self._config, step, checkpoint.state.get("rate"))]
+        return Progress(**checkpoint.state["progress"]), notes
+
+    def moved(self, before: int, step: int) -> None:
+        """Hear that training goes on from `step`: what was saved of later ones is set aside; all ranks."""
+        if step < before:
+            self._finish()
+            self._good_step = min(self._good_step, step)
+            self._engine.on_first(lambda: bool(set_aside(self._folder.checkpoints, lambda one: one.step > step)))
+
+    def _copied(self) -> tuple[Location | None, list[str]]:
+        """The copy in memory to resume from, or None, and what is to be told; all ranks."""
+        if self._copies is None:
+            return None, [*self._notes]
+        if self._config.resume.step:
+            self._engine.on_first(self._copies.clear)
+            return None, []
+        saved = self._engine.on_first(lambda: max(saved_steps(self._folder), default=None))
+        return self._copies.newest(saved)
+
+    def _find(self) -> tuple[int | None, list[str]]:
+        """The step to resume from, or None, and what was found on the way; all ranks, each verifies its share."""
+        notes = self._engine.on_first(lambda: _told_unfinished(set_unfinished_aside(self._folder.checkpoints)))
+        if step := self._config.resume.step:
+            # What is wrong with it the first rank says, before newer ones are set aside.
+            self._engine.on_first(lambda: _check_saved(self._folder, step))
+            problems = verify_checkpoint(self._folder.checkpoint(step), together=self._together)
+            notes += self._engine.on_first(lambda: go_back(self._folder, step, problems))
+        verify, number = self._config.checkpoint.verify, self._together.number
+        found = newest_checkpoint(self._folder.checkpoints, verify=verify == "start", together=self._together)
+        if found is None:
+            return None, notes
+        path = found.path
+        if verify == "auto" and self._engine.on_first(lambda: DigestsBehind.are_quick(path, number)):
+            found = newest_checkpoint(self._folder.checkpoints, together=self._together)
+            assert found is not None
+        elif verify != "start" and not self._config.resume.step:
+            self._digests = DigestsBehind(path, self._together.rank, number, functools.partial(self._stop, found.step))
+        newest = found
+        return found.step, [*notes, *self._engine.on_first(lambda: _set_skipped_aside(self._folder, newest))]
+
+    def save(self, progress: Progress, is_good: bool, *, last: bool = False) -> str | None:
+        """Begin to write a checkpoint, each rank its part; `ended` tells what becomes of it.
+
+        is_good: these weights gave a finite loss in an evaluation. last: no other step is going to follow. Waits for
+        the save before, or returns why it is left out, the same on all ranks. What is dropped once it is written is
+        never the newest one that is known to be good. Raises CheckpointError where the save before failed.
+        """
+        if not last and self._config.checkpoint.busy == "skip" and self._engine.on_first(lambda: self._is_busy()):
+            return "the checkpoint before it is still being written (checkpoint.busy=skip)"
+        self._finish()
+        self._prove_start()
+        began = time.perf_counter()
+        step, state, pieces = progress.step, self._state(progress, is_good), self._pieces()
+        best = progress.best_step if self._config.checkpoint.keep_best else None
+
+        def write() -> Location:
+            path = save_pieces(self._folder.checkpoints, step, pieces, state, self._talk, GROUPS, refuse_unfit)
+            if is_good:
+                self.confirm(step)
+            if self._talk.rank == 0:
+                self._drop_old(step, best)
+            return path
+
+        settings = self._config.checkpoint
+        self._begin(Save(step, write, settings.retries, settings.on_failure == "hold"), began)
+        return None
+
+    def copy(self, progress: Progress) -> bool:
+        """Begin to copy the state into memory; `ended` tells what becomes of it. False where a save is under way."""
+        copies = self._copies
+        if copies is None:
+            return True
+        if self._engine.on_first(self._is_busy):
+            return False
+        self._finish()
+        self._prove_start()
+        began = time.perf_counter()
+        step, state, pieces = progress.step, self._state(progress, False), self._pieces()
+
+        def write() -> Location:
+            path = save_pieces(copies.root, step, pieces, state, self._talk, GROUPS, refuse_unfit)
+            if self._talk.rank == 0:
+                copies.keep_only(step)
+            return path
+
+        self._begin(Save(step, write, is_copy=True), began)
+        return True
+
+    def _begin(self, save: Save, began: float) -> None:
+        self._save, self._num_told = save, 0
+        if self._background:
+            save.start()
+        else:
+            save.run()
+        save.stall_s = time.perf_counter() - began
+
+    def ended(self, wait: bool = False) -> list[SaveEnd]:
+        """What became of saves since the last call. wait: also of the one under way.
+
+        A save that failed for good asks all ranks to stop, and raises its CheckpointError once it is waited for.
+        """
+        save = self._save
+        if save is not None and not wait:
+            failures = save.failures[self._num_told :]
+            self._num_told += len(failures)
+            self._ends += [SaveEnd(save.step, note=f"{one} Weft tries again.") for one in failures if not save.error]
+            if save.is_over and not save.is_copy and save.error is not None and not isinstance(save.error, UnfitError):
+                self._engine.wants_stop = True
+            elif save.is_over or (save.is_held and not failures):
+                self._finish()
+        elif save is not None:
+            self._finish()
+        return [self._ends.popleft() for _ in range(len(self._ends))]
+
+    def drop_copies(self) -> None:
+        """Forget the copies in memory, so that the next start goes on from the disk; all ranks."""
+        if self._copies is not None:
+            self._engine.on_first(self._copies.clear)
+
+    def leave(self, error: Exception) -> None:
+        """Part from the save under way after an error: it may be the last one, but needs all ranks to end."""
+        if self._save is not None:
+            self._save.leave(error)
+
+    def _stop(self, step: int, problems: list[str]) -> None:
+        """In a thread of one rank: what the run went on from is damaged, so that nothing of it may be saved."""
+        self._ends += [SaveEnd(step, note=f"step {step}, which the run went on from: {one}")
+                       for one in problems]  # fmt: skip
+        self._engine.wants_stop = True
+
+    def _prove_start(self) -> None:
+        """Before the first save: what the run went on from is whole; else CheckpointError on all ranks.
+
+        It is set aside then, and nothing was saved of what came from it.
+        """
+        digests, self._digests = self._digests, None
+        if digests is None:
+            return
+        with self._engine.pulse.doing("waits for the digests of its checkpoint"):
+            found = json.dumps(digests.wait()).encode()
+        answers = self._together.gather(found)
+        self._engine.on_first(lambda: self._refuse_start([one for text in answers for one in json.loads(text)]))
+
+    def _refuse_start(self, problems: list[str]) -> None:
+        if not problems:
+            return
+        set_aside(self._folder.checkpoints, lambda one: one.step == self._resumed)
+        steps = saved_steps(self._folder)
+        goes_on = f"it resumes from step {steps[-1]}" if steps else "it starts anew, since no other was saved"
+        raise CheckpointError(
+            f"checkpoint of step {self._resumed}, which the run went on from: {'; '.join(dict.fromkeys(problems))}. "
+            f"It is set aside, and no step since is saved. Run the command again: {goes_on}."
+        )
+
+    def _is_busy(self) -> bool:
+        return self._save is not None and not self._save.is_over
+
+    def _finish(self) -> None:
+        """Wait for the save under way, and keep what it says."""
+        save, self._save = self._save, None
+        if save is not None:
+            with self._engine.pulse.doing("writes a checkpoint"):
+                save.wait()
+            self._ends.append(save.end())
+
+    def _pieces(self) -> list[SavedPiece]:
+        """What this rank writes, as a copy where training goes on meanwhile."""
+        if self._background:
+            try:
+                return list(self._engine.save(aside=True))
+            except CheckpointError as error:
+                self._background = False
+                self._ends.append(SaveEnd(0, note=f"{error} Meanwhile training waits for each save."))
+        return list(self._engine.save())
+
+    def _state(self, progress: Progress, is_good: bool) -> dict[str, object]:
+        """All but arrays."""
+        position = StepPlaces.of(self._engine.batches, self._config.train.global_batch).first(progress.step)
+        return {
+            "progress": asdict(progress),
+            "plan": str(self._engine.plan),
+            **self._engine.state(),
+            "data": {"next_sample": position, "sources": self._engine.batches.state_at(position)},
+            # Random numbers of a step are drawn from seeds derived from these: there is no other state.
+            "rng": {"seed": self._config.seed, "next_step": progress.step},
+            "rate": rate_state(self._config),
+            "evaluated": is_good,
+        }
+
+    def _drop_old(self, step: int, best: int | None) -> None:
+        """On the first rank, after the save of `step`: what is not wanted goes; what cannot go now may go later."""
+        kept = self._config.checkpoint
+        good = self._last_good(step)
+        spared = set() if good is None else {good}
+        if kept.keep_every:
+            spared |= {one for one in saved_steps(self._folder) if one % kept.keep_every == 0}
+        try:
+            prune_checkpoints(self._folder.checkpoints, kept.keep, best, spared=spared, whole=step)
+        except CheckpointError as error:
+            self._ends.append(SaveEnd(step, note=str(error)))
+
+    def _last_good(self, newest: int) -> int | None:
+        """The newest saved step whose weights gave a finite loss; else the newest before the last."""
+        limit = max(self._good_step, self._resumed)
+        steps = [step for step in saved_steps(self._folder) if step <= newest]
+        return max((step for step in steps if step <= limit), default=max(steps[:-1], default=None))
+
+    def confirm(self, step: int) -> None:
+        """The weights after `step` steps gave a finite loss."""
+        self._good_step = max(self._good_step, step)
+
+    def halted(self, first_bad: int) -> str:
+        """Where the same command resumes after a stop whose first bad step was `first_bad`, in words; all ranks.
+
+        The checkpoint of the step just before may hold what spoilt it: where there is an older one it is set aside,
+        unless an evaluation gave a finite loss.
+        """
+        return self._engine.on_first(lambda: self._told_halt(first_bad))
+
+    def _told_halt(self, first_bad: int) -> str:
+        if self._copies is not None:
+            self._copies.clear()
+        doubtful = self._set_doubtful_aside(first_bad)
+        steps = saved_steps(self._folder)
+        if not steps:
+            return "it starts over, because nothing was saved"
+        *older, newest = steps
+        if newest >= first_bad - 1 and not self._was_evaluated(newest):
+            return (
+                f"it resumes from step {newest}, the only checkpoint. If it fails the same way, that checkpoint's "
+                "weights are damaged: start over with another run.name"
+            )
+        text = f"it resumes from step {newest}, the last good checkpoint"
+        if doubtful:
+            text += f" (step {first_bad - 1} may be damaged and was set aside: checkpoints/step_*.aside)"
+        return text + (f"; for an older one add resume.step={older[-1]}" if older else "")
+
+    def _set_doubtful_aside(self, first_bad: int) -> list[Location]:
+        steps = saved_steps(self._folder)
+        doubtful = {step for step in steps if step >= first_bad - 1 and not self._was_evaluated(step)}
+        if not steps or doubtful >= {*steps}:
+            return []
+        return set_aside(self._folder.checkpoints, lambda one: one.committed and one.step in doubtful)
+
+    def _was_evaluated(self, step: int) -> bool:
+        return bool(load_checkpoint(self._folder.checkpoint(step), lazily=True).state.get("evaluated"))
+
+
+def saved_steps(folder: RunFolder) -> list[int]:
+    """Steps of the committed checkpoints, in rising order."""
+    return [step for path in list_checkpoints(folder.checkpoints) if (step := step_in_name(path.name)) is not None]
+
+
+def _check_saved(folder: RunFolder, step: int) -> None:
+    """CheckpointError where there is no checkpoint of that step."""
+    saved = saved_steps(folder)
+    if step not in saved:
+        known = ", ".join(map(str, saved)) or "none"
+        raise CheckpointError(f"resume.step={step}: there is no checkpoint of that step. Use one of: {known}.")
+
+
+def go_back(folder: RunFolder, step: int, problems: Sequence[str]) -> list[str]:
+    """Set all checkpoints after `step` aside; lines that say so. CheckpointError where that step has problems."""
+    if problems:
+        others = ", ".join(str(one) for one in saved_steps(folder) if one != step) or "none"
+        raise CheckpointError(f"resume.step={step}: {'; '.join(problems)}. Use another one: {others}.")
+    moved = set_aside(folder.checkpoints, lambda one: one.step > step)
+    if not moved:
+        return []
+    names = ", ".join(path.name for path in moved)
+    return [
+        f"resume.step={step}: newer checkpoints are set aside as {names}",
+        "        leave resume.step out of the next command, or the run goes back again",
+    ]
+
+
+def _set_skipped_aside(folder: RunFolder, found: Found) -> list[str]:
+    """Set damaged checkpoints aside, so that they do not count for `checkpoint.keep`, and return lines for the log."""
+    skipped = found.passed_over
+    paths = {one.path for one in skipped}
+    moved = set_aside(folder.checkpoints, lambda one: one.committed and one.path in paths) if paths else []
+    lines = [f"skipped checkpoint: {one}" for one in skipped[:_MOST_SHOWN]]
+    if more := len(skipped) - len(lines):
+        lines.append(f"skipped checkpoint: {more} more, down to {skipped[-1].path.name}")
+    if moved:
+        names = ", ".join(path.name for path in moved[-_MOST_SHOWN:])
+        more = f" and {len(moved) - _MOST_SHOWN} more" if len(moved) > _MOST_SHOWN else ""
+        lines.append(f"        kept as {names}{more} in checkpoints/; delete or repair by hand")
+    return lines
+
+
+def _told_unfinished(moved: list[Location]) -> list[str]:
+    if not moved:
+        return []
+    count = counted(len(moved), "unfinished checkpoint")
+    steps = ", ".join(str(step_in_name(path.name.split(".")[0])) for path in moved)
+    return [
+        f"{count} ignored: step {steps}; COMMIT is missing (a crash while saving, or a copy that left files out)",
+        f"        kept as {', '.join(path.name for path in moved)} in checkpoints/; delete or repair by hand",
+    ]
+
+
+def refuse_unfit(group: str, values: RawArray) -> None:
+    """UnfitError where some of the values make a checkpoint useless to train on."""
+    if group not in GROUPS:
+        return
+    largest = values.largest()
+    if not math.isfinite(largest):
+        raise UnfitError("a weight is not finite" if group == "model" else "a state of the optimizer is not finite")
+    if group == "model" and largest > _LARGEST_WEIGHT:
+        raise UnfitError(f"a weight exceeds {_LARGEST_WEIGHT:g}")

@@ -1,0 +1,355 @@
+"""Which of another trainer's tensors are weights, which are states of the optimizer, and of what. Pure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft import env
+from weft.checkpoint.folders import folder_name
+from weft.checkpoint.object_store import Location
+from weft.checkpoint.safetensors_files import RawArray, block_of
+from weft.checkpoint.save import save_checkpoint
+from weft.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+#: Where in the saved tables something stands: ("optimizer", "state", "embed.weight", "exp_avg").
+Place = tuple[str | int, ...]
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True, slots=True)
+class SortedNames:
+    """weights: name -> place. states: "weight/state" -> place. left_out: places of what is neither."""
+
+    weights: Mapping[str, Place]
+    states: Mapping[str, Place]
+    left_out: tuple[Place, ...]
+
+
+def sorted_names(places: Iterable[Place], model_key: str | None = None) -> SortedNames:
+    """Tell weights and states apart. CheckpointError where that cannot be told, with what to type."""
+    places = list(places)
+    weights_at: dict[Place, list[Place]] = defaultdict(list)
+    state_places = [place for place in places if _state_at(place) is not None]
+    for place in places:
+        if _state_at(place) is None:
+            weights_at[place[:-1]].append(place)
+    chosen = _model_of(weights_at, state_places, model_key)
+    weights = _unwrapped({str(place[-1]): place for place in weights_at[chosen]})
+    states = dict(_states(state_places, weights))
+    taken = {*weights.values(), *states.values()}
+    return SortedNames(weights, states, tuple(place for place in places if place not in taken))
+
+
+def _state_at(place: Place) -> int | None:
+    """At which element the states of an optimizer begin: "state", or "state.name..." where names were joined."""
+    for number, part in enumerate(place):
+        if (part == "state" and len(place) - number == 3) or (isinstance(part, str) and part.startswith("state.")):
+            return number
+    return None
+
+
+def _model_of(weights_at: Mapping[Place, list[Place]], states: list[Place], key: str | None) -> Place:
+    """The table that holds the weights."""
+    if key is not None:
+        found = [place for place in weights_at if ".".join(map(str, place)) == key]
+        if not found:
+            raise CheckpointError(f"--model {key}: this table holds no tensors. {_tables(weights_at)}")
+        return found[0]
+    owners = {str(place[-2]) for place in states if place[-3:-2] == ("state",)}
+    fits = [place for place, members in weights_at.items() if owners <= {str(one[-1]) for one in members}]
+    if len(fits) != 1:
+        fits = [place for place in fits or weights_at if place and place[-1] in ("model", "module", "state_dict")]
+    if len(fits) != 1:
+        raise CheckpointError(f"cannot tell which tensors are the model's weights. {_tables(weights_at)}")
+    return fits[0]
+
+
+def _tables(weights_at: Mapping[Place, list[Place]]) -> str:
+    known = ", ".join(".".join(map(str, place)) or "(the top)" for place in weights_at) or "none"
+    return f"Name their table with --model, one of: {known}."
+
+
+def _unwrapped(weights: dict[str, Place]) -> dict[str, Place]:
+    """Names without what wrappers put before all of them."""
+    for wrapper in _WRAPPERS:
+        if weights and all(name.startswith(wrapper) for name in weights):
+            return _unwrapped({name.removeprefix(wrapper): place for name, place in weights.items()})
+    return weights
+
+
+def _states(places: list[Place], weights: Mapping[str, Place]) -> Iterable[tuple[str, Place]]:
+    names = sorted(weights, key=len, reverse=True)
+    for place in places:
+        number = _state_at(place)
+        assert number is not None
+        if place[number] == "state":
+            owner, state = place[number + 1], str(place[number + 2])
+            if isinstance(owner, int):
+                raise CheckpointError(
+                    "the optimizer's states are keyed by number instead of by name. Save again with get_state_dict of "
+                    "torch.distributed.checkpoint.state_dict."
+                )
+        else:
+            joined = ".".join(map(str, place[number:])).removeprefix("state.")
+            owner, state = next((pair for name in names if (pair := _split(joined, name))), ("", ""))
+        owner = _owner(str(owner), weights)
+        if owner is not None:
+            yield f"{owner}/{state}", place
+
+
+def _split(joined: str, name: str) -> tuple[str, str] | None:
+    """A joined name as that of its weight and its own: ("b.w", "exp_avg") of "module.b.w.exp_avg"."""
+    start, found, state = joined.rpartition(f"{name}.")
+    while start and (wrapper := next((one for one in _WRAPPERS if start.endswith(one)), None)):
+        start = start.removesuffix(wrapper)
+    return (name, state) if found and not start else None
+
+
+def _owner(name: str, weights: Mapping[str, Place]) -> str | None:
+    while name not in weights:
+        wrapper = next((one for one in _WRAPPERS if name.startswith(one)), None)
+        if wrapper is None:
+            return None
+        name = name.removeprefix(wrapper)
+    return name
+
+
+# Make a checkpoint of another trainer into one of Weft's.
+
+_KINDS = {"dcp": "torch.distributed.checkpoint", "zero": "DeepSpeed ZeRO"}
+TABLE = "taken.json"
+
+
+@dataclass(frozen=True, slots=True)
+class BroughtIn:
+    """What was imported. left_out: what of the source has no place in a checkpoint of Weft."""
+
+    path: Location
+    step: int
+    kind: str
+    num_weights: int
+    num_states: int
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    tensors: Mapping[Place, torch.Tensor]
+    values: Mapping[Place, Any]
+    left_out: tuple[str, ...]
+
+
+def bring_in(
+    source: Path, root: Location, *, step: int | None = None, model_key: str | None = None, limit_s: float = 1800.0
+) -> BroughtIn:
+    """Read a folder of torch.distributed.checkpoint or DeepSpeed, and commit its weights and states under `root`.
+
+    The disk of `root` holds everything twice for a moment. For an object store, the temporary folder holds it once.
+
+    Args:
+        source: the foreign folder.
+        root: the folder of the steps' folders, or a prefix of an object store.
+        step: optimizer steps done; None: as the source says.
+        model_key: the table of weights, where the source has several.
+        limit_s: how long (s) reading may take.
+
+    Raises:
+        CheckpointError: for what cannot be read, or holds anything but weights and plain values.
+    """
+    kind = _kind_of(source)
+    try:
+        beside = None
+        if isinstance(root, Path):
+            root.mkdir(parents=True, exist_ok=True)
+            beside = root
+        with tempfile.TemporaryDirectory(dir=beside, prefix=".import-") as work:
+            run_confined(kind, source, Path(work), limit_s)
+            found = _read(Path(work))
+            return _commit(found, kind, source, root, step, model_key)
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be written ({error.strerror}). Give another run.") from error
+
+
+def _kind_of(source: Path) -> str:
+    if (source / ".metadata").is_file():
+        return "dcp"
+    if (source / "latest").is_file() or any(source.glob("*_optim_states.pt")):
+        return "zero"
+    raise CheckpointError(
+        f"SOURCE={source}: not a checkpoint that Weft imports. Give a folder of torch.distributed.checkpoint "
+        f"(with .metadata) or of DeepSpeed (with `latest`)."
+    )
+
+
+def run_confined(
+    kind: str, source: Path, work: Path, limit_s: float, remedy: str = "Import a checkpoint that you saved yourself."
+) -> None:
+    """Let the confined process read.
+
+    Args:
+        kind: of the files: "dcp", "zero" or "pickled".
+        source: their folder.
+        work: empty folder for what it hands over.
+        limit_s: how long (s) reading may take.
+        remedy: what to do about refused files.
+
+    Raises:
+        CheckpointError: with the reason.
+    """
+    command = [sys.executable, "-P", "-m", "weft.train.foreign_reader", kind, str(source.resolve()), str(work)]
+    try:
+        ended = subprocess.run(command, env=env.bare_env(), capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise CheckpointError(
+            f"SOURCE={source}: reading it took longer than {limit_s:g} s. If the checkpoint is large, raise --limit."
+        ) from None
+    if ended.returncode == 0:
+        return
+    lines = ended.stdout.strip().splitlines()
+    try:
+        reason = json.loads(lines[-1])["refused"]
+    except (IndexError, ValueError, KeyError, TypeError):
+        last = (ended.stderr.strip().splitlines() or ["no message"])[-1][:200]
+        reason = f"the process that reads it ended with exit code {ended.returncode} ({last})"
+    raise CheckpointError(f"SOURCE={source}: {reason}. {remedy}")
+
+
+def _read(work: Path) -> _Found:
+    from safetensors import safe_open
+
+    said = json.loads((work / TABLE).read_text())
+    handles: dict[int, Any] = {}
+    tensors: dict[Place, torch.Tensor] = {}
+    for one in said["tensors"]:
+        number = one["file"]
+        if number not in handles:
+            handles[number] = safe_open(str(work / f"{number}.safetensors"), framework="pt", device="cpu")
+        tensors[tuple(one["place"])] = handles[number].get_tensor(one["name"])
+    values = {tuple(place): value for place, value in said["values"]}
+    return _Found(tensors, values, tuple(said["left_out"]))
+
+
+def _commit(
+    found: _Found, kind: str, source: Path, root: Location, step: int | None, model_key: str | None
+) -> BroughtIn:
+    names = sorted_names(found.tensors, model_key)
+    weights = {name: found.tensors[place] for name, place in names.weights.items()}
+    states = {name: found.tensors[place] for name, place in names.states.items()}
+    states |= _numbers(found.values, names)
+    shared = _second_names(weights, states, found.values.get(("shared",)) or {})
+    for name in shared:
+        del weights[name]
+    step = _step(found, states) if step is None else step
+    if (root / folder_name(step)).exists():
+        raise CheckpointError(f"{root}: already has a checkpoint of step {step}. Give another run, or another --step.")
+    state = {
+        "progress": {"step": step},
+        "plan": f"imported from {_KINDS[kind]}",
+        "loss_scale": _fresh_loss_scale(),
+        "evaluated": False,
+        "imported": {"source": str(source), "kind": kind, "shared": shared},
+    }
+    path = save_checkpoint(root, step, {"model": weights, "optimizer": states}, state)
+    left_out = [*(".".join(map(str, place)) for place in names.left_out), *found.left_out]
+    return BroughtIn(path, step, _KINDS[kind], len(weights), len(states), tuple(left_out))
+
+
+def _numbers(values: Mapping[Place, Any], names: SortedNames) -> dict[str, torch.Tensor]:
+    """States that were saved as plain numbers, such as Adam's step."""
+    import torch
+
+    places = [place for place, value in values.items() if type(value) in (int, float)]
+    found = sorted_names(
+        [*names.weights.values(), *places], ".".join(map(str, next(iter(names.weights.values()))[:-1]))
+    )
+    return {name: torch.tensor(float(values[place])) for name, place in found.states.items()}
+
+
+def _second_names(
+    weights: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor], said: Mapping[str, str]
+) -> dict[str, str]:
+    """Names of a tensor that has another one, as a tied head has: no state is theirs, and the bytes are the same."""
+    import torch
+
+    shared = {name: first for name, first in said.items() if name in weights and first in weights}
+    owners = {name.rpartition("/")[0] for name in states}
+    if not owners:
+        return shared
+    for name, tensor in weights.items():
+        if name in owners or name in shared or tensor.dim() < 2:
+            continue
+        twin = next(
+            (
+                other
+                for other in weights
+                if other in owners and weights[other].shape == tensor.shape and torch.equal(weights[other], tensor)
+            ),
+            None,
+        )
+        if twin is not None:
+            shared[name] = twin
+    return shared
+
+
+def _step(found: _Found, states: Mapping[str, torch.Tensor]) -> int:
+    """Optimizer steps done, as the source says, or as the optimizer counted."""
+    for place in (("global_steps",), ("step",), ("global_step",)):
+        value = found.values.get(place)
+        if type(value) is int and value >= 0:
+            return value
+        if place in found.tensors and found.tensors[place].numel() == 1:
+            return int(found.tensors[place])
+    counted = [int(tensor) for name, tensor in states.items() if name.endswith("/step") and tensor.numel() == 1]
+    if not counted:
+        raise CheckpointError("--step: the checkpoint does not say how many optimizer steps were done. Give --step N.")
+    return max(counted)
+
+
+def _fresh_loss_scale() -> dict[str, Any]:
+    from weft.optim.loss_scale import LossScale
+
+    return dict(LossScale().state())
+
+
+# Weights of a Hugging Face folder in pickles, handed over by the confined process as plain tensors.
+
+
+def pickled_weights(source: Path, work: Path, limit_s: float) -> tuple[Iterator[tuple[str, RawArray]], list[str]]:
+    """Return (name, tensor) of each weight, one at a time in memory, and the names of what is left out.
+
+    Args:
+        source: folder with pytorch_model.bin, its index, or other pickles of weights.
+        work: an empty folder on a disk that holds the weights once more, for as long as they are read.
+        limit_s: how long (s) reading may take.
+
+    Raises:
+        CheckpointError: for what cannot be read, or holds anything but weights.
+    """
+    if not source.is_dir():
+        raise CheckpointError(f"SOURCE={source}: there is no such folder. Give the folder of a Hugging Face model.")
+    run_confined("pickled", source, work, limit_s, remedy="Give a folder with the weights of a model.")
+    said = json.loads((work / TABLE).read_text())
+    return _tensors(said["tensors"], work), list(said["left_out"])
+
+
+def _tensors(table: list[dict[str, Any]], work: Path) -> Iterator[tuple[str, RawArray]]:
+    from safetensors import safe_open
+
+    handles: dict[int, Any] = {}
+    for one in table:
+        number = one["file"]
+        if number not in handles:
+            handles.clear()  # files follow each other
+            handles[number] = safe_open(str(work / f"{number}.safetensors"), framework="pt", device="cpu")
+        yield one["place"][0], block_of(handles[number].get_tensor(one["name"]))

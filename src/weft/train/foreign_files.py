@@ -1,0 +1,562 @@
+"""What the child process hands over: safetensors files, and a table that says which tensor stands where."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import pickle
+import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+#: Bytes of tensors in memory before a file is written.
+_SHARD_BYTES = 2**30
+TABLE = "taken.json"
+#: What may be handed over, in bytes of the source: a tensor may have several names, and be stored once.
+_MOST_TIMES, _MOST_MORE = 8, 2**28
+#: How files of torch.save begin since torch 1.6: they are zip archives.
+_ZIP = b"PK\x03\x04"
+_GLOBAL = re.compile(r"(?:GLOBAL|global|class|type)[: ]+`?([A-Za-z_][\w.]*\.[\w.]+)`?")
+
+
+class NotTaken(Exception):
+    """The files cannot be taken: a sentence."""
+
+
+def most_bytes(source_bytes: int) -> int:
+    """Return how many bytes of tensors a source of so many bytes may give."""
+    return _MOST_TIMES * source_bytes + _MOST_MORE
+
+
+class Taken:
+    """Collects tensors by their place in the saved tables, such as ("model", "embed.weight").
+
+    Args:
+        out: folder for the files.
+        max_bytes: of all tensors. A tensor with strides of 0 takes a few bytes in a file, and many when it is copied.
+    """
+
+    def __init__(self, out: Path, max_bytes: int):
+        self._out, self._bytes_left = out, max_bytes
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._num_bytes = self._num_files = self._num_tensors = 0
+        self._table: list[dict[str, Any]] = []
+        self._values: list[list[Any]] = []
+        self._left_out: list[str] = []
+
+    def reserve(self, name: object, num_bytes: int) -> None:
+        """Refuse a tensor that is far larger than the source's files.
+
+        Args:
+            name: for the message.
+            num_bytes: of the tensor.
+
+        Raises:
+            NotTaken: if the tensors together would have more bytes than the source accounts for.
+        """
+        if num_bytes > self._bytes_left:
+            raise NotTaken(f"{str(name)[:200]}: it expands to {num_bytes} bytes, far more than the files hold")
+
+    def tensor(self, place: Sequence[Any], tensor: torch.Tensor) -> None:
+        """Add one full tensor. NotTaken if it is far larger than the source's files."""
+        if tensor.is_quantized or tensor.layout != torch.strided or tensor.dtype == torch.complex128:
+            self._left_out.append(f"{'.'.join(map(str, place))} ({tensor.dtype}, {tensor.layout})")
+            return
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.reserve(".".join(map(str, place)), num_bytes)
+        self._bytes_left -= num_bytes
+        # Names in the files are numbers: those of the checkpoint are nobody's business there.
+        number = f"t{self._num_tensors}"
+        self._num_tensors += 1
+        self._tensors[number] = tensor.detach().contiguous().clone()
+        self._num_bytes += num_bytes
+        self._table.append({"place": [*place], "file": self._num_files, "name": number})
+        if self._num_bytes >= _SHARD_BYTES:
+            self._write()
+
+    def value(self, place: Sequence[Any], value: Any) -> None:
+        """Add one plain value. What JSON cannot hold is left out."""
+        try:
+            plain = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            self._left_out.append(".".join(map(str, place)))
+        else:
+            self._values.append([[*place], plain])
+
+    def close(self) -> None:
+        """Write what is left, and the table."""
+        self._write()
+        said = {"tensors": self._table, "values": self._values, "left_out": self._left_out}
+        (self._out / TABLE).write_text(json.dumps(said))
+
+    def _write(self) -> None:
+        if self._tensors:
+            save_file(self._tensors, str(self._out / f"{self._num_files}.safetensors"))
+            self._tensors, self._num_bytes, self._num_files = {}, 0, self._num_files + 1
+
+
+def load_weights(source: Path | bytes, name: str, *, mapped: bool = False) -> Any:
+    """Load weights and plain values, nothing else, from a file of torch.save.
+
+    Args:
+        source: the file, or its bytes.
+        name: for messages.
+        mapped: map the file instead of reading it.
+
+    Raises:
+        NotTaken: for damaged files, other formats and anything else in the file, which is named.
+    """
+    if _first_bytes(source) != _ZIP:
+        raise NotTaken(
+            f"{name}: it is not in the format of torch.save since torch 1.6. If you trust it, read it with "
+            "torch.load(FILE, weights_only=True) and write it again with torch.save"
+        )
+    try:
+        stream: Any = io.BytesIO(source) if isinstance(source, bytes) else str(source)
+        return torch.load(stream, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # whatever a damaged or hostile file brings about
+        raise NotTaken(f"{name}: {reason_of(error)}") from error
+
+
+def _first_bytes(source: Path | bytes) -> bytes:
+    if isinstance(source, bytes):
+        return source[: len(_ZIP)]
+    with source.open("rb") as file:
+        return file.read(len(_ZIP))
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be read, in one clause."""
+    found = _GLOBAL.search(str(error))
+    if found:
+        return f"it holds {found[1]}, which is not a weight; Weft ran and loaded nothing from it"
+    first = str(error).strip().split("\n")[0][:160]
+    if isinstance(error, MemoryError) or "allocate memory" in first:
+        return "reading it takes far more memory than its files have bytes"
+    return f"it cannot be read as weights ({type(error).__name__}: {first})"
+
+
+def within(folder: Path, name: Any) -> Path:
+    """A plain file of a folder. Raises NotTaken for a name that leads elsewhere, a link, and what is not there."""
+    if not isinstance(name, str) or not name or name != Path(name).name or name in (".", ".."):
+        raise NotTaken(f"{str(name)[:80]!r} names a file outside of the checkpoint's folder")
+    path = folder / name
+    if path.is_symlink() or not path.is_file():
+        raise NotTaken(f"{name} is missing or is not a plain file")
+    return path
+
+
+def numel(shape: Sequence[int]) -> int:
+    """Elements of a shape."""
+    return math.prod(shape)
+
+
+# Checkpoints of DeepSpeed, ZeRO stages 1 to 3: flat fp32 partitions of each rank, and tables of names and shapes.
+
+_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+
+
+class _Plain:
+    """Stands for DeepSpeed's own classes: it keeps what it is given, and does nothing."""
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+
+_DEEPSPEED = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """One kind of number (weights, exp_avg, ...) of every rank: ranks -> groups -> a flat tensor."""
+
+    stage: int
+    groups: list[list[torch.Tensor]]
+
+
+def read_zero(source: Path, taken: Taken) -> None:
+    """Hand over weights and moments, whole, and the counters. Raises NotTaken."""
+    torch.serialization.add_safe_globals([argparse.Namespace, *((_Plain, name) for name in _DEEPSPEED)])
+    folder = _tag_folder(source)
+    ranks = [_load(path) for path in _files(folder, _STATES)]
+    models = [_load(path) for path in _files(folder, _MODEL)]
+    states = [_table(rank, "optimizer_state_dict") for rank in ranks]
+    first = models[0]
+    stage = _stage(states[0])
+    world_size = _world_size(states[0])
+    if world_size != len(states):
+        raise NotTaken(f"{len(states)} files of optimizer states of {world_size} are there")
+    shapes = _shapes(first.get("param_shapes"))
+    paddings = states[0].get("param_alignment_paddings") if stage < 3 else None
+    weights = _Lines(stage, [_flat(one, stage) for one in states])
+    for name, tensor in _tensors(weights, shapes, paddings):
+        taken.tensor(("model", name), tensor)
+    _moments(states, stage, shapes, paddings, taken)
+    _others(models, shapes, stage, taken)
+    for key in ("global_steps", "global_samples", "skipped_steps"):
+        taken.value((key,), first.get(key))
+
+
+def _tag_folder(source: Path) -> Path:
+    """The folder of one step: `latest` beside it says its name."""
+    if not (source / "latest").is_file():
+        return source
+    tag = within(source, "latest").read_text(errors="replace").strip()
+    folder = source / tag
+    if tag != Path(tag).name or tag in (".", "..") or folder.is_symlink() or not folder.is_dir():
+        raise NotTaken(f"`latest` names {tag[:80]!r}, and the checkpoint has no such folder")
+    return folder
+
+
+def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """The files of a kind by rank."""
+    found: dict[int, Path] = {}
+    for path in folder.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match is None:
+            continue
+        if int(match[2]):
+            raise NotTaken(f"{path.name}: it was saved with tensor or pipeline parallelism, which Weft does not import")
+        found[int(match[1] or 0)] = within(folder, path.name)
+    if sorted(found) != list(range(len(found))) or not found:
+        kind = "optimizer states" if pattern is _STATES else "model states"
+        raise NotTaken(f"files of {kind} are missing: found only those of ranks {sorted(found)}")
+    return [found[rank] for rank in sorted(found)]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    found = load_weights(path, path.name, mapped=True)
+    if not isinstance(found, dict):
+        raise NotTaken(f"{path.name} holds no table")
+    return found
+
+
+def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
+    if not isinstance(table.get(key), dict):
+        raise NotTaken(f"it has no {key}")
+    return table[key]
+
+
+def _stage(states: dict[str, Any]) -> int:
+    found = states.get("zero_stage")
+    value: Any = found.arguments[0] if isinstance(found, _Plain) and found.arguments else found
+    if value not in (1, 2, 3):
+        raise NotTaken(f"zero_stage is {value!r}; Weft imports stages 1, 2 and 3")
+    return value
+
+
+def _world_size(states: dict[str, Any]) -> int:
+    found = states.get("partition_count")
+    found = max(found) if isinstance(found, list) and found else found
+    if type(found) is not int:
+        raise NotTaken("partition_count is not a number")
+    return found
+
+
+def _shapes(found: Any) -> list[dict[str, tuple[int, ...]]]:
+    """Groups of parameters: name -> shape, in order."""
+    groups = found if isinstance(found, list) else [found]
+    if not groups or not all(isinstance(group, dict) for group in groups):
+        raise NotTaken("param_shapes is not a list of tables")
+    return [{str(name): tuple(shape) for name, shape in group.items()} for group in groups]
+
+
+def _flat(states: dict[str, Any], stage: int) -> list[torch.Tensor]:
+    found = states.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
+    if not isinstance(found, list) or not all(isinstance(one, torch.Tensor) for one in found):
+        raise NotTaken("the fp32 partitions are missing: it was saved without optimizer states")
+    return [one.reshape(-1) for one in found]
+
+
+def _tensors(
+    lines: _Lines, shapes: Sequence[dict[str, tuple[int, ...]]], paddings: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors by name."""
+    if lines.stage == 3:
+        yield from _equal_pieces(lines, {name: shape for group in shapes for name, shape in group.items()})
+        return
+    if len(lines.groups[0]) != len(shapes):
+        raise NotTaken(f"{len(lines.groups[0])} partitions for {len(shapes)} groups of parameters")
+    for number, group in enumerate(shapes):
+        line = torch.cat([rank[number] for rank in lines.groups])
+        gaps = paddings[number] if isinstance(paddings, list) and number < len(paddings) else [0] * len(group)
+        start = 0
+        for (name, shape), gap in zip(group.items(), gaps, strict=True):
+            yield name, _cut(line, name, start, shape)
+            start += numel(shape) + int(gap)
+
+
+def _equal_pieces(lines: _Lines, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, torch.Tensor]]:
+    ranks = [torch.cat(groups) for groups in lines.groups]
+    start = 0
+    for name, shape in shapes.items():
+        each = -(-numel(shape) // len(ranks))
+        if any(start + each > rank.numel() for rank in ranks):
+            raise NotTaken(f"{name}: the partitions end before this parameter")
+        line = torch.cat([rank[start : start + each] for rank in ranks])
+        yield name, _cut(line, name, 0, shape)
+        start += each
+
+
+def _cut(line: torch.Tensor, name: str, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    if start + numel(shape) > line.numel():
+        raise NotTaken(f"{name}: the partitions end before this parameter")
+    return line[start : start + numel(shape)].view(shape)
+
+
+def _moments(
+    states: list[dict[str, Any]], stage: int, shapes: list[dict[str, tuple[int, ...]]], paddings: Any, taken: Taken
+) -> None:
+    """States of the optimizer: flat ones lie as weights do, the others hold for each parameter of their group."""
+    key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    base = [one.get(key) for one in states]
+    if not all(isinstance(one, dict) and isinstance(one.get("state"), dict) for one in base):
+        raise NotTaken(f"{key} has no states; save it again with elastic checkpoints off")
+    by_rank: list[list[dict[str, Any]]] = [
+        list(_table(one or {}, "state").values()) for one in base
+    ]  # a group, or a part of one under stage 3
+    if not by_rank[0]:
+        return
+    for kind, sample in by_rank[0][0].items():
+        place = ("optimizer", "state")
+        if isinstance(sample, torch.Tensor) and sample.dim() == 1:
+            flat = _Lines(stage, [[group[kind].reshape(-1) for group in rank] for rank in by_rank])
+            for name, tensor in _tensors(flat, shapes, paddings):
+                taken.tensor((*place, name, kind), tensor)
+        else:
+            value = sample if isinstance(sample, torch.Tensor) else torch.tensor(float(sample))
+            for name in (name for group in shapes for name in group):
+                taken.tensor((*place, name, kind), value.to(torch.float32))
+
+
+def _others(models: list[dict[str, Any]], shapes: list[dict[str, tuple[int, ...]]], stage: int, taken: Taken) -> None:
+    """Buffers, frozen weights, and which names stand for a tensor that has another one."""
+    first = models[0]
+    module = _table(first, "module")
+    trained = {name for group in shapes for name in group}
+    frozen: dict[str, Any] = first.get("frozen_param_shapes") or {}
+    for name, shape in frozen.items():
+        pieces = [(one.get("frozen_param_fragments") or {})[name].reshape(-1) for one in models]
+        line = torch.cat(pieces) if stage == 3 else pieces[0]
+        taken.tensor(("model", name), _cut(line, name, 0, tuple(shape)))
+    for name in first.get("buffer_names") or []:
+        if name in module and name not in trained:
+            taken.tensor(("model", name), module[name])
+    taken.value(("shared",), {str(a): str(b) for a, b in dict(first.get("shared_params") or {}).items()})
+
+
+# Folders of torch.distributed.checkpoint: `.metadata`, a pickle of tables, and .distcp files that it points into.
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_MOST_DIMS = 32
+
+
+class _Record:
+    """Stands for each class of torch in `.metadata`: it keeps what it is given, and does nothing."""
+
+    def __init__(self, *arguments: Any):
+        self.state: Any = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str, position: int = -1) -> Any:
+        """A field; of a tuple, the one at that position."""
+        if isinstance(self.state, Mapping):
+            return self.state.get(name)
+        return self.state[position] if isinstance(self.state, tuple) and 0 <= position < len(self.state) else None
+
+
+class _Tensor(_Record):
+    """TensorStorageMetadata."""
+
+
+class _Stored(_Record):
+    """_StorageInfo."""
+
+
+class _Index(_Record):
+    """MetadataIndex."""
+
+
+def _size(values: Any = ()) -> tuple[int, ...]:
+    return tuple(values)
+
+
+def _nothing(*_: Any) -> None:
+    """Stands for layouts and encodings of memory formats."""
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (_METADATA, "Metadata"): _Record,
+    (_METADATA, "TensorStorageMetadata"): _Tensor,
+    (_METADATA, "BytesStorageMetadata"): _Record,
+    (_METADATA, "ChunkStorageMetadata"): _Record,
+    (_METADATA, "TensorProperties"): _Record,
+    (_METADATA, "MetadataIndex"): _Index,
+    (_METADATA, "StorageMeta"): _Record,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _nothing,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Stored,
+    ("torch.serialization", "_get_layout"): _nothing,
+    ("torch", "Size"): _size,
+    ("pathlib", "PosixPath"): _Record,
+    ("pathlib", "PurePosixPath"): _Record,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Allows the classes above and torch's dtypes, no other names."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """A stand-in, a dtype, or UnpicklingError."""
+        found = _ALLOWED.get((module, name))
+        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        if found is None:
+            raise pickle.UnpicklingError(f"global {module}.{name}")
+        return found
+
+
+def read_dcp(source: Path, taken: Taken) -> None:
+    """Hand over every tensor, whole, and every plain value. Raises NotTaken."""
+    with within(source, ".metadata").open("rb") as file:
+        try:
+            metadata = _MetadataUnpickler(file).load()
+        except Exception as error:  # whatever a damaged or hostile file brings about
+            raise NotTaken(f".metadata: {reason_of(error)}") from error
+    if not isinstance(metadata, _Record) or not isinstance(metadata.get("state_dict_metadata"), dict):
+        raise NotTaken(".metadata does not describe a checkpoint")
+    places = metadata.get("planner_data")
+    stored: dict[Any, list[tuple[_Index, _Stored]]] = defaultdict(list)
+    for index, info in (metadata.get("storage_data") or {}).items():
+        if isinstance(index, _Index) and isinstance(info, _Stored):
+            stored[index.get("fqn")].append((index, info))
+    for name, entry in metadata.get("state_dict_metadata").items():
+        place = places.get(name, (name,)) if isinstance(places, dict) else (name,)
+        if not isinstance(name, str) or not all(isinstance(one, str | int) for one in place):
+            raise NotTaken(f".metadata: {str(name)[:80]!r} is not a tensor name")
+        if isinstance(entry, _Tensor):
+            taken.tensor(place, _whole(source, name, entry, stored[name], taken))
+        else:
+            _value(source, name, place, stored[name], taken)
+
+
+def _value(source: Path, name: str, place: Any, stored: list[tuple[_Index, _Stored]], taken: Taken) -> None:
+    for _, info in stored:
+        value = load_weights(_bytes(source, info), name)
+        if isinstance(value, torch.Tensor):
+            taken.tensor(place, value)
+        else:
+            taken.value(place, value)
+
+
+def _whole(source: Path, name: str, entry: _Tensor, stored: list[tuple[_Index, _Stored]], taken: Taken) -> torch.Tensor:
+    """Join a tensor from its chunks, each element from one of them."""
+    properties, shape = entry.get("properties"), entry.get("size")
+    dtype = properties.get("dtype", 0) if isinstance(properties, _Record) else None
+    if not isinstance(dtype, torch.dtype) or not _is_shape(shape):
+        raise NotTaken(f"{name}: .metadata gives no dtype or shape")
+    taken.reserve(name, numel(shape) * dtype.itemsize)
+    found: torch.Tensor | None = None
+    seen = torch.zeros(0, dtype=torch.bool)
+    for index, info in stored:
+        chunk, offset = load_weights(_bytes(source, info), name), index.get("offset")
+        if not isinstance(chunk, torch.Tensor) or chunk.dtype != dtype or not _is_shape(offset):
+            raise NotTaken(f"{name}: one of its pieces is not a tensor of {dtype}")
+        ends = [low + size for low, size in zip(offset, chunk.shape, strict=False)]
+        if len(offset) != len(shape) or chunk.dim() != len(shape) or any(map(int.__gt__, ends, shape)):
+            raise NotTaken(f"{name}: one of its pieces lies outside of the shape {list(shape)}")
+        if tuple(chunk.shape) == tuple(shape) and len(stored) == 1:
+            return chunk
+        if found is None:
+            found, seen = torch.empty(shape, dtype=dtype), torch.zeros(shape, dtype=torch.bool)
+        box = tuple(slice(low, end) for low, end in zip(offset, ends, strict=True))
+        if bool(seen[box].any()):
+            raise NotTaken(f"{name}: two of its pieces overlap")
+        found[box], seen[box] = chunk, True
+    if found is None or not bool(seen.all()):
+        raise NotTaken(f"{name}: some of its pieces are missing")
+    return found
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) <= _MOST_DIMS and all(type(one) is int and one >= 0 for one in value)
+
+
+def _bytes(source: Path, info: _Stored) -> bytes:
+    """The saved bytes of one piece."""
+    if info.get("transform_descriptors"):
+        raise NotTaken("its files are compressed. Load it and save it again without compression")
+    offset, length = info.get("offset"), info.get("length")
+    path = within(source, info.get("relative_path"))
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise NotTaken(f"{path.name}: .metadata gives no byte range in it")
+    if offset + length > path.stat().st_size:
+        raise NotTaken(f"{path.name} is shorter than .metadata says: it was truncated")
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(length)
+
+
+# Pickled weights of a Hugging Face folder, as the confined process reads them: one file, or several with an index.
+
+_SINGLE, _INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+#: What trainers leave beside the weights.
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "random_states")
+#: Where trainers put the weights in a table of more.
+_TABLES = ("state_dict", "model_state_dict", "model", "module")
+
+
+def read_pickled(source: Path, taken: Taken) -> None:
+    """Hand over each tensor by its name. Raises NotTaken for files without weights, or with anything else."""
+    seen: set[str] = set()
+    for name in _pickle_files(source):
+        table = load_weights(within(source, name), name, mapped=True)
+        for key, tensor in _weights(table, name).items():
+            if isinstance(key, str) and isinstance(tensor, torch.Tensor):
+                if key in seen:
+                    raise NotTaken(f"{name}: tensor {key[:200]!r} stands in another file too")
+                seen.add(key)
+                taken.tensor((key,), tensor)
+            else:
+                taken.value((name, str(key)), None)
+    if not seen:
+        raise NotTaken("its files hold no tensors")
+
+
+def _pickle_files(source: Path) -> list[str]:
+    if (source / _INDEX).is_file():
+        try:
+            return sorted(set(json.loads(within(source, _INDEX).read_text("utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise NotTaken(f"{_INDEX} cannot be read ({error})") from error
+    if (source / _SINGLE).is_file():
+        return [_SINGLE]
+    found = sorted(file.name for pattern in PATTERNS for file in source.glob(pattern))
+    found = [name for name in found if not name.startswith(_NO_WEIGHTS)]
+    if not found:
+        raise NotTaken(f"it has neither {_SINGLE} nor {_INDEX}, nor another pickle of weights")
+    return found
+
+
+def _weights(table: Any, name: str) -> Mapping[Any, Any]:
+    if not isinstance(table, Mapping):
+        raise NotTaken(f"{name}: it holds a {type(table).__name__}, no table of tensors")
+    inner = next((table[key] for key in _TABLES if isinstance(table.get(key), Mapping)), None)
+    return table if inner is None else inner

@@ -1,0 +1,170 @@
+"""Hooks observe a run. They may ask the loop to stop; they never change a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from weft.checkpoint.object_store import Location
+from weft.errors import ConfigError
+from weft.monitor.alerts import Wish
+from weft.monitor.events import StepRecord
+from weft.train.engine import Evaluation
+from weft.train.folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class SaveEnd:
+    """What became of a save. path: where it is durable. why: why it was not committed. note: what else is to be told.
+
+    is_copy: it is one in memory. stall_s: how long training waited for it. durable_s: from when it was due until it
+    was committed.
+    """
+
+    step: int
+    path: Location | None = None
+    why: str = ""
+    note: str = ""
+    stall_s: float = 0.0
+    durable_s: float = 0.0
+    is_copy: bool = False
+
+
+class Hook:
+    """Base of all observers: override what you want to see. Called on every rank unless the loop is told otherwise.
+
+    `on_step` and `on_evaluation` may return a reason to stop; the loop then saves and ends at the next step's border
+    on all ranks.
+    """
+
+    def on_start(self, start_step: int) -> None:
+        """Hear that training begins at `start_step` (0, or the step resumed from)."""
+
+    def on_phase(self, name: str) -> None:
+        """Hear that the loop turns to something besides training, and when it trains again.
+
+        name: "compiling", "first step", "evaluating", "tracing" or "saving"; "" when it trains again.
+        """
+
+    def on_step(self, record: StepRecord) -> str | None:
+        """Hear that a step is done. Return a reason to stop, or None."""
+
+    def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
+        """Hear that an evaluation is done. Return a reason to stop, or None."""
+
+    def on_warning(self, step: int, text: str) -> None:
+        """Hear what a person should know, in one line: a step that was not saved, a jump of the loss."""
+
+    def on_trace(self, event: Mapping[str, object]) -> None:
+        """Hear where a step went wrong: an event of kind "trace"."""
+
+    def on_action(self, step: int, wish: Wish) -> None:
+        """Hear that the ranks do what the run was asked for, after `step` steps."""
+
+    def on_moved(self, before: int, step: int) -> None:
+        """Hear that training goes on from `step`, not from `before`: replicas that were met are there."""
+
+    def on_checkpoint(self, saved: SaveEnd) -> None:
+        """Hear that a checkpoint is complete, on disk or in memory; later steps than its own may be done already."""
+
+    def on_end(self, step: int, reason: str) -> None:
+        """Hear that the loop ended after `step` steps. reason: "finished", or why it stopped before."""
+
+
+# Steps whose data a run passes over: the order of all other data stays, and so does every step's learning rate.
+
+#: The file of a run folder that lists them.
+LEFT_OUT = "left_out.json"
+
+
+def steps_left_out(folder: RunFolder) -> frozenset[int]:
+    """Return the steps that a run leaves out, counted from 1.
+
+    Raises:
+        ConfigError: for a damaged list.
+    """
+    if LEFT_OUT not in folder.texts and not (folder.path / LEFT_OUT).is_file():
+        return frozenset()
+    try:
+        return frozenset(map(int, json.loads(folder.text(LEFT_OUT))["steps"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f'{folder.path / LEFT_OUT}: not a list of steps such as {{"steps": [7, 8]}}. '
+            f"Correct it, or delete it to train on all data."
+        ) from error
+
+
+def leave_out(folder: RunFolder, steps: Collection[int]) -> None:
+    """Add steps, counted from 1, to those that the run passes over from its next start on."""
+    path = folder.path / LEFT_OUT
+    known = steps_left_out(RunFolder(folder.path))
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps({"steps": sorted({*known, *steps})}) + "\n")
+    os.replace(draft, path)
+
+
+def stretches(start: int, end: int, left_out: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yield (steps done before, steps done after) of each stretch without a gap.
+
+    A last stretch whose steps are all left out is empty, so that a run always reaches its end.
+
+    Args:
+        start: steps done before the first stretch.
+        end: steps done after the last one.
+        left_out: steps to pass over, counted from 1.
+    """
+    first = start
+    for step in sorted(one for one in left_out if start < one <= end):
+        if step - 1 > first:
+            yield first, step - 1
+        first = step
+    yield first, end
+
+
+# How far a run is: what a resumed run must know of its past, besides weights and optimizer.
+
+
+@dataclass(slots=True)
+class Progress:
+    """Steps done, and the evaluations so far."""
+
+    step: int = 0  # optimizer steps done
+    best_loss: float | None = None
+    best_step: int | None = None  # of the best evaluation, by the metric `best_by`
+    best_value: float | None = None
+    best_by: str = "loss"
+    evaluations_without_gain: int = 0
+    lr_factor: float = 1.0  # on the schedule's rate: below 1 once an alert or a person lowered it
+
+    def __post_init__(self) -> None:
+        if self.best_by == "loss" and self.best_value is None:  # of a checkpoint that knew no other metric
+            self.best_value = self.best_loss
+
+    def note_best(self, step: int, by: str, value: float | None, *, highest: bool = False) -> bool:
+        """Note one evaluation's value, and return True when it is the best so far.
+
+        Args:
+            step: after which it was made.
+            by: the metric, or "loss".
+            value: None, nan and inf are never the best.
+            highest: whether the highest value is the best.
+        """
+        if by != self.best_by:
+            self.best_by, self.best_value, self.best_step = by, None, None
+        if value is None or not math.isfinite(value):
+            return False
+        if self.best_value is not None and (value <= self.best_value if highest else value >= self.best_value):
+            return False
+        self.best_value, self.best_step = value, step
+        return True
+
+    def note_evaluation(self, loss: float, min_delta: float) -> bool:
+        """Note one evaluation's loss, and return True when it is at least `min_delta` below the best."""
+        if not math.isfinite(loss) or (self.best_loss is not None and loss >= self.best_loss - min_delta):
+            self.evaluations_without_gain += 1
+            return False
+        self.best_loss, self.evaluations_without_gain = loss, 0
+        return True

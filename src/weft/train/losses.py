@@ -1,0 +1,482 @@
+"""A loss that compares each sample with all others of the global batch, equal under every plan and accumulation.
+
+Every rank needs the features of all samples, and a sample's gradient has terms from all ranks. So features are gathered
+over ranks and microbatches, without their graphs; the loss of a rank's own samples gives gradients of all features,
+which are added up over the ranks; and backward starts from a feature's gradient in place of a loss. With several
+microbatches a first pass without graphs finds the features (GradCache: Gao et al. 2021, arXiv 2101.06983), so that only
+one microbatch's activations are held at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from weft.comm.autograd import gather_from
+from weft.comm.collectives import all_gather, all_reduce
+from weft.comm.mesh import Axis, Mesh
+from weft.config.plan import Plan
+from weft.data.batches import map_tensors, tensors_in
+from weft.errors import ModelError, PlanError, WeftWarning
+from weft.parallel.batch_norm import SampleGroups
+from weft.parallel.local_means import is_hugging_face_output, sum_of_hugging_face
+from weft.parallel.pipeline.runtime import CountedLoss
+from weft.parallel.random.streams import SampleNumbers
+from weft.train.microbatches import LABELS
+
+#: Tensors with a row for each sample: what a forward gives such a loss.
+Features = Sequence[torch.Tensor]
+#: (features of some samples, features of all, places of those among these) -> (sum of losses, their number).
+Compare = Callable[[Features, Features, torch.Tensor], tuple[torch.Tensor, torch.Tensor | int]]
+Score = Callable[[Features, Features, torch.Tensor], Mapping[str, torch.Tensor]]
+
+
+class WholeBatchLoss:
+    """A loss of features, which `TrainStep` gives those of the whole global batch. As a function: of one batch alone.
+
+    Args:
+        compare: sums the losses of some samples, compared with all of a batch.
+        score: what an evaluation adds up over its samples, each compared with all of the evaluation set; None: nothing.
+    """
+
+    def __init__(self, compare: Compare, score: Score | None = None):
+        self.compare, self.score = compare, score
+
+    def __call__(self, output: Features, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Return the sum of the losses and their number, of a batch that is all there is."""
+        del batch
+        return self.compare(output, output, torch.arange(len(output[0]), device=output[0].device))
+
+    def compared(self, mesh: Mesh, counts: Sequence[bool], features: Callable[[int], Features]) -> CountedLoss:
+        """Return the loss of a microbatch as a part of that of the global batch.
+
+        Args:
+            mesh: of the ranks.
+            counts: of each microbatch whether it has samples, and is no stand-in.
+            features: runs forward of one, for a first pass that finds all features.
+        """
+        batch = BatchGradient(self, mesh, len(counts))
+        for index in range(len(counts)) if batch.needs_first_pass else ():
+            with torch.no_grad():
+                found = features(index)
+            batch.add(found, counts=counts[index])
+        return lambda output, microbatch, index: batch.of(output, index, counts=counts[index])
+
+
+def expect_whole_batches(plan: Plan) -> None:
+    """Refuse plans under which no rank has the features of whole samples before backward.
+
+    Raises:
+        PlanError: for a pipeline, and for cut sequences.
+    """
+    if plan.pp > 1:
+        raise PlanError(
+            f"pp={plan.pp}: the loss compares all samples of the global batch, and a pipeline starts the backward of "
+            "one microbatch before the others are there. Use pp=1."
+        )
+    if plan.cp > 1:
+        raise PlanError(
+            f"cp={plan.cp}: the loss compares features of whole samples, and cp gives each rank a part of each. "
+            "Use cp=1."
+        )
+
+
+class GatheredFeatures:
+    """Features of all samples of some microbatches of all ranks, in the order of the samples.
+
+    Args:
+        axis: ranks that read different samples.
+    """
+
+    def __init__(self, axis: Axis):
+        self._axis = axis
+        self._every: list[list[torch.Tensor]] = []
+        self._own: list[range] = []
+        self._num_rows = 0
+
+    @torch.no_grad()
+    def add(self, features: Features, *, counts: bool = True) -> None:
+        """Take one microbatch of each rank. A collective.
+
+        Args:
+            features: of this rank's samples.
+            counts: whether they are samples, and no stand-in.
+        """
+        sizes = torch.tensor([len(features[0]) if counts else 0], device=features[0].device)
+        rows: list[int] = all_gather(sizes, self._axis).tolist() if self._axis.size > 1 else sizes.tolist()
+        first = self._num_rows + sum(rows[: self._axis.rank])
+        self._own.append(range(first, first + rows[self._axis.rank]))
+        self._num_rows += sum(rows)
+        self._every.append([self._gathered(one.detach()[: rows[self._axis.rank]], rows) for one in features])
+
+    def _gathered(self, own: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        if self._axis.size == 1:
+            return own
+        most = max(rows)
+        filled = own.new_zeros((most, *own.shape[1:]))
+        filled[: len(own)] = own
+        every = all_gather(filled, self._axis).view(self._axis.size, most, *own.shape[1:])
+        return torch.cat([every[rank, :count] for rank, count in enumerate(rows)])
+
+    def take(self, other: GatheredFeatures) -> None:
+        """Take the last microbatch of others that were gathered over the same ranks. No collective."""
+        own, number = other._own[-1], len(other._every[-1][0])
+        moved = self._num_rows - (other._num_rows - number)
+        self._own.append(range(own.start + moved, own.stop + moved))
+        self._num_rows += number
+        self._every.append(other._every[-1])
+
+    @property
+    def num_added(self) -> int:
+        """The number of microbatches so far."""
+        return len(self._own)
+
+    def compared(self, act: Callable[[Features, Features, torch.Tensor], Any]) -> Any:
+        """Return what a function of own features, all features and own places gives."""
+        every, places = [_wide(one) for one in self.every], self.own_places()
+        return act([one[places] for one in every], every, places)
+
+    @property
+    def every(self) -> list[torch.Tensor]:
+        """The features of all samples."""
+        return [torch.cat(parts) for parts in zip(*self._every, strict=True)]
+
+    def places(self, index: int) -> torch.Tensor:
+        """Return where this rank's samples of a microbatch stand among all, int64."""
+        own = self._own[index]
+        return torch.arange(own.start, own.stop, device=self._every[0][0].device)
+
+    def own_places(self) -> torch.Tensor:
+        """Return where all of this rank's samples stand, int64."""
+        return torch.cat([self.places(index) for index in range(len(self._own))])
+
+
+class BatchGradient:
+    """The loss of a global batch as each microbatch's backward needs it: gradients of its features.
+
+    Args:
+        loss: compares samples.
+        mesh: of the ranks.
+        num_microbatches: of a step; with one, `of` gathers what it is given.
+    """
+
+    def __init__(self, loss: WholeBatchLoss, mesh: Mesh, num_microbatches: int):
+        self._loss, self._axis = loss, mesh.data
+        self._features = GatheredFeatures(mesh.data)
+        self._is_single = num_microbatches == 1
+        self._grads: list[torch.Tensor] = []
+        self._sum: torch.Tensor | None = None
+        self._count: torch.Tensor | int = 0
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether all microbatches' features are wanted, through `add`, before the first `of`."""
+        return not self._is_single
+
+    def add(self, features: Features, *, counts: bool) -> None:
+        """Take the features of the next microbatch. A collective.
+
+        Args:
+            features: of this rank's samples.
+            counts: whether they are samples, and no stand-in.
+        """
+        self._features.add(features, counts=counts)
+
+    def of(self, features: Features, index: int, *, counts: bool) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Return a sum to go backward from, and a count. The sums of all microbatches are this rank's losses.
+
+        Args:
+            features: of the microbatch, with their graph.
+            index: of the microbatch.
+            counts: whether they are samples, and no stand-in.
+        """
+        if self._is_single:
+            self._features.add(features, counts=counts)
+        if self._sum is None:
+            self._settle()
+        assert self._sum is not None
+        places = self._features.places(index)
+        pulled = features[0].new_zeros(())
+        for one, grad in zip(features, self._grads, strict=True):
+            if one.requires_grad:
+                own = grad[places] if counts else torch.zeros_like(one)
+                pulled = pulled + (one.to(own.dtype) * own).sum()
+        is_first = index == 0
+        value = self._sum if is_first else torch.zeros_like(self._sum)
+        return pulled - pulled.detach() + value, self._count if is_first else 0
+
+    def _settle(self) -> None:
+        """This rank's losses, and the gradients of all features from all ranks' losses."""
+        every = [_wide(one).requires_grad_(one.is_floating_point()) for one in self._features.every]
+        places = self._features.own_places()
+        with torch.enable_grad():
+            loss_sum, self._count = self._loss.compare([one[places] for one in every], every, places)
+            leaves = [one for one in every if one.requires_grad]
+            found = iter(torch.autograd.grad(loss_sum, leaves, allow_unused=True))
+        self._sum = loss_sum.detach()
+        for one in every:
+            grad = next(found) if one.requires_grad else None
+            whole = torch.zeros_like(one) if grad is None else grad
+            self._grads.append(whole if grad is None else all_reduce(whole.contiguous(), self._axis))
+
+
+def _wide(features: torch.Tensor) -> torch.Tensor:
+    """Features in a format that losses are computed in, as a leaf."""
+    narrow = features.is_floating_point() and features.itemsize < 4
+    return features.float() if narrow else features.detach().clone()
+
+
+# A loss that compares the samples of fixed groups with each other, equal under every plan that keeps groups
+# together.
+
+#: (sum of losses, their number).
+Summed = tuple[torch.Tensor, torch.Tensor | int]
+
+
+class GroupLoss:
+    """A loss of features, (N, ...) each, which a train step gives those of whole groups. As a function: of one batch.
+
+    Args:
+        size: samples of a group; the last of a batch may be smaller.
+        compare: sums the losses of some samples, compared with all of a group.
+    """
+
+    def __init__(self, size: int, compare: Compare):
+        if size < 2:
+            raise ModelError(f"group_loss({size}): a sample is compared with the others of its group. Use 2 or more.")
+        self.size, self.compare = size, compare
+        self._groups: SampleGroups | None = None
+
+    def over(self, mesh: Mesh) -> GroupLoss:
+        """Return the same for the ranks of a mesh.
+
+        Raises:
+            PlanError: for cut sequences, of which no rank has whole samples.
+        """
+        if mesh.plan.cp > 1:
+            raise PlanError(
+                f"cp={mesh.plan.cp}: the loss compares features of whole samples, and cp gives each rank a part of "
+                "each. Use cp=1."
+            )
+        found = GroupLoss(self.size, self.compare)
+        found._groups = SampleGroups(mesh, self.size, f"group_loss({self.size})", "size")
+        return found
+
+    def __call__(self, output: Any, batch: Any, samples: SampleNumbers | None = None, index: int = 0) -> Summed:
+        """Return the sum of the losses of this rank's samples, and their number.
+
+        Args:
+            output: features, or a tuple of them.
+            batch: as a loss function gets it; it is not looked at.
+            samples: of the global batch; None: the batch is all there is.
+            index: of the microbatch in the step. A collective where groups span ranks.
+        """
+        del batch
+        features: Features = [output] if isinstance(output, torch.Tensor) else list(output)
+        if samples is None or self._groups is None:
+            return self._compared(features, features, range(len(features[0])), range(len(features[0])))
+        cut = self._groups.cut_of(samples, index)
+        if samples.is_empty and cut.axis is None:
+            return self.compare(features, features, torch.arange(len(features[0]), device=features[0].device))
+        counts = [len(run) for run in cut.runs]
+        own = cut.runs[cut.axis.rank] if cut.axis is not None else cut.runs[0]
+        if len(features[0]) != len(own) and not samples.is_empty:
+            raise ModelError(
+                f"group_loss({self.size}): the model gave {len(features[0])} rows of features for {len(own)} samples. "
+                "Return a row for each sample."
+            )
+        every, start = features, own.start
+        if cut.axis is not None:
+            every = [_gathered(one[: len(own)], counts, cut.axis) for one in features]
+            start = cut.runs[0].start
+        if not len(own):
+            return sum((one.sum() * 0.0 for one in every), features[0].sum() * 0.0), 0
+        return self._compared(features, every, own, range(start, start + sum(counts)))
+
+    def _compared(self, own: Features, every: Features, mine: range, there: range) -> Summed:
+        """Each group's losses. mine: numbers of this rank's samples; there: of those of `every`."""
+        total: torch.Tensor | None = None
+        number: torch.Tensor | int = 0
+        for first in range(mine.start // self.size * self.size, mine.stop, self.size):
+            group = range(max(first, there.start), min(first + self.size, there.stop))
+            some = range(max(first, mine.start), min(first + self.size, mine.stop))
+            places = torch.arange(some.start - group.start, some.stop - group.start, device=own[0].device)
+            found, count = self.compare(
+                [one[some.start - mine.start : some.stop - mine.start] for one in own],
+                [one[group.start - there.start : group.stop - there.start] for one in every],
+                places,
+            )
+            total, number = found if total is None else total + found, number + count
+        assert total is not None
+        return total, number
+
+
+def group_loss(size: int) -> Callable[[Compare], GroupLoss]:
+    """Make a loss function of one that compares samples, each with those of its group of the global batch.
+
+    The function gets the features of some samples, those of their whole group, and where the former stand among these;
+    it returns the sum of the former's losses, and their number. What the model returns are the features, with a row for
+    each sample.
+
+    Args:
+        size: samples of a group, which must not be divided over microbatches.
+    """
+    return lambda compare: GroupLoss(size, compare)
+
+
+def _gathered(own: torch.Tensor, counts: list[int], axis: Any) -> torch.Tensor:
+    """Rows of all ranks, in order; each rank's gradients are sums over what all ranks made of its rows."""
+    most = max(counts)
+    missing = most - len(own)
+    filled = torch.cat([own, own.new_zeros((missing, *own.shape[1:]))]) if missing else own
+    every = gather_from(filled, axis, 0)
+    if min(counts) == most:
+        return every
+    return torch.cat([every[rank * most : rank * most + count] for rank, count in enumerate(counts)])
+
+
+# A user's loss function: outputs in float32 for it, and checks of its results, so that mistakes end in one
+# sentence.
+
+#: (output, batch) -> (sum of the losses, number of tokens or samples in the sum).
+LossFn = Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor | int]]
+
+_FORM = 'return F.cross_entropy(output, batch[1], reduction="sum"), len(batch[1])'
+_WANTED = "Weft divides once, over all ranks and microbatches, so it needs the sum of the losses and how many there are"
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def in_float32(output: Any) -> Any:
+    """Return a model's output with its bfloat16 and float16 tensors in float32.
+
+    Tuples, lists, mappings, dataclasses and Hugging Face's outputs are searched; other objects stay as they are.
+    """
+    if any(one.dtype in _HALVES for one in tensors_in(output)):
+        return map_tensors(lambda one: one.float() if one.dtype in _HALVES else one, output)
+    return output
+
+
+def needs_float32(loss_fn: Any, plan: Plan) -> bool:
+    """Return whether a loss function gets converted outputs: under a half precision, and if it is not Weft's own."""
+    if plan.precision not in ("bf16", "fp16", "fp8"):
+        return False
+    compared = getattr(loss_fn, "compare", None)  # the function in a loss over groups
+    found = loss_fn if compared is None else compared
+    while isinstance(found, functools.partial):
+        found = found.func
+    home = getattr(found, "__module__", None) or type(found).__module__
+    return home.partition(".")[0] != "weft"
+
+
+def give_float32(model: nn.Module) -> None:
+    """Let a model that computes in half precision return float32, for losses in a loop that calls no train step."""
+    model.register_forward_hook(_convert_output)
+
+
+def _convert_output(model: nn.Module, args: Any, output: Any) -> Any:
+    del model, args
+    return in_float32(output)
+
+
+class CheckedLoss:
+    """A loss function of (output, batch), with what it returns looked at: the sum of the losses, and their number.
+
+    mesh: of the ranks; None: the batch is all there is. warns_of_means: several ranks or microbatches read samples in a
+    step, and this rank is to say what that changes.
+    """
+
+    def __init__(self, loss_fn: LossFn, mesh: Mesh | None = None, *, warns_of_means: bool):
+        self.loss_fn = loss_fn.over(mesh) if isinstance(loss_fn, GroupLoss) and mesh is not None else loss_fn
+        self._widens = mesh is not None and needs_float32(loss_fn, mesh.plan)
+        self._warns = warns_of_means
+
+    def __call__(
+        self, output: Any, batch: Any, samples: SampleNumbers | None = None, index: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | int]:
+        """Return both for a microbatch, of whose samples only a loss over groups is told.
+
+        Raises:
+            ModelError: for anything but a 0-d tensor with a gradient and a count.
+        """
+        if self._widens:
+            output = in_float32(output)
+        has_no_loss = is_hugging_face_output(output) and output.get("loss") is None and _has_labels(batch)
+        try:
+            if isinstance(self.loss_fn, GroupLoss):
+                returned = self.loss_fn(output, batch, samples, index)
+            else:
+                returned = self.loss_fn(output, batch)
+        except (AttributeError, TypeError) as error:
+            if has_no_loss and "NoneType" in str(error):
+                _refuse_none(output)
+            raise
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
+            _refuse(f"it returned {_described(returned)}")
+        loss_sum, number = returned
+        if loss_sum is None and has_no_loss:
+            _refuse_none(output)
+        _check_sum(loss_sum)
+        if not _is_count(number):
+            _refuse(f"the number of losses that it returned is {_described(number)}")
+        if self._warns and is_hugging_face_output(output) and loss_sum is output.get("loss"):
+            self._warn_of_mean(output)
+        return loss_sum, number
+
+    def _warn_of_mean(self, output: Any) -> None:
+        self._warns = False  # once is enough
+        warnings.warn(
+            "loss_fn: it returns output.loss, a mean over the tokens of one rank's microbatch, and Weft expects "
+            "their sum. The result equals one device's only if all microbatches have the same number of tokens. "
+            f"Write\n{sum_of_hugging_face(output)}",
+            WeftWarning,
+            stacklevel=6,  # the line that calls the step
+        )
+
+
+def _check_sum(loss_sum: Any) -> None:
+    if not isinstance(loss_sum, torch.Tensor):
+        _refuse(f"the sum of the losses that it returned is {_described(loss_sum)}")
+    if loss_sum.ndim:
+        raise ModelError(
+            f"loss_fn: the losses that it returned are a tensor of shape {tuple(loss_sum.shape)}, and Weft needs their "
+            f"sum. Return losses.sum() and their number."
+        )
+    if not loss_sum.requires_grad and torch.is_grad_enabled():
+        raise ModelError(
+            "loss_fn: the sum that it returned has no gradient, because .item(), .detach() or no_grad cut it off, or "
+            "it does not depend on the model's trained parameters. Return the sum as the model's output gives it."
+        )
+
+
+def _is_count(number: Any) -> bool:
+    if isinstance(number, torch.Tensor):
+        return number.ndim == 0
+    return isinstance(number, int | float)
+
+
+def _has_labels(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and LABELS in batch
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"one tensor of shape {tuple(value.shape)}" if value.ndim else "one number, like a mean"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _refuse(found: str) -> NoReturn:
+    raise ModelError(f"loss_fn: {found}. {_WANTED}. Write e.g.\n    {_FORM}")
+
+
+def _refuse_none(output: Any) -> NoReturn:
+    raise ModelError(
+        f"loss_fn: output.loss is None, because a train step keeps the batch's labels from the model: its own loss "
+        f"would be a mean over one rank's tokens. {_WANTED}. Write\n{sum_of_hugging_face(output)}"
+    )

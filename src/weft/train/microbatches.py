@@ -1,0 +1,450 @@
+"""How a model is called when nobody says: what of a batch are its inputs.
+
+A batch is inputs and then targets. Tensors in a row (what torch's DataLoader makes of samples `(x, y)`): the model gets
+as many as its forward must have, and at least the first. Names: it gets those that its forward knows, and never
+`labels`, of which the loss is computed outside of the model, once for all ranks. Where that leaves a doubt, the user
+says: `forward=`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from weft.config import partitioning as shares
+from weft.config.plan import Plan
+from weft.data.batches import move_batch, parts_of, tensors_in, with_parts
+from weft.data.order.stream import rows_of
+from weft.errors import ModelError, nearest_name
+from weft.parallel.drop_state import MARK, marked_samples
+from weft.parallel.random.streams import SampleNumbers
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+#: The name of what only the loss function gets.
+LABELS = "labels"
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Return the model's output: model(x) for x, (x, y) and [x, y]; by keyword, without labels, for a dict.
+
+    Raises:
+        ModelError: where the batch does not say what the inputs are.
+    """
+    if isinstance(batch, torch.Tensor):
+        return model(*_first_inputs(model, (batch,)))
+    if isinstance(batch, Mapping):
+        return model(**_named_inputs(model, batch))
+    if isinstance(batch, tuple | list) and batch:
+        return model(*_first_inputs(model, batch))
+    raise ModelError(
+        f"batch of type {type(batch).__name__}: a batch is a tensor, or a tuple, list or dict of tensors. "
+        f"Give forward=lambda model, batch: model(...) for anything else."
+    )
+
+
+def _first_inputs(model: nn.Module, batch: Sequence[Any]) -> Sequence[Any]:
+    if len(batch) > 1 and all(isinstance(entry, Mapping | tuple | list) for entry in batch):
+        raise ModelError(
+            f"batch: a list of {len(batch)} {type(batch[0]).__name__}s, and a batch is a tensor, or a tuple, list or "
+            "dict of tensors. Let the loader's collate_fn stack the samples, pass microbatches as "
+            f"weft.Microbatches([...]), or give forward=lambda model, batch: model(...)."
+        )
+    params = _parameters(model)
+    if params is None:
+        return batch[:1]
+    needed = [param for param in params if param.kind in _POSITIONAL and param.default is param.empty]
+    takes_more = any(param.kind is param.VAR_POSITIONAL for param in params) or any(
+        param.kind in _POSITIONAL and param.default is not param.empty for param in params
+    )
+    number = max(len(needed), 1)
+    # One left over is the target. With more, and a forward that could take them, they may be either.
+    if len(batch) < number or (takes_more and len(batch) > number + 1):
+        _refuse_row(model, params, batch)
+    inputs = batch[:number]
+    if not needed or number > 1:
+        for entry in inputs:
+            if not isinstance(entry, torch.Tensor):
+                _refuse_row(model, params, batch)
+    return inputs
+
+
+def _named_inputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    params = _parameters(model)
+    given = {name: value for name, value in batch.items() if name != LABELS}
+    if params is None:
+        return given
+    known = {param.name: param for param in params if param.kind in _NAMED}
+    needed = {name for name, param in known.items() if param.default is param.empty}
+    if LABELS in needed and LABELS in batch:
+        given[LABELS] = batch[LABELS]
+    missing = sorted(needed - given.keys())
+    if any(param.kind is param.VAR_KEYWORD for param in params) and not missing:
+        return given
+    # What forward does not know is a target, but for names that were probably meant as one of its own.
+    free = known.keys() - given.keys() - {LABELS}
+    if missing or any(nearest_name(name, free) for name in given.keys() - known.keys()):
+        names = ", ".join(name for name in known if name != LABELS or name in needed)
+        _refuse(model, names, f"the batch has {', '.join(map(str, batch))}", _keywords(known, batch))
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _parameters(model: nn.Module) -> list[inspect.Parameter] | None:
+    """Of the model's forward; None where Python cannot tell."""
+    try:
+        return list(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def _refuse_row(model: nn.Module, params: list[inspect.Parameter], batch: Sequence[Any]) -> NoReturn:
+    names = ", ".join(f"*{param.name}" if param.kind is param.VAR_POSITIONAL else param.name for param in params)
+    inputs = ", ".join(f"batch[{index}]" for index in range(len(batch) - 1)) or "..."
+    _refuse(
+        model,
+        names,
+        "the batch is " + ("one tensor" if len(batch) == 1 else f"a {type(batch).__name__} of {len(batch)}"),
+        inputs,
+    )
+
+
+def _refuse(model: nn.Module, names: str, found: str, inputs: str) -> NoReturn:
+    raise ModelError(
+        f"batch: {type(model).__name__}.forward takes ({names}), and {found}, so Weft cannot tell which are inputs. "
+        f"Say so: train_step(..., forward=lambda model, batch: model({inputs}))."
+    )
+
+
+def _keywords(known: Iterable[str], batch: Mapping[str, Any]) -> str:
+    """Arguments to paste: each name of the batch under the name that forward has for it, as far as one is near."""
+    names = [str(name) for name in batch if name != LABELS]
+    pairs = [(name if name in known else nearest_name(name, known), name) for name in names]
+    return ", ".join(f'{ours}=batch["{name}"]' for ours, name in pairs if ours) or f'batch["{(names or [LABELS])[0]}"]'
+
+
+# A batch and its microbatches: cut by samples and collated after, or, where each row is a sample, along dim 0.
+
+
+class AmongReaders(Protocol):
+    """A rank among those that read different samples: number `rank` of `size`, as an axis or a mesh's reader says."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class Microbatches:
+    """A batch that is cut already: `step(Microbatches([first, second]))`, as many as the plan accumulates.
+
+    A plain list is one batch, because that is what torch's DataLoader gives.
+
+    Args:
+        batches: the microbatches, each as the model takes it.
+        samples: for each microbatch, the numbers that its samples have in the global batch, counted from 0 over all
+            ranks; random numbers follow them. None: ranks and microbatches are taken to be equally large. An empty list
+            of numbers: the microbatch runs, so that ranks stay together, and counts for nothing.
+        rows: how many rows each sample has in tensors whose rows are no samples; None where there are no such tensors.
+        total: how many samples the global batch has.
+        any_number: the ranks agreed on how many there are, whatever the plan says.
+
+    Raises:
+        ModelError: where there are not as many of each.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        samples: Iterable[Sequence[int]] | None = None,
+        rows: Iterable[Sequence[Sequence[int]]] | None = None,
+        total: int | None = None,
+        *,
+        any_number: bool = False,
+    ):
+        self._batches, self.any_number = tuple(batches), any_number
+        self._samples = _all_marked(self._batches)
+        if samples is not None:
+            numbers = [one if isinstance(one, range) else tuple(map(int, one)) for one in samples]
+            counts = [()] * len(numbers) if rows is None else list(rows)
+            if not len(numbers) == len(counts) == len(self._batches):
+                raise ModelError(
+                    f"samples: sample numbers of {len(numbers)} microbatches were given for {len(self._batches)} "
+                    "microbatches. Give one list for each, an empty one for a microbatch without samples."
+                )
+            self._samples = tuple(SampleNumbers(*one, total) for one in zip(numbers, counts, strict=True))
+
+    @classmethod
+    def of_samples(
+        cls,
+        sample_at: Callable[[int], Any],
+        own: Sequence[Sequence[int]],
+        collate: Callable[[list[Any]], Any],
+        total: int | None = None,
+    ) -> Microbatches:
+        """Return a rank's microbatches, each made of its samples.
+
+        Args:
+            sample_at: gives a sample by its number in the global batch.
+            own: sample numbers of each microbatch, from `weft.config.partitioning.microbatch_samples`. Empty
+                microbatches come last.
+            collate: makes a batch of a list of samples.
+            total: how many samples the global batch has.
+        """
+        parts = [[sample_at(number) for number in part or _stand_in(own)] for part in own]
+        return cls([collate(part) for part in parts], own, [rows_of(part) for part in parts], total)
+
+    @classmethod
+    def of_rows(cls, batch: Any, plan: Plan, dp_rank: int) -> Microbatches:
+        """Return a rank's microbatches of a global batch in whose tensors each row is a sample.
+
+        Args:
+            batch: tensors of shape (samples, ...), nested in dicts, lists and tuples.
+            plan: says how many microbatches a rank has, and how many ranks share the batch.
+            dp_rank: this rank's place on the data-parallel axes.
+
+        Raises:
+            ModelError: where rows are not samples.
+        """
+        count = samples_in(batch)
+        own = shares.microbatch_samples(count, plan.dp_size, plan.microbatches_per_step, dp_rank)
+        runs = [part or own[0][:1] or range(1) for part in own]
+        return cls(_Splitting(runs, count, f"plan={plan.format()}").split(batch, "batch"), own, total=count)
+
+    @property
+    def samples(self) -> tuple[SampleNumbers, ...] | None:
+        """Of each microbatch; None where nobody said."""
+        return self._samples
+
+    def to(self, device: torch.device) -> Microbatches:
+        """Return the same on `device`."""
+        return self.map(lambda batch: move_batch(batch, device))
+
+    def map(self, change: Callable[[Any], Any]) -> Microbatches:
+        """Return the same samples, in changed batches."""
+        changed = Microbatches(map(change, self._batches), any_number=self.any_number)
+        changed._samples = self._samples
+        return changed
+
+    def marked(self) -> list[Any]:
+        """Return the microbatches in a list, each marked so that a step knows its samples."""
+        return [batch if samples is None else mark(batch, samples)
+                for batch, samples in zip(self._batches, self._samples or [None] * len(self), strict=True)]  # fmt: skip
+
+    def counted(self) -> Iterator[tuple[Any, bool]]:
+        """Yield each microbatch, and whether it counts: those that stand in for none do not."""
+        for index, batch in enumerate(self._batches):
+            yield batch, self._samples is None or not self._samples[index].is_empty
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._samples is not None and any(one.is_empty for one in self._samples):
+            raise ModelError(
+                "batch: this rank has no sample for one microbatch, so a stand-in takes its place, and only "
+                "run.train_step leaves it out of the sums. In your own loop use drop_last=True, and a batch_size of "
+                "at least one sample for each rank and microbatch."
+            )
+        return iter(self._batches)
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(index, str):
+            raise ModelError(
+                f"batch[{index!r}]: with accumulation or a pipeline run.shard gives a batch cut into microbatches. "
+                f"Pass it to step(batch) as it is, or iterate over it: for microbatch in batch."
+            )
+        return self._batches[index]
+
+
+def _stand_in(own: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The sample that a rank runs where it has none: its first, or the first of the batch."""
+    return own[0][:1] or range(1)
+
+
+def from_loader(
+    batches: list[Any],
+    numbers: Sequence[Sequence[int]],
+    rows: list[Sequence[Sequence[int]]],
+    *,
+    is_plain: bool,
+    total: int,
+) -> Any:
+    """Return what `run.shard` gives: `Microbatches`, or a plain batch that the step knows the samples of.
+
+    Args:
+        batches: one for each microbatch.
+        numbers: of the samples in each, in the global batch.
+        rows: of each sample, in tensors whose rows are no samples.
+        is_plain: there is one microbatch, and it is given as it is.
+        total: samples of the global batch.
+    """
+    if not is_plain:
+        return Microbatches(batches, numbers, rows, total)
+    return mark(batches[0], SampleNumbers(numbers[0], rows[0], total))
+
+
+def mark(batch: Any, samples: SampleNumbers) -> Any:
+    """The same batch, whose samples a step then knows."""
+    for tensor in tensors_in(batch):
+        setattr(tensor, MARK, samples)
+    return batch
+
+
+def stands_in(batch: Any) -> bool:
+    """Return whether a marked batch stands in for a microbatch without samples, and so counts for nothing."""
+    found = marked_samples(batch)
+    return found is not None and found.is_empty
+
+
+def _all_marked(batches: Sequence[Any]) -> tuple[SampleNumbers, ...] | None:
+    """The samples of batches that are all marked, and parts of one global batch: no sample is in two of them."""
+    marks = [marked_samples(batch) for batch in batches]
+    known = tuple(found for found in marks if found is not None)
+    numbers = [number for found in known for number in found.numbers]
+    return known if len(known) == len(marks) and len(set(numbers)) == len(numbers) else None
+
+
+def microbatches_of(batch: Any, plan: Plan) -> list[Any]:
+    """Return what a step passes through the model one by one.
+
+    Raises:
+        ModelError: where that is not what the plan says.
+    """
+    expected = plan.microbatches_per_step
+    if not isinstance(batch, Microbatches):
+        return split_batch(batch, expected, plan)
+    if len(batch) != expected and not (batch.any_number and plan.pp == 1):
+        field = "microbatches" if plan.pp > 1 else "accumulation"
+        raise ModelError(
+            f"{field}={expected}: a step takes that many microbatches, and got {len(batch)}. Give {expected}."
+        )
+    return [one for one, _ in batch.counted()]
+
+
+def samples_of(batch: Any, num_microbatches: int, data: AmongReaders) -> list[SampleNumbers]:
+    """Return which samples of the global batch lie in each microbatch of what a step was given, before it was moved.
+
+    A plain batch is this rank's run of the global batch; plain `Microbatches` are taken to be equally large.
+
+    Args:
+        batch: as the step was given it.
+        num_microbatches: into how many a plain batch is cut.
+        data: this rank among those that read different samples.
+    """
+    if isinstance(batch, Microbatches):
+        if batch.samples is not None:
+            return list(batch.samples)
+        count = samples_in(batch[0]) * data.size * len(batch)
+        runs = shares.microbatch_samples(count, data.size, len(batch), data.rank)
+        return [SampleNumbers(run, total=count) for run in runs]
+    found = marked_samples(batch)
+    if num_microbatches == 1 and found is not None:
+        return [found]
+    size = samples_in(batch)
+    if found is None:
+        found = SampleNumbers(range(data.rank * size, (data.rank + 1) * size), total=size * data.size)
+    parts = shares.share_out(len(found.numbers), num_microbatches)
+    return [SampleNumbers(found.numbers[part.start : part.stop], total=found.total) for part in parts]
+
+
+def split_batch(batch: Any, num_parts: int, plan: Plan | None = None) -> list[Any]:
+    """Cut a batch into equal parts along dim 0 of its tensors, each of which has a row for each sample.
+
+    A list without tensors that has an entry for each sample is cut too. Numbers, text and None go to every part.
+    Raises ModelError where rows are not samples, or the parts would not be equal. plan: names the field in errors.
+    """
+    if num_parts == 1:
+        return [batch]
+    field = f"{'microbatches' if plan is not None and plan.pp > 1 else 'accumulation'}={num_parts}"
+    count = samples_in(batch)
+    parts = _Splitting(shares.share_out(count, num_parts), count, field).split(batch, "batch")
+    if count % num_parts:
+        raise ModelError(
+            f"{field}: the batch has {count} samples on this rank, which is not a multiple of {num_parts}. "
+            f"Use a batch that is, or another accumulation."
+        )
+    return parts
+
+
+def samples_in(batch: Any) -> int:
+    """Count the samples of a batch: dim 0 of its first tensor that has one."""
+    return next((tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim), 1)
+
+
+def values_in(batch: Any) -> int:
+    """Count the values in the first tensor of a batch, about as many as it has tokens."""
+    return next((tensor.numel() for tensor in tensors_in(batch) if tensor.ndim), 1)
+
+
+def microbatch_size(batch: Any, num_microbatches: int) -> tuple[int, int]:
+    """Return the samples of a step's first microbatch, and the values in its first tensor.
+
+    Both are 0 where the batch has no tensor with rows.
+    """
+    is_cut = isinstance(batch, Microbatches)
+    first = next((tensor for tensor in tensors_in(batch[0] if is_cut else batch) if tensor.ndim), None)
+    if first is None:
+        return 0, 0
+    parts = 1 if is_cut else num_microbatches
+    return first.shape[0] // parts, first.numel() // parts
+
+
+def cut_rows(batch: Any, runs: Sequence[range]) -> list[Any]:
+    """Return a batch's parts by samples, which are its rows. runs: the samples of each part, from 0.
+
+    Raises:
+        ModelError: where rows are not samples.
+    """
+    return _Splitting(runs, samples_in(batch), "batch").split(batch, "batch")
+
+
+class _Splitting:
+    """How one batch of `num_samples` is cut. runs: the samples of each part. field: what asks for it, for errors."""
+
+    def __init__(self, runs: Sequence[range], num_samples: int, field: str):
+        self._runs, self._num_samples, self._field = runs, num_samples, field
+
+    def split(self, batch: Any, name: str) -> list[Any]:
+        """The parts of a batch, or of what it holds under that name."""
+        if isinstance(batch, torch.Tensor):
+            return self._split_tensor(batch, name)
+        parts = parts_of(batch)
+        if parts is None:
+            if batch is None or isinstance(batch, bool | int | float | str | bytes):
+                return [batch] * len(self._runs)
+            raise ModelError(
+                f"{self._field}: the batch holds a {type(batch).__name__}, which Weft cannot cut into "
+                f"microbatches. Give it cut: step(weft.Microbatches([...])), or use accumulation=1."
+            )
+        is_column = isinstance(batch, tuple | list) and len(batch) == self._num_samples
+        if is_column and next(tensors_in(batch), None) is None:
+            return [batch[run.start : run.stop] for run in self._runs]
+        columns = [self.split(part, inner) for part, inner in zip(parts, _names_in(batch, name), strict=True)]
+        return [with_parts(batch, [column[index] for column in columns]) for index in range(len(self._runs))]
+
+    def _split_tensor(self, tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
+        if not tensor.ndim:
+            return [tensor] * len(self._runs)
+        if tensor.shape[0] != self._num_samples:
+            raise ModelError(
+                f"{self._field}: {name} has shape {tuple(tensor.shape)} in a batch of {self._num_samples} samples, so "
+                "its rows are not samples, and cutting it by rows would split samples. Pass the DataLoader through "
+                "run.shard, which cuts by samples before they are collated, or give the step "
+                "weft.Microbatches([...])."
+            )
+        return [tensor[run.start : run.stop] for run in self._runs]
+
+
+def _names_in(batch: Any, name: str) -> list[str]:
+    """How a user would write what a container holds."""
+    if isinstance(batch, Mapping):
+        return [f"{name}[{key!r}]" for key in batch]
+    if is_dataclass(batch):
+        return [f"{name}.{field.name}" for field in fields(batch)]
+    return [f"{name}[{index}]" for index in range(len(batch))]

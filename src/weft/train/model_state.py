@@ -1,0 +1,512 @@
+"""What checkpoints of an adapter hold in place of its base: what was adapted, and digests of the base's weights.
+
+The digest of a weight is a sum over elements of hashes of (place, value), so that every rank digests what it holds and
+the plan does not show. At most `SAMPLES` elements of a weight count, spread evenly, and of each its bfloat16 value:
+frozen weights are held rounded under precision=bf16, and a base is the same base there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.read import Part
+from weft.checkpoint.safetensors_files import torch_formats
+from weft.checkpoint.save import SavedPiece
+from weft.comm.collectives import all_reduce
+from weft.config.sections import OptimizerSection
+from weft.errors import CheckpointError
+from weft.memory.offload import HostCopies
+from weft.models.adapters import Adapted, adapted
+from weft.models.quantized_linear import BASE_FORMATS, BaseFormat
+from weft.optim.build import build_optimizer, freeze
+from weft.optim.rounded_adamw import exact_moment
+from weft.parallel.local_sgd import rare_sync
+from weft.parallel.quantized_weights import seen_stretches, take_seen
+from weft.parallel.state.flat_slices import SavedTensor, StateSource, Stretch
+from weft.parallel.state.gradients import DataParallel, data_parallel, is_attached, originals
+from weft.parallel.state.materialize import pieces_allowed
+from weft.parallel.zero.states import carried_here, load_carried
+from weft.train.state_io import SavedReplicas, counts_here, replica_stretches, resume_replicas
+
+#: Elements of one weight that its digest looks at.
+SAMPLES = 2**14
+#: Odd constants of the hash; those above 2^63 as the negative numbers that torch takes for them.
+_PLACE, _VALUE, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+def names_left_out(model: nn.Module) -> frozenset[str]:
+    """Return the names of the tensors that a checkpoint of the model leaves out: those of an adapter's frozen base."""
+    if adapted(model) is None:
+        return frozenset()
+    if is_attached(model):
+        return frozenset(name for name, one in originals(model).items() if one.is_parameter and not one.is_trained)
+    return frozenset(name for name, param in model.named_parameters() if not param.requires_grad)
+
+
+def adapter_state(model: nn.Module) -> dict[str, Any] | None:
+    """Return what a checkpoint says of the model's adapter and its base, as JSON; None where it has no adapter.
+
+    All ranks call it where the model is parallelized.
+    """
+    record = adapted(model)
+    return None if record is None else {**record.said(), "base": _digests(model)}
+
+
+def check_base(model: nn.Module, saved: Mapping[str, Any] | None, path: object) -> None:
+    """Refuse a checkpoint of another base or adapter than the model's. All ranks call it.
+
+    Args:
+        model: with an adapter or not.
+        saved: what `adapter_state` gave when the checkpoint was saved.
+        path: of the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: with the first thing that differs.
+    """
+    record = adapted(model)
+    if record is None or saved is None:
+        _refuse_one_alone(record, saved, path)
+        return
+    now = adapter_state(model) or {}
+    for key in ("kind", "rank", "alpha"):
+        if now[key] != saved[key]:
+            raise CheckpointError(
+                f"{path}: it holds an adapter with {key}={saved[key]}, and the model's has {key}={now[key]}. "
+                f"Use {key}={saved[key]}."
+            )
+    if differing := sorted(now["layers"].keys() ^ saved["layers"].keys()):
+        which = "does not adapt" if differing[0] in now["layers"] else "adapts"
+        raise CheckpointError(
+            f"{path}: its adapter {which} {differing[0]!r}, and the model's differs. Use the targets it was saved with."
+        )
+    for name, digest in now["base"].items():
+        _expect_equal(name, digest, saved["base"], path)
+
+
+def expect_same_base(name: str, tensor: torch.Tensor, base: Mapping[str, str], path: object) -> None:
+    """Refuse a weight, whole, that is not the one beside which an adapter was trained.
+
+    Args:
+        name: of the weight.
+        tensor: its values, in their own order.
+        base: the digests that `adapter_state` gives.
+        path: of the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: for a weight with other values, or one that was not there.
+    """
+    digest = digest_of(tensor.detach().contiguous().view(-1), Part(tuple(tensor.shape)))
+    _expect_equal(name, _as_text(digest), base, path)
+
+
+def _expect_equal(name: str, digest: str, base: Mapping[str, str], path: object) -> None:
+    if base.get(name) != digest:
+        what = "had other values" if name in base else "was not there"
+        raise CheckpointError(
+            f"{path}: an adapter of another base: {name!r} {what} when it was saved. "
+            "Start from the weights that the adapter was trained on."
+        )
+
+
+def _as_text(digest: int | torch.Tensor) -> str:
+    return f"{int(digest) & (2**64 - 1):016x}"
+
+
+def _refuse_one_alone(record: Adapted | None, saved: Mapping[str, Any] | None, path: object) -> None:
+    if saved is not None:
+        raise CheckpointError(
+            f"{path}: it holds an adapter alone (kind={saved['kind']}, rank={saved['rank']}), and the model has none. "
+            "Call add_adapter on the base before parallelize."
+        )
+    if record is not None:
+        raise CheckpointError(
+            f"{path}: it holds a whole model, and this one trains an adapter alone. Load it into a model without an "
+            "adapter."
+        )
+
+
+def _digests(model: nn.Module) -> dict[str, str]:
+    """Of each weight of the base, by name, in the order of the plain model."""
+    if not is_attached(model):
+        params = dict(model.named_parameters())
+        sums = {name: digest_of(params[name].detach().contiguous().view(-1), Part(tuple(params[name].shape)))
+                for name in sorted(names_left_out(model))}  # fmt: skip
+        return {name: _as_text(total) for name, total in sums.items()}
+    engine, wanted = data_parallel(model), names_left_out(model)
+    names = sorted(name for name in wanted if originals(model)[name].first == name)
+    place = {name: index for index, name in enumerate(names)}
+    totals = torch.zeros(len(names), dtype=torch.int64, device=engine.axes.mesh.device)
+    for one in engine.stretches():
+        mine = one.mine(engine.axes.mesh.rank) if one.name in place else None
+        if mine is not None:
+            totals[place[one.name]] += digest_of(mine[1].detach(), one.part, mine[0]).to(totals.device)
+    totals = all_reduce(totals, engine.axes.world)
+    return {name: _as_text(total) for name, total in zip(names, totals.tolist(), strict=True)}
+
+
+def digest_of(flat: torch.Tensor, part: Part, start: int = 0) -> torch.Tensor:
+    """Return what a run of a part's line adds to the digest of its tensor, int64, 0-d.
+
+    Args:
+        flat: the run's elements, 1-D.
+        part: which elements of the whole tensor the line holds.
+        start: the run's first element, as a place in the line.
+    """
+    numel = torch.Size(part.shape).numel()
+    step = max(1, -(-numel // SAMPLES)) | 1  # odd: else some columns would never be looked at
+    places = torch.arange(0, numel, step, device=flat.device)
+    line, here = torch.zeros_like(places), torch.ones_like(places, dtype=torch.bool)
+    rest = places
+    strides = part.strides()
+    for dim in reversed(range(len(part.shape))):
+        index, rest = rest % part.shape[dim], rest // part.shape[dim]
+        if part.rows is not None and dim == part.dim:
+            index, here = _in_rows(index, part.rows)
+        line += index * strides[dim]
+    here &= (line >= start) & (line < start + flat.numel())
+    values = flat[line[here] - start]
+    if values.is_floating_point():
+        values = values.to(torch.float32).to(torch.bfloat16).view(torch.int16)
+    mixed = (places[here] + 1) * _PLACE ^ (values.to(torch.int64) + 2**20) * _VALUE
+    return ((mixed ^ mixed >> 31) * _MIX).sum()
+
+
+def _in_rows(index: torch.Tensor, rows: Iterable[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places in joined ranges of rows, and whether a row is in one of them."""
+    found, here, before = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
+    for low, high in rows:
+        inside = (index >= low) & (index < high)
+        found, here, before = found.where(~inside, index - low + before), here | inside, before + high - low
+    return found, here
+
+
+# What a checkpoint holds of model and optimizer: tensors by name, independent of the plan; each rank its part of
+# them.
+
+
+def capture_model(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a parallelized model, whole. All ranks call it: what is sharded is gathered.
+
+    keep: whether this rank wants them; the others get nothing back and hold no more than one tensor at a time. They may
+    be the live ones: use them before the next step.
+    """
+    engine = data_parallel(model)
+    weights = held(chain(engine.weights(), engine.frozen()), keep)
+    # On all ranks: under zero=3 looking at a module lets its gathered weights go.
+    own = model_tensors(model)
+    if not keep:
+        return {}
+    # What is trained or divided comes from the engine; the rest is whole on every rank.
+    return {name: weights.get(name, own[name]) for name in own if engine.axes.saved_name(name) == name} | weights
+
+
+def expected_bytes(model: nn.Module, optimizer: OptimizerSection, master: torch.dtype) -> int:
+    """Return the bytes of a checkpoint of a model that is trained; optimizer states exist only after a step.
+
+    Args:
+        model: on the meta device; what the optimizer leaves alone is frozen in it.
+        optimizer: the section of the config.
+        master: the format in which weights and states are kept.
+    """
+    freeze(model, optimizer)
+    left_out = names_left_out(model)
+    num_values: float = sum(one.numel() for name, one in model_tensors(model).items() if name not in left_out)
+    for group in build_optimizer(model.named_parameters(), optimizer).param_groups:
+        num_values += _states_each(group, optimizer) * sum(param.numel() for param in group["params"])
+    return round(num_values * master.itemsize)
+
+
+def _states_each(group: Mapping[str, Any], optimizer: OptimizerSection) -> float:
+    """Values of the masters' size that an optimizer keeps for each of a group's weights, a foreign class as AdamW."""
+    if optimizer.name == "sgd":
+        return int(group["momentum"] > 0)
+    return 1 if group.get("matrices") else {"fp32": 2, "bf16": 1, "fp8": 0.5}[optimizer.states]
+
+
+def held(pairs: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
+    """Iterate to the end, as a collective wants it, and keep the tensors on the host where `keep`."""
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in pairs:
+        if keep:
+            kept[name] = tensor.detach().cpu()  # a device has no room for what is sharded because it did not fit
+    return kept
+
+
+def pieces(
+    model: nn.Module, optimizer: torch.optim.Optimizer, copies: HostCopies | None = None
+) -> Iterator[SavedPiece]:
+    """Yield what this rank writes of a checkpoint: its share of weights and states, no collective.
+
+    Args:
+        model: what `parallelize` returned.
+        optimizer: adopted by a step.
+        copies: takes the tensors as they are now; None: tensors are in their own memory, to be written before the next
+            step.
+    """
+    found = _pieces(model, optimizer)
+    return found if copies is None else iter(copied(list(found), copies))
+
+
+def copied(found: Sequence[SavedPiece], copies: HostCopies) -> list[SavedPiece]:
+    """Copy the tensors of pieces as they are now. CheckpointError where the host has no room for it."""
+    taken = copies.take([cast(torch.Tensor, one.data) for one in found])
+    return [replace(one, data=copy) for one, copy in zip(found, taken, strict=True)]
+
+
+def _pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[SavedPiece]:
+    engine, left_out, sync = data_parallel(model), names_left_out(model), rare_sync(model)
+    if sync is not None:
+        found = replica_stretches(sync, engine, optimizer)
+        for group, one in found:
+            if group != "model" or one.name not in left_out:
+                yield from written(group, [one], engine)
+        yield from counts_here(sync)
+        yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
+        return
+    yield from written("model", (one for one in engine.stretches() if one.name not in left_out), engine)
+    yield from written("optimizer", engine.state_stretches(optimizer), engine)
+    yield from written("seen", seen_stretches(engine), engine)
+    yield from written("owed", engine.debts.stretches(), engine)
+    yield from (SavedPiece.whole(f"wire/{name}", one.detach()) for name, one in carried_here(engine))
+
+
+def written(group: str, stretches: Iterable[Stretch], engine: DataParallel) -> Iterator[SavedPiece]:
+    """Yield what of the stretches this rank writes, as pieces of a group.
+
+    Args:
+        group: such as "model".
+        stretches: what this rank holds.
+        engine: of the model.
+    """
+    for one in stretches:
+        mine = one.mine(engine.axes.mesh.rank)
+        if mine is None:
+            continue
+        part, (start, data) = one.part, mine
+        if data.numel() == part.numel:  # all of a part lies in its own shape, row-major
+            order = part.order or tuple(range(len(part.shape)))
+            local = data.view([part.local_shape[dim] for dim in order])
+            data = local.permute([order.index(dim) for dim in range(len(order))]).contiguous()
+            part = replace(part, order=())
+        yield SavedPiece(f"{group}/{one.name}", part, one.deal, start, data.detach())
+
+
+class GroupSource:
+    """A group of a checkpoint, of which each rank reads what it holds.
+
+    Args:
+        checkpoint: open.
+        group: such as "model".
+        start: of the names that are meant, which are given without it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, group: str, start: str = ""):
+        entries = checkpoint.entries(group)
+        self.entries = {name.removeprefix(start): one for name, one in entries.items() if name.startswith(start)}
+        self._checkpoint, self._group, self._start = checkpoint, group, start
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a part's line.
+
+        Args:
+            name: of the tensor.
+            part: which elements of the whole tensor.
+            start: place in its line where reading begins, in elements.
+            out: filled to its end, in the saved dtype.
+        """
+        self._checkpoint.read(self._group, f"{self._start}{name}", part, start, out)
+
+
+class Averages(Protocol):
+    """Averages of weights that are kept beside them."""
+
+    def restore(self, source: GroupSource, num_updates: int) -> None:
+        """Take what a checkpoint has of them."""
+        ...
+
+
+def resume(
+    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, ema: Averages | None = None
+) -> list[str]:
+    """Give a parallelized model and its optimizer what `pieces` gave under any plan. All ranks call it.
+
+    Each reads what it holds, and nothing else. Returns lines that say what is left out because it fits another plan
+    only.
+
+    Args:
+        model: what `parallelize` returned.
+        optimizer: adopted by a step.
+        checkpoint: open.
+        ema: averages of the weights, to be restored too.
+
+    Raises:
+        CheckpointError: for a checkpoint of another model.
+    """
+    if ema is not None:
+        ema.restore(GroupSource(checkpoint, "ema"), int(checkpoint.state["ema"]["num_updates"]))
+    weights, engine = GroupSource(checkpoint, "model"), data_parallel(model)
+    check_base(model, checkpoint.state.get("adapter"), checkpoint.path)
+    own, axes, saved, left_out = model_tensors(model), engine.axes, weights.entries, names_left_out(model)
+    shapes = {axes.saved_name(name): axes.whole_shape(name, tensor.shape) for name, tensor in own.items()}
+    shapes = {name: shape for name, shape in shapes.items() if name not in left_out}
+    # A stage of a pipeline takes its own tensors only.
+    _check_names(shapes, saved if axes.stages.size == 1 else {name: saved[name] for name in saved if name in shapes})
+    if left_out:
+        for one in engine.stretches():
+            if one.name not in left_out:
+                one.fill(weights)
+        engine.publish()
+    else:
+        engine.load_weights(weights)
+    told, states = resume_replicas(model, optimizer, SavedReplicas(checkpoint, GroupSource))
+    engine.load_states(optimizer, states)
+    _match_formats(optimizer)
+    take_seen(engine, GroupSource(checkpoint, "seen"))
+    told += load_carried(engine, checkpoint.private("wire", axes.mesh.rank))
+    return [*told, *engine.debts.take(GroupSource(checkpoint, "owed"))]
+
+
+#: Formats of moments that only the rounded AdamW takes.
+_ROUNDED = (torch.bfloat16, torch.int8, torch.uint8)
+
+
+def _match_formats(optimizer: torch.optim.Optimizer) -> None:
+    """torch's AdamW and Adam want moments of the parameters' format: a run with rounded ones may have saved them."""
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        return
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype in _ROUNDED:
+                state[key] = exact_moment(value).to(param.dtype)
+
+
+def restore_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy weights and buffers of a checkpoint into a plain model; those of an adapter alone where it has one.
+
+    Raises:
+        CheckpointError: names what is missing, left over or misshapen, or what of an adapter's base differs.
+    """
+    check_base(model, checkpoint.state.get("adapter"), checkpoint.path)
+    left_out, tensors = names_left_out(model), checkpoint.tensors("model")
+    own = {name: tensor for name, tensor in model_tensors(model).items() if name not in left_out}
+    _check_names({name: tensor.shape for name, tensor in own.items()}, tensors)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def _check_names(shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, SavedTensor | torch.Tensor]) -> None:
+    for name in sorted(shapes.keys() ^ tensors.keys()):
+        where = "the checkpoint lacks it" if name in shapes else "the model has no such tensor"
+        raise CheckpointError(f"tensor {name!r}: {where}. Load the checkpoint into the model it was saved from.")
+    for name, shape in shapes.items():
+        saved = tensors[name]
+        if tuple(saved.shape) != tuple(shape):
+            raise CheckpointError(
+                f"tensor {name!r}: {tuple(saved.shape)} in the checkpoint, {tuple(shape)} in the model. "
+                f"Load the checkpoint into the model it was saved from."
+            )
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and persistent buffers by name, each storage once."""
+    with pieces_allowed(model):
+        names = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    for name, tensor in names.items():
+        first.setdefault(id(tensor), name)
+    return {name: tensor.detach() for name, tensor in names.items() if first[id(tensor)] == name}
+
+
+# Weights of a folder as the bytes that a model keeps of them: read in slices, packed, and let go.
+
+#: Blocks of one read: 8 million weights.
+_AT_ONCE = 2**17
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What a packed weight is, as an entry of a source."""
+
+    shape: tuple[int, ...]
+    dtype: str = "U8"
+
+
+class PackedSource:
+    """A source some of whose matrices are packed as they are read.
+
+    Args:
+        source: of the weights as they are stored.
+        names: of the matrices.
+        kept: how they are packed.
+    """
+
+    def __init__(self, source: StateSource, names: list[str], kept: BaseFormat):
+        self._source, self._kept = source, kept
+        shapes = {name: source.entries[name].shape for name in names if name in source.entries}
+        self._packed = {name: _Packed((rows, kept.row_bytes(width))) for name, (rows, width) in shapes.items()}
+
+    @property
+    def entries(self) -> Mapping[str, SavedTensor]:
+        """What there is, by name."""
+        return {**self._source.entries, **self._packed}
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a part's line: bytes, where the tensor is packed.
+
+        Args:
+            name: of the tensor.
+            part: which elements of the whole tensor, as it is kept.
+            start: place in its line where reading begins.
+            out: filled to its end.
+        """
+        if name not in self._packed:
+            self._source.read(name, part, start, out)
+            return
+        rows, width = self._source.entries[name].shape
+        line = part.local_shape[1]  # bytes of a row here
+        at, end, per = start, start + len(out), self._kept.block_bytes
+        numbers = self._numbers(part, rows, width)
+        # Whole rows, cut at both ends: stretches of a rank begin at rows but for the last ones.
+        step = max(1, _AT_ONCE * per // line)
+        while at < end:
+            first = at // line
+            last = min(first + step, -(-end // line))
+            some = self._rows(name, numbers, first, last)
+            low, high = at - first * line, min(end, last * line) - first * line
+            out[at - start : at - start + high - low] = some[low:high].numpy().data
+            at += high - low
+
+    def _numbers(self, part: Part, rows: int, width: int) -> Part:
+        """The part of the weight that a part of its bytes stands for."""
+        if part.rows is None or part.dim == 0:
+            return Part((rows, width), part.dim, part.rows)
+        per = self._kept.block_bytes
+        return Part((rows, width), 1, tuple((low // per * 64, min(high // per * 64, width)) for low, high in part.rows))
+
+    def _rows(self, name: str, numbers: Part, first: int, last: int) -> torch.Tensor:
+        width = numbers.local_shape[1]
+        kind = torch_formats()[self._source.entries[name].dtype]
+        stored = torch.empty((last - first) * width, dtype=kind)
+        self._source.read(name, numbers, first * width, stored.view(torch.uint8).numpy().data)
+        return self._kept.pack(stored.view(last - first, width)).view(-1)
+
+
+def packed_source(model: nn.Module, source: StateSource) -> StateSource:
+    """Return where a model with an adapter reads its base from: packed, where the adapter's base is.
+
+    Args:
+        model: whole, with an adapter or not.
+        source: its weights as they are stored.
+    """
+    record = adapted(model)
+    if record is None or not record.packed:
+        return source
+    return PackedSource(source, [f"{path}.weight" for path in record.packed], BASE_FORMATS[record.base])

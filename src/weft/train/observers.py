@@ -1,0 +1,302 @@
+"""Every rank's observer: hands a step's numbers to the thread of figures, which reports them."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from weft.checkpoint.folders import step_in_name
+from weft.checkpoint.load import list_checkpoints
+from weft.checkpoint.prune import set_aside
+from weft.comm.mesh import members_of
+from weft.config.metrics import series
+from weft.env import RankEnv
+from weft.monitor.alerts import Wish, WishBox, action_line
+from weft.monitor.events import EventLog, StepRecord, read_events
+from weft.monitor.live import Display
+from weft.monitor.machine_metrics import GpuSource, HostSource, host_name
+from weft.monitor.metrics import Collector, StepFigures
+from weft.monitor.plots import Artist, plot_loss
+from weft.train.engine import Engine, Evaluation
+from weft.train.folder import RunFolder
+from weft.train.hooks import Hook, SaveEnd, leave_out
+from weft.train.reporting import seen_digests
+from weft.train.tasks.base import Task
+
+#: The class of a rank's memory that is its peak, and what of the peak no other class has.
+_PEAK, _REST = series("memory.bytes", "peak"), series("memory.bytes", "rest")
+
+
+class FigureHook(Hook):
+    """Starts a rank's `Collector` with what its engine, its machine and its GPU tell.
+
+    Args:
+        engine: of this rank.
+        place: of this process among the ranks; None: a single rank.
+        folder: of the run.
+        every_s: seconds between reports.
+        publish: on the first rank, takes the event of all ranks; None on the others.
+        on_slow: on the first rank, takes an event of a rank that became slow, or is no longer.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        place: RankEnv | None,
+        folder: Path,
+        every_s: float,
+        publish: Callable[[Mapping[str, object]], None] | None,
+        on_slow: Callable[[Mapping[str, object]], None] | None = None,
+    ):
+        measures, plan = engine.measures(), engine.plan
+        host = HostSource(folder, with_machine=place is None or place.local_rank == 0)
+        gpu = [GpuSource(measures.gpu).read] if measures.gpu else []
+        self._measures, self._on_gpu = measures, measures.gpu is not None
+        self._memory: dict[str, float] = {}
+        self._peak = 0
+        self._num_steps = 0
+        self.collector = Collector(
+            engine.rank,
+            host_name(),
+            measures.board,
+            every_s,
+            of_rank=[host.of_process, *gpu, self._memory_now],
+            of_host=[host.of_machine],
+            totals=measures.traffic,
+            publish=publish,
+            # Stages of a pipeline do different work, and cannot be compared. Only the first rank compares.
+            groups=[members_of(plan, rank, ("pp",)).index(rank) for rank in range(plan.world_size if publish else 0)],
+            on_slow=on_slow,
+        )
+
+    def on_start(self, start_step: int) -> None:
+        self.collector.start()
+
+    def on_step(self, record: StepRecord) -> str | None:
+        self._num_steps += 1
+        self._peak = record.memory_bytes
+        if self._num_steps == 2:
+            # The first step has made what there is to hold. Asked here: between two steps nothing of it changes.
+            self._memory = dict(self._measures.memory())
+        self.collector.put(
+            StepFigures(record.step, record.seconds, record.exposed, record.busy_s, record.data_s, record.own)
+        )
+        return None
+
+    def on_end(self, step: int, reason: str) -> None:
+        self.collector.close()
+
+    def _memory_now(self) -> Mapping[str, float]:
+        """Bytes by class; what is left of a GPU's peak are activations and buffers."""
+        found, peak = self._memory, float(self._peak)
+        if not peak:
+            return found
+        # On a CPU the peak is the whole process, libraries included, and a rest would say nothing.
+        rest = {_REST: max(0.0, peak - sum(found.values()))} if found and self._on_gpu else {}
+        return {**found, **rest, _PEAK: peak}
+
+
+# Going back to a checkpoint from before the trouble, and not for ever.
+
+#: How often a run went back to which step.
+_COUNTS = "rolled_back.json"
+#: The same steps give the same numbers: without other data one return is enough, with other data three are.
+_MOST = {"roll_back": 1, "skip_data": 3}
+
+
+def roll_back(folder: RunFolder, wish: Wish, step: int) -> int | None:
+    """Set checkpoints since the trouble aside, and for skip_data leave its data out. On the first rank, after saves.
+
+    Returns the step that the next start goes on from; None where there is no older checkpoint, or the run went back to
+    it too often already: then nothing has changed.
+
+    Args:
+        folder: of the run.
+        wish: roll_back or skip_data.
+        step: the steps done.
+    """
+    since = min(wish.since or step, step)
+    saved = [known for path in list_checkpoints(folder.checkpoints) if (known := step_in_name(path.name)) is not None]
+    target = max((known for known in saved if known < since), default=None)
+    counts = _counts(folder)
+    if target is None or counts.get(str(target), 0) >= _MOST[wish.action]:
+        return None
+    set_aside(folder.checkpoints, lambda one: one.step > target)
+    if wish.action == "skip_data":
+        leave_out(folder, range(since, step + 1))
+    draft = folder.path / f".{_COUNTS}.{os.getpid()}"
+    draft.write_text(json.dumps({**counts, str(target): counts.get(str(target), 0) + 1}) + "\n")
+    os.replace(draft, folder.path / _COUNTS)
+    return target
+
+
+def _counts(folder: RunFolder) -> dict[str, int]:
+    try:
+        return {str(step): int(count) for step, count in json.loads((folder.path / _COUNTS).read_text()).items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+# A thread of the first rank that hears what the run is asked for, and has all ranks look after the next step.
+
+_LOOK_S = 0.25
+
+
+class WishWatch(threading.Thread):
+    """Looks for wishes four times a second; `take` gives them to the loop.
+
+    Args:
+        folder: of the run.
+        since: when the command began, in s since 1970.
+        engine: not kept alive: model and groups must be gone before the ranks part.
+    """
+
+    def __init__(self, folder: Path, since: float, engine: Engine):
+        super().__init__(name="weft-wishes", daemon=True)
+        self._box, self._engine = WishBox(folder, since), weakref.ref(engine)
+        self._heard: deque[Wish] = deque()
+        self._end = threading.Event()
+
+    def take(self) -> list[Wish]:
+        """Return what was asked since the last call."""
+        return [self._heard.popleft() for _ in range(len(self._heard))]
+
+    def look(self) -> None:
+        """Look once."""
+        found, engine = self._box.new(), self._engine()
+        self._heard.extend(found)
+        if found and engine is not None:
+            engine.asks = True
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end.set()
+        if self.is_alive():
+            self.join(5.0)
+
+    def run(self) -> None:
+        """Look until `close`: the thread's own function."""
+        while not self._end.wait(_LOOK_S):
+            self.look()
+
+
+# The first rank's observer: writes events.jsonl, has loss.png drawn, and shows progress on the terminal.
+
+
+class RunRecorder(Hook):
+    """Writes what happens to the run folder and passes it to the display."""
+
+    def __init__(self, folder: RunFolder, task: Task, display: Display, start: dict[str, object]):
+        self._folder, self._task = folder, task
+        self._display = display
+        self._goes_on = folder.events.exists()
+        self._log = EventLog(folder.events)
+        self._start = start
+        self._artist = Artist(folder.events, folder.loss_plot, folder.path.name)
+        self._saved: int | None = None
+        self._is_full = False
+
+    def on_start(self, start_step: int) -> None:
+        if self._goes_on:
+            # Readers then forget what was logged beyond this step: it is done again.
+            self._log.write({"event": "resume", "step": start_step})
+        self._log.write({"event": "start", "step": start_step, **self._start})
+        self._saved = start_step or None
+
+    def on_phase(self, name: str) -> None:
+        self._display.phase(name)
+
+    def on_step(self, record: StepRecord) -> str | None:
+        self._log.write(record.to_event())
+        self._tell_of_room()
+        self._display.step(record)
+        if (usual := record.usual_loss) is not None:
+            back = f", or go back with resume.step={self._saved}" if self._saved else ""
+            self.on_warning(
+                record.step,
+                f"step {record.step}: the loss jumped to {record.loss:.4g}; {usual:.4g} is typical of recent steps. "
+                f"If it stays high, lower optimizer.lr or optimizer.max_grad_norm{back}.",
+            )
+        self._artist.draw_when_late()
+        return None
+
+    def _tell_of_room(self) -> None:
+        """Say once that the disk is full, and once that it is not any more."""
+        if (is_full := self._log.num_waiting > 0) != self._is_full:
+            self._is_full = is_full
+            name, at = self._folder.events.name, self._folder.path
+            self._display.note(
+                f"run.dir={at}: the disk is full. Training goes on, and {name} is written when there is room."
+                if is_full
+                else f"run.dir={at}: there is room again, and {name} is written."
+            )
+
+    def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
+        found = evaluation.metrics
+        event = {"event": "eval", "step": step, "loss": evaluation.loss, **found, self._task.unit: evaluation.count}
+        self._log.write(event)
+        shown = [(found.get(metric.name), metric.label) for metric in self._task.metrics]
+        self._display.evaluation(step, evaluation.loss, [(value, label) for value, label in shown if value is not None])
+        self._artist.draw_soon()
+        return None
+
+    def on_warning(self, step: int, text: str) -> None:
+        self._log.write({"event": "warning", "step": step, "text": text})
+        self._display.note(text)
+
+    def on_trace(self, event: Mapping[str, object]) -> None:
+        self._log.write({**event, "seen": seen_digests(self._task, event)})
+        self._display.note(f"step {event['step']}: {event['text']}.")
+        self._display.note(f"weft explain {self._folder.path} --step {event['step']} shows the samples.")
+
+    def on_action(self, step: int, wish: Wish) -> None:
+        if wish.action != "tell":
+            told = {"action": wish.action, "why": wish.why, "by": wish.by, "since": wish.since}
+            self._log.write({"event": "action", "step": step, **{key: one for key, one in told.items() if one}})
+        self._display.note(action_line(step, wish))
+
+    def on_note(self, step: int, text: str) -> None:
+        """Show a line, which an event of its own has said already."""
+        self._display.note(text)
+
+    def on_figures(self, event: Mapping[str, object]) -> None:
+        """Write an event of figures; the thread that makes it calls this."""
+        self._log.write(event)
+
+    def on_slow(self, event: Mapping[str, object]) -> None:
+        """Write an event of a rank that is slow, and show it; the thread of figures calls this."""
+        self._log.write(event)
+        self._display.note(f"step {event['step']}: {event['text']}.")
+
+    def on_moved(self, before: int, step: int) -> None:
+        if step < before:  # readers then forget what was logged beyond this step
+            self._log.write({"event": "resume", "step": step})
+
+    def on_checkpoint(self, saved: SaveEnd) -> None:
+        assert saved.path is not None
+        times = {"stall_s": round(saved.stall_s, 4), "durable_s": round(saved.durable_s, 4)}
+        if saved.is_copy:
+            self._log.write({"event": "copy", "step": saved.step, **times})
+            return
+        self._log.write({"event": "checkpoint", "step": saved.step, "path": saved.path.name, **times})
+        self._saved = saved.step
+        self._artist.draw_soon()
+
+    def on_end(self, step: int, reason: str) -> None:
+        self._log.write({"event": "end", "step": step, "reason": reason})
+
+    def draw(self) -> None:
+        """Draw the whole run. It takes seconds, so call it when no other rank waits any more."""
+        self._artist.close()
+        plot_loss(read_events(self._folder.events), self._folder.loss_plot, title=str(self._folder.path.name))
+
+    def close(self) -> None:
+        """Let go of the terminal, the event log and the process that draws."""
+        self._display.close()
+        self._artist.close()
+        self._log.close()

@@ -1,0 +1,109 @@
+"""Checkpoints in the memory of a run's hosts (checkpoint.peer_every): a restart goes on from them where they are newer.
+
+They are written, committed, digested and read as those in an object store are; see docs/adr/0029-copies-in-memory.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+from weft.checkpoint.folders import Together
+from weft.checkpoint.load import newest_checkpoint
+from weft.checkpoint.object_store import Location, StorePath
+from weft.checkpoint.open_target import target_at
+from weft.checkpoint.peer_copies import CopyHome, copies_at
+from weft.errors import CheckpointError, ConfigError
+from weft.units import format_bytes
+
+#: A host holds the newest complete copy while the next one comes.
+_GENERATIONS = 2
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+class Copies:
+    """The copies of one run. All ranks make it with `open`. root: where checkpoints are saved to."""
+
+    def __init__(self, root: StorePath, together: Together):
+        self.root, self._together = root, together
+
+    def newest(self, saved: int | None) -> tuple[Location | None, list[str]]:
+        """Return the newest copy, where it is later than the step `saved` and whole, and what is wrong with others.
+
+        Where there is none all copies go: what is on disk counts. All ranks call it.
+        """
+        steps = self._together.on_first(lambda: self._steps())
+        notes: list[str] = []
+        if steps and steps[-1] > (saved or 0):
+            try:
+                found = newest_checkpoint(self.root, together=self._together)
+            except CheckpointError as error:
+                found, notes = None, [f"copies in memory are not used: {error}"]
+            if found is not None and found.step > (saved or 0):
+                return found.path, [f"skipped copy in memory: {one}" for one in found.passed_over if steps]
+        self._together.on_first(self.clear)
+        return None, notes
+
+    def keep_only(self, step: int) -> None:
+        """Delete the copies of all other steps. One rank calls it."""
+        target = target_at(self.root)
+        target.remove([one.path for one in target.step_folders() if one.step != step])
+
+    def clear(self) -> None:
+        """Delete all copies: they hold what must not be gone on from. One rank calls it."""
+        target_at(self.root).remove([self.root])
+
+    def _steps(self) -> list[int]:
+        return [one.step for one in target_at(self.root).step_folders() if one.committed]
+
+    @staticmethod
+    def open(
+        home: CopyHome | None, together: Together, every: int, num_bytes: Callable[[], int]
+    ) -> tuple[Copies | None, list[str]]:
+        """Join the hosts of all ranks; None and why where one has nothing that outlives its ranks. All ranks call it.
+
+        Args:
+            home: what keeps copies on this rank's host.
+            together: the ranks; each gets the answers of all.
+            every: checkpoint.peer_every, in steps.
+            num_bytes: gives the size of one checkpoint of all ranks.
+
+        Raises:
+            ConfigError: on all ranks, where a host has no room for the copies.
+        """
+        answers = [json.loads(one) for one in together.gather(json.dumps(home and asdict(home)).encode())]
+        if home is None or None in answers:
+            return None, [
+                f"checkpoint.peer_every={every} has no effect: nothing starts these ranks again. Set launch.restarts, "
+                "or start them with torchrun --max-restarts."
+            ]
+        homes = [*dict.fromkeys(CopyHome(**one) for one in answers)]
+        root = copies_at(homes, homes.index(home))
+        # What is there already has its memory: only a first start asks for some.
+        needed = together.on_first(lambda: 0 if root.exists() else num_bytes())
+        here, free = _GENERATIONS * min(2, len(homes)) * needed // len(homes), free_host_bytes()
+        short = [json.loads(one) for one in together.gather(json.dumps([here, free]).encode())]
+        for here, free in short:
+            if here > free:
+                raise ConfigError(
+                    f"checkpoint.peer_every={every}: the copies take {format_bytes(here)} of each machine's memory, "
+                    f"and one has {format_bytes(free)} free. Use checkpoint.peer_every=0 and a smaller "
+                    "checkpoint.every."
+                )
+        return Copies(root, together), []
+
+
+def free_host_bytes() -> int:
+    """Return the bytes of memory that are free on this machine, and in its container."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = int(_CGROUP_LIMIT.read_text())
+        stat = dict(line.split() for line in _CGROUP_LIMIT.with_name("memory.stat").read_text().splitlines())
+        used = int(_CGROUP_LIMIT.with_name("memory.current").read_text()) - int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no limit
+        return free
+    return max(0, min(free, limit - used))

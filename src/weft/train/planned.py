@@ -1,0 +1,381 @@
+"""plan = "auto": this machine in the planner's words, and the plan that it chooses for a run.
+
+Every rank asks by itself, before there is a process group, and all get the same answer: the search has no chance in
+it, and figures that differ in their last digits do not change a ranking.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weft.config.cluster import ClusterSpec, DeviceSpec, device_by_torch_name
+from weft.config.plan import Plan, auto_fields
+from weft.config.plan_text import is_auto
+from weft.config.run_config import RunConfig
+from weft.errors import PlanError, Problem, WeftError
+from weft.planner.estimator import estimate
+from weft.planner.measured import profile_tables as here
+from weft.planner.measured.laws import RUN_FILE, measured_parts, parts_of
+from weft.planner.measured.machine_profile import Profile, default_path, load_profile
+from weft.planner.report import tables as report
+from weft.planner.report.explanation import time_by_rung
+from weft.planner.search.best_plans import answer
+from weft.planner.search.candidate import Candidate
+from weft.planner.search.model_source import PlannedModel
+from weft.planner.search.question import Question
+from weft.planner.space.columns import Columns
+from weft.train.tasks.base import Task
+from weft.train.tasks.registry import find_task
+from weft.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from weft.comm.mesh import Mesh
+
+#: Operations that one core of a CPU does in a second: fp32, vectors of eight, multiply and add.
+_CORE_FLOPS = 2.5e9 * 16
+#: The file of a run folder that says what was expected of the chosen plan.
+CHOSEN = "planned.json"
+
+
+def settle_plan(config: RunConfig, world_size: int, local_size: int) -> tuple[RunConfig, Candidate | None]:
+    """Return the config with a plan in the place of "auto", and what is expected of it; any other config as it is.
+
+    A run that was begun keeps the plan that was chosen then, as long as it has the same ranks.
+
+    Args:
+        config: its plan may be "auto", with or without decided fields.
+        world_size: ranks of the run.
+        local_size: ranks of this machine.
+
+    Raises:
+        PlanError: where no plan fits this machine.
+    """
+    if not is_auto(config.plan):
+        return config, None
+    begun = _begun(Path(config.run.dir) / config.run.name, config.plan, world_size)
+    if begun is not None:
+        return config.model_copy(update={"plan": begun}), None
+    on_cpu = config.launch.device == "cpu"
+    machines = this_cluster(world_size, local_size, "cpu" if on_cpu else "auto")
+    profile = _profile(machines) if world_size == local_size else None
+    if profile is not None:
+        machines = here.cluster_of(profile, f"{world_size}xhere")
+    model = find_task(config).describe()
+    if model.traced is not None or model.adapter is not None or model.frozen is not None:
+        profile = None  # the laws of a measured host know whole decoders alone: its data sheet counts what they do not
+    best = choose_plan(model, machines, auto_fields(config.plan), profile=profile)
+    return config.model_copy(update={"plan": best.plan.format()}), best
+
+
+def choose_plan(
+    model: PlannedModel,
+    machines: ClusterSpec,
+    decided: dict[str, Any],
+    *,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    profile: Profile | None = None,
+) -> Candidate:
+    """Return the fastest plan that the runtime runs today.
+
+    Args:
+        model: in the planner's words.
+        machines: where it will run.
+        decided: fields of the plan with values that stay.
+        seq_len: tokens of a sequence; None: the config's, else a usual one.
+        global_batch: sequences of a step; None: the config's, else a usual one.
+        profile: what was measured of the machine; None: nothing.
+
+    Raises:
+        PlanError: where no plan fits.
+    """
+    if machines.device.name in ("cpu", "here"):
+        decided = {"compile": False, "offload": ()} | decided  # the host is the device, and compilers may be missing
+    asked = Question.of(model, machines, seq_len=seq_len, global_batch=global_batch, fixed=decided)
+    found = answer(replace(asked, profile=profile))
+    if found.best is not None:
+        return found.best
+    rule = f"no plan fits {model.name} on {machines}"
+    if found.nearest is not None:
+        need, most = found.nearest.total_bytes, found.nearest.usable_bytes
+        rule += f"; the smallest plan needs {format_bytes(need)} of {format_bytes(most)} on a rank"
+    elif found.refused:
+        rule += f"; {found.refused[0].message.rstrip('.')}"
+    remedy = "Use more ranks or a smaller model; `weft plan` shows what would fit."
+    raise PlanError([Problem("plan", f"plan=auto: {rule}. {remedy}")])
+
+
+def _profile(machines: ClusterSpec) -> Profile | None:
+    """What `weft calibrate` measured of this machine, where it did and the machine is still the same."""
+    if not default_path().exists():
+        return None
+    profile = load_profile(default_path())
+    kind = "cpu" if machines.device.name == "cpu" else "cuda"
+    return profile if profile.machine.kind == kind and not here.stale(profile) else None
+
+
+def chosen_line(best: Candidate) -> str:
+    """Return what was chosen and what is expected of it, in one line."""
+    return (
+        f"plan=auto chose {best.plan or 'one rank'}: expected {format_seconds(best.step_s)} a step and "
+        f"{format_bytes(best.total_bytes)} of {format_bytes(best.usable_bytes)} on each rank."
+    )
+
+
+def record_choice(folder: Path, asked: str, best: Candidate) -> None:
+    """Write what was chosen and expected into the run's folder.
+
+    Args:
+        folder: of the run.
+        asked: the plan as it was typed, such as "auto tp=2".
+        best: the chosen plan with its estimate.
+    """
+    table = {"asked": asked, "world_size": best.plan.world_size, **report.candidate_table(best)}
+    draft = folder / f".{CHOSEN}.{os.getpid()}"
+    draft.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, folder / CHOSEN)
+
+
+def _begun(folder: Path, asked: str, world_size: int) -> str | None:
+    """The plan that was chosen when this run began, for the same words and ranks."""
+    try:
+        table = json.loads((folder / CHOSEN).read_text(encoding="utf-8"))
+        if table["asked"] == asked and table["world_size"] == world_size:
+            return Plan.parse(table["plan"] if table["plan"] != str(Plan()) else "").format()
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None
+
+
+def this_cluster(world_size: int, local_size: int, device: str = "auto") -> ClusterSpec:
+    """Return the machines of this run.
+
+    Args:
+        world_size: ranks of the run.
+        local_size: ranks on each machine.
+        device: "cpu", or "auto" for GPUs where there are any.
+
+    Raises:
+        PlanError: for a GPU that is not in the device table, and for ranks that do not fill whole machines.
+    """
+    import torch
+
+    if world_size % local_size:
+        rule = f"{world_size} ranks do not fill machines of {local_size} ranks each"
+        raise PlanError([Problem("plan", f"plan=auto: {rule}. Write the plan itself.")])
+    if device == "cpu" or not torch.cuda.is_available():
+        spec = _this_cpu(local_size)
+    else:
+        name = torch.cuda.get_device_name()
+        found = device_by_torch_name(name)
+        if found is None:
+            remedy = "Describe it in a file for `weft plan`, or write the plan itself"
+            raise PlanError([Problem("plan", f"plan=auto: the planner does not know the device {name!r}. {remedy}.")])
+        spec = replace(found, memory_bytes=torch.cuda.get_device_properties(0).total_memory)
+    return ClusterSpec(nodes=world_size // local_size, devices_per_node=local_size, device=spec)
+
+
+def _this_cpu(num_ranks: int) -> DeviceSpec:
+    """One rank's share of this machine's cores and memory."""
+    import psutil
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // num_ranks)
+    return DeviceSpec(
+        name="cpu",
+        title="CPU",
+        peaks=(("fp32", _CORE_FLOPS * share),),
+        memory_bytes=psutil.virtual_memory().available // num_ranks,
+        memory_bytes_per_s=5e9 * share,
+        scale_up_bytes_per_s=2e9,
+        scale_up_domain=num_ranks,
+        host_bytes_per_s=5e9,
+        note="rough figures for any CPU",
+    )
+
+
+# What of a run is not as planned: which part of a step drifted, and by how much.
+
+#: How far (share of the plan) a run may be from its plan, and from where on it has come back.
+BEYOND, BACK = 0.15, 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """One finding. what: "step", a part of a step such as "over dp", or "memory". ratio: measured over planned."""
+
+    what: str
+    ratio: float
+    text: str
+
+
+def drifts(
+    planned: Mapping[str, float],
+    measured: Mapping[str, float],
+    memory: tuple[float, float] | None = None,
+    before: frozenset[str] = frozenset(),
+) -> list[Drift]:
+    """Return what is off by more than 15 % of the planned step, or of the planned memory.
+
+    A step that is off names the part that contributes most; without that, a part that is off by so much that only
+    another one hides it is named.
+
+    Args:
+        planned: seconds of one step by part.
+        measured: the same.
+        memory: bytes (planned, measured), where they can be compared.
+        before: what had drifted when last asked: it stays until it is within 10 %.
+    """
+    step, took = sum(planned.values()), sum(measured.values())
+    found: list[Drift] = []
+    if step <= 0 or took <= 0:
+        return found
+    off = {part: measured.get(part, 0.0) - planned.get(part, 0.0) for part in {**planned, **measured}}
+    if abs(took / step - 1) > (BACK if "step" in before else BEYOND):
+        longer = took > step
+        culprit = max(off, key=lambda part: off[part] if longer else -off[part])
+        found.append(Drift("step", took / step, f"a step {_beside(took, step)}: {_part(culprit, planned, measured)}"))
+    for part, more in off.items():
+        limit = BACK if part in before else BEYOND
+        if not any(one.what == "step" for one in found) and abs(more) > limit * step:
+            ratio = measured.get(part, 0.0) / planned[part] if planned.get(part) else float("inf")
+            found.append(Drift(part, ratio, _part(part, planned, measured)))
+    if (
+        memory is not None
+        and memory[0] > 0
+        and abs(memory[1] / memory[0] - 1) > (BACK if "memory" in before else BEYOND)
+    ):
+        wanted, used = memory
+        share = used / wanted - 1
+        text = f"memory: {format_bytes(int(used))}, {abs(share):.0%} {'more' if share > 0 else 'less'} than planned"
+        found.append(Drift("memory", used / wanted, f"{text} ({format_bytes(int(wanted))})"))
+    return found
+
+
+def _beside(took: float, planned: float) -> str:
+    ratio, wanted = took / planned, format_seconds(planned)
+    if ratio >= 3:
+        return f"takes {format_seconds(took)}, {ratio:.1f} times what was planned ({wanted})"
+    word = "more" if ratio > 1 else "less"
+    return f"takes {format_seconds(took)}, {abs(ratio - 1):.0%} {word} than planned ({wanted})"
+
+
+def _part(part: str, planned: Mapping[str, float], measured: Mapping[str, float]) -> str:
+    wanted = planned.get(part, 0.0)
+    told = f"planned {format_seconds(wanted)}" if wanted else "of which the plan knows nothing"
+    return f"{part} takes {format_seconds(measured.get(part, 0.0))}, {told}"
+
+
+# At the end of a run: what the planner expects of its plan on this machine, beside what was measured.
+
+#: Parts of the report, where their share of a step is at least this.
+_WORTH_TELLING = 0.01
+_TOLD = "no estimate; run `weft calibrate` once (2 min)"
+
+
+def expectation_lines(folder: Path, task: Task, mesh: Mesh, ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write `measured.json`; the report's lines. ranks: `typical` seconds by part and `memory` bytes of each rank."""
+    parts = measured_parts(_mean([one["typical"] for one in ranks]))
+    if not parts:
+        return []
+    measured = {"step_s": sum(parts.values()), "memory_bytes": max(one["memory"] for one in ranks), "parts": parts}
+    expected, reason = expect(task, mesh.plan, str(mesh.device))
+    table = {
+        "plan": str(mesh.plan),
+        "model": task.name(),
+        "device": mesh.device.type,
+        "steps": max(one["steps"] for one in ranks),
+        "measured": measured,
+        "expected": expected,
+        "unknown": reason,
+    }
+    draft = folder / f".{RUN_FILE}.{os.getpid()}"
+    draft.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, folder / RUN_FILE)
+    if expected is None:
+        return [f"planned: {' '.join(reason.split())}"]
+    return _lines(measured, expected, mesh.device.type)
+
+
+def expect(task: Task, plan: Plan, device: str) -> tuple[dict[str, Any] | None, str]:
+    """Return the planner's estimate of this run's plan; or None, and why.
+
+    Args:
+        task: of the run.
+        plan: of the run.
+        device: of this rank, such as "cuda:0"; the others have the like.
+    """
+    try:
+        cluster, profile, basis = _machines(plan.world_size, device)
+        if cluster is None:
+            return None, basis
+        asked = replace(Question.of(task.describe(), cluster), profile=profile)
+        columns = Columns.of([plan], asked.job)
+        found = estimate(asked.job, asked.cluster, columns, asked.tables)
+    except WeftError as error:
+        return None, f"not measured ({error})"
+    except Exception as error:  # The run is done and saved: whatever the planner stumbles over must not fail it.
+        traceback.print_exc()
+        return None, f"not measured ({type(error).__name__}: {error}; the traceback is in the log of rank 0)"
+    terms = {name: float(np.asarray(seconds)[0]) for name, seconds in found.terms.items()}
+    return {
+        "basis": basis,
+        "step_s": float(found.step_s[0]),
+        "memory_bytes": float(found.allocated_bytes[0]),
+        "terms": terms,
+        "factors": dict(asked.tables.learned),
+        "time_by_rung": time_by_rung(terms, asked.tables),
+    }, ""
+
+
+def _machines(size: int, device: str) -> tuple[ClusterSpec | None, Profile | None, str]:
+    """The machines of this run, their profile, and in words what is known of them; no machines where nothing is."""
+    path, kind = default_path(), device.partition(":")[0]
+    if path.exists():
+        profile = here.profile_here(path)
+        if profile.machine.kind == kind:
+            return here.cluster_of(profile, f"{size}xhere"), profile, f"the profile of {profile.made}"
+    if kind != "cuda":
+        return None, None, _TOLD
+    import torch  # here: with another engine a run on CPUs needs none
+
+    name = torch.cuda.get_device_name(device)
+    known = device_by_torch_name(name)
+    if known is None:
+        return None, None, f"{_TOLD}: {name!r} is not in the device table"
+    local = min(size, torch.cuda.device_count())
+    if size % local:
+        return None, None, f"no estimate: {size} ranks do not fill whole machines of {local}"
+    return ClusterSpec(nodes=size // local, devices_per_node=local, device=known), None, f"tables of {known.name}"
+
+
+def _mean(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    kinds = dict.fromkeys(kind for one in ranks for kind in one)
+    return {kind: sum(one.get(kind, 0.0) for one in ranks) / len(ranks) for kind in kinds}
+
+
+def _lines(measured: Mapping[str, Any], expected: Mapping[str, Any], device: str) -> list[str]:
+    step, planned = measured["step_s"], expected["step_s"]
+    lines = [
+        f"planned {format_seconds(planned)} a step from {expected['basis']}; measured {format_seconds(step)} "
+        f"({step / planned - 1:+.0%})"
+    ]
+    theirs = parts_of(expected["terms"])
+    for name in dict.fromkeys([*theirs, *measured["parts"]]):
+        both = theirs.get(name, 0.0), measured["parts"].get(name, 0.0)
+        if max(both) >= _WORTH_TELLING * step:
+            lines.append(f"        {name}: {format_seconds(both[0])} planned, {format_seconds(both[1])} measured")
+    what = "allocated" if device == "cuda" else "used by the whole process, libraries included"
+    lines.append(
+        f"        memory: {format_bytes(int(expected['memory_bytes']))} of tensors planned, "
+        f"{format_bytes(measured['memory_bytes'])} {what}"
+    )
+    return lines

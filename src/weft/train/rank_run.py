@@ -1,0 +1,427 @@
+"""train.max_time: a run saves and stops while there is time for it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from weft import env
+from weft.checkpoint.object_store import located
+from weft.checkpoint.peer_copies import CopyHome
+from weft.checkpoint.save import require_space
+from weft.config.run_config import RunConfig
+from weft.errors import ActionAsked, ConfigError
+from weft.lazy import named_object
+from weft.monitor.alerts import Wish
+from weft.monitor.events import StepRecord, tail_events
+from weft.monitor.live import make_display
+from weft.monitor.step_times import TimeBook
+from weft.monitor.terminal import busy, tell
+from weft.train.batching_by_cost import StepPlaces
+from weft.train.checkpointer import Keeper
+from weft.train.engine import Engine, EngineJob, Evaluation, ReplicaWorld
+from weft.train.folder import RunFolder, run_lock
+from weft.train.hooks import Hook, Progress, SaveEnd, steps_left_out
+from weft.train.injected_faults import FaultHook, asked_fault
+from weft.train.observers import FigureHook, RunRecorder, WishWatch, roll_back
+from weft.train.preparation import AmongReplicas
+from weft.train.reporting import Ending, Voice, already_done, closing_lines, opening_lines
+from weft.train.signals import stop_on_signal
+from weft.train.tasks.registry import find_task
+from weft.train.time_report import PlanWatch
+from weft.train.trainer import ASKED_TO_STOP, GOES_BACK, Trainer
+from weft.units import parse_seconds
+
+if TYPE_CHECKING:
+    from weft.private_torch import Store
+
+#: Steps whose longest stands for those to come: an odd one long ago does not count for ever.
+_RECENT = 50
+#: Bytes per second that a checkpoint is taken to be written with, until one was.
+_ASSUMED_SPEED = 100e6
+#: Seconds from the last save to the end of the process: pictures, the report, leaving the group.
+_CLOSING_S = 10.0
+
+
+class TimeLimit(Hook):
+    """Asks for a stop before the limit. One rank watches; the loop sees to it that all stop after the same step.
+
+    Args:
+        text: the limit as it was typed.
+        deadline: on the clock, in s.
+        checkpoint_bytes: what a save will write.
+        steps_to_stop: the most that follow the request.
+        clock: in s.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        deadline: float,
+        checkpoint_bytes: int,
+        *,
+        steps_to_stop: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._text, self._deadline, self._clock = text, deadline, clock
+        self._steps_to_stop = steps_to_stop
+        self._save_s = checkpoint_bytes / _ASSUMED_SPEED
+        self._steps: deque[float] = deque(maxlen=_RECENT)
+        self._evaluation_s = 0.0
+        self._last = 0.0
+        self._evaluated_s = 0.0
+        self.reason = ""
+
+    def on_start(self, start_step: int) -> None:
+        self._last = self._clock()
+        late = self._last - self._deadline
+        if late >= 0:
+            raise ConfigError(
+                f"train.max_time={self._text}: the time ran out {late:.0f} s before the first step. "
+                f"Use a longer time, or leave it out."
+            )
+
+    def on_step(self, record: StepRecord) -> str | None:
+        now = self._clock()
+        self._steps.append(record.seconds["total"])
+        # What lies between two steps, beside an evaluation: waiting for data, and a save where one was due.
+        self._save_s = max(self._save_s, now - self._last - record.seconds["total"] - self._evaluated_s)
+        self._last, self._evaluated_s = now, 0.0
+        # The first step of a start sets things up; it tells nothing of those to come.
+        longest = max(list(self._steps)[1:] or self._steps)
+        # The other ranks hear of it in the next step; an evaluation may come before that one.
+        if now + self._steps_to_stop * longest + self._evaluation_s + self._save_s + _CLOSING_S < self._deadline:
+            return None
+        self.reason = f"train.max_time={self._text} is nearly used up"
+        return self.reason
+
+    def on_checkpoint(self, saved: SaveEnd) -> None:
+        self._save_s = max(self._save_s, saved.durable_s)  # the last one is waited for
+
+    def on_evaluation(self, step: int, evaluation: Evaluation) -> str | None:
+        self._evaluated_s = self._clock() - self._last
+        self._evaluation_s = max(self._evaluation_s, self._evaluated_s)
+
+
+# Under which circumstances a run trains: its config, data, versions and machine. Its first event keeps them.
+
+#: One folder for each GPU, with a file that names it.
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def circumstances(folder: RunFolder, config: RunConfig) -> dict[str, Any]:
+    """Return JSON values: "config" as tables, "data" by source, versions and machine of this process. No torch."""
+    return {
+        **_versions(),
+        "config": config.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "data": _data_digests(folder),
+        "machine": _machine(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    return {"weft": env.weft_version(), "torch": torch, "python": platform.python_version()}
+
+
+def _machine() -> dict[str, Any]:
+    """Name, system, cores and GPUs of this machine."""
+    found = {"host": platform.node(), "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
+    models = Counter(
+        line.partition(":")[2].strip()
+        for file in _GPUS.glob("*/information")
+        for line in file.read_text(errors="replace").splitlines()
+        if line.startswith("Model:")
+    )
+    return {**found, "gpus": ", ".join(f"{count} x {name}" for name, count in sorted(models.items())) or "none"}
+
+
+def _data_digests(folder: RunFolder) -> dict[str, str]:
+    """A digest of each source's tokens, as the run's data.json has them; empty for tasks that keep none."""
+    try:
+        described = json.loads(folder.text("data.json"))
+        return {
+            f"{split}.{source['name']}": _digest(source["counts"]["files"])
+            for split in ("train", "eval")
+            for source in described[split]
+        }
+    except (ConfigError, ValueError, KeyError, TypeError):  # a task of one's own may keep another data.json, or none
+        return {}
+
+
+def _digest(files: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# One rank's part of a run: from the run folder to the trained model, whatever engine computes.
+
+#: The engine that trains where nobody names another. By name: engines stand above this room, and load torch.
+TORCH = "weft.train.torch_engine:TorchEngine"
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended: optimizer steps done, "finished" or why it stopped before, and the wish that ended it."""
+
+    step: int
+    reason: str
+    parting: Wish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a command started a run.
+
+    locked: whether it holds `run_lock`; else the first rank does while it trains. began: when it began, for
+    train.max_time (s of time.monotonic); None: now. alarm: where another rank than the first tells that it waits, when
+    the first cannot. store: where the ranks have met already. command: the words that the user typed, for the lines
+    that say what to type next. copies: what keeps copies of the state on this host and outlives its ranks. engine:
+    the class that computes, as package.module:Class. world: which replica this is, where each is a world of its own.
+    store_key: secret of the ranks' messages in their store (see `EngineJob`).
+    """
+
+    locked: bool = False
+    began: float | None = None
+    alarm: TextIO | None = None
+    store: Store | None = None
+    command: tuple[str, ...] = ()
+    copies: CopyHome | None = None
+    engine: str = TORCH
+    world: ReplicaWorld | None = None
+    store_key: str = field(default="", repr=False)
+
+
+def run_rank(
+    run: RunFolder | Path | str,
+    place: env.RankEnv | None = None,
+    terminal: TextIO | None = None,
+    start: Start = Start(),
+) -> RunResult:
+    """Train, as one rank, the run that `prepare_run` made; goes on from the newest valid checkpoint.
+
+    Args:
+        run: what `prepare_run` gave, or the path of its folder.
+        place: this process among the ranks; None is a single rank.
+        terminal: where the first rank shows progress; None: stdout.
+        start: how the command started it.
+    """
+    folder = run if isinstance(run, RunFolder) else RunFolder(Path(run))
+    began = time.monotonic() if start.began is None else start.began
+    is_first = place is None or place.rank == 0
+    with contextlib.ExitStack() as until_left:
+        if is_first and not start.locked:
+            until_left.enter_context(run_lock(folder.path, folder.config().run.mode))
+        config = folder.config()
+        voice = Voice((terminal if is_first else start.alarm) or sys.stdout)
+        job = EngineJob(
+            folder,
+            config,
+            find_task(config),
+            folder.plan(),
+            place,
+            voice.tell,
+            start.store,
+            voice.record,
+            start.world,
+            start.store_key,
+        )
+        fault = asked_fault(place.rank if place else 0, job.plan)
+        drilled = FaultHook(fault, job.task, folder) if fault else None
+        engine = cast(Callable[[EngineJob], Engine], named_object(start.engine))(job)
+        try:
+            with busy(terminal if is_first else None, "loading the model and the data"):
+                engine.build()
+            result = _RankRun(job, engine, terminal or sys.stdout, voice, start).train(
+                began, until_left, [drilled.watch(engine)] if drilled else []
+            )
+        except BaseException:
+            engine.close(failed=True)
+            raise
+        engine.close()
+    if result.parting is not None and not (result.parting.action == "hold" and place and place.starter != "weft"):
+        raise _asked(folder, result.parting, result.step)
+    return result
+
+
+def _asked(folder: RunFolder, wish: Wish, step: int) -> ActionAsked:
+    """What ends this process after an orderly end of training, for the launcher to act on."""
+    why = f" ({wish.by}: {wish.why})" if wish.why else f" ({wish.by})"
+    if wish.action == "hold":
+        return ActionAsked(f"held at step {step}{why}. To go on: weft resume {folder.path}", "hold", step)
+    return ActionAsked(f"step {step}: going back to an older checkpoint{why}.", "roll_back", step)
+
+
+class _RankRun:
+    """Joins the pieces of one rank's run."""
+
+    def __init__(self, job: EngineJob, engine: Engine, terminal: TextIO, voice: Voice, start: Start):
+        self.folder, self.config, self.task, self.engine = job.folder, job.config, job.task, engine
+        self.terminal, self.voice, self.command, self.home = terminal, voice, start.command, start.copies
+        self.place, self.is_one_of_several = job.place, job.world is not None
+
+    def train(self, began: float, until_left: contextlib.ExitStack, hooks: Sequence[Hook] = ()) -> RunResult:
+        """Resume or start, train to the end, show, sum up. Signals that ask to stop are heeded until the ranks part.
+
+        began: when the command did (s of time.monotonic). hooks: further ones.
+        """
+        is_first = self.engine.rank == 0
+        others = AmongReplicas(self.folder, self.config, self.engine, is_alone=not self.is_one_of_several)
+        keeper = Keeper(self.folder, self.config, self.engine, self.home, others.elsewhere)
+        with busy(self.terminal if is_first else None, "loading the checkpoint"):
+            progress, notes = keeper.resume()
+        if not others.rejoin(keeper, progress):
+            return RunResult(progress.step, ASKED_TO_STOP)
+        if progress.step >= self.config.train.steps and not others.is_unsaved:
+            return self._done_before(progress, notes)
+        start_step, recorder, limit, watch = progress.step, None, None, None
+        if is_first:
+            watch = WishWatch(self.folder.path, time.time() - (time.monotonic() - began), self.engine)
+            limit, recorder = self._watch_resources(began), self._recorder(progress, notes)
+        figures, book = self._figures(recorder), TimeBook()
+        beside = self._plan_watch(recorder, book)
+        trainer = Trainer(
+            task=self.task,
+            engine=self.engine,
+            save=lambda progress, is_good, last: keeper.save(progress, is_good, last=last),
+            copy=keeper.copy,
+            ended=keeper.ended,
+            confirm=keeper.confirm,
+            halted=keeper.halted,
+            hooks=[hook for hook in (limit, figures, recorder, beside, *hooks) if hook],
+            book=book,
+            left_out=steps_left_out(self.folder),
+            progress=progress,
+            wishes=watch.take if watch else tuple,
+            moved=keeper.moved,
+            is_unsaved=others.is_unsaved,
+        )
+        until_left.enter_context(stop_on_signal(self.engine))
+        try:
+            if watch:
+                watch.start()
+            reason = others.end(keeper, trainer, trainer.fit())
+            if recorder:
+                until_left.callback(recorder.draw)
+            parting = self._parting(keeper, trainer)
+            times = self.engine.report(trainer.book, start_step)
+            shown = self._show(recorder, progress.step, reason) if recorder else ""
+        except Exception as error:
+            keeper.leave(error)
+            raise
+        finally:
+            self.voice.display = self.voice.log = None
+            for one in (watch, figures.collector if figures else None, recorder):
+                if one:
+                    one.close()
+        if is_first:
+            if limit and reason == ASKED_TO_STOP:
+                reason = limit.reason or reason
+            self._close(Ending(progress, reason, shown, times))
+        return RunResult(progress.step, reason, parting)
+
+    def _done_before(self, progress: Progress, notes: Sequence[str]) -> RunResult:
+        """The result of a run whose last step an earlier command has done."""
+        self.engine.end()
+        if self.engine.rank == 0:
+            tell(self.terminal, [*notes, *already_done(self.folder, self.task, progress.step, self.command)])
+        return RunResult(progress.step, "finished")
+
+    def _close(self, ending: Ending) -> None:
+        tell(self.terminal, closing_lines(self.folder, self.task, ending, self.command))
+
+    def _figures(self, recorder: RunRecorder | None) -> FigureHook | None:
+        """The observer of figures of this rank; None where the config wants none."""
+        settings = self.config.monitor
+        if not settings.figures:
+            return None
+        publish = recorder.on_figures if recorder else None
+        on_slow = recorder.on_slow if recorder else None
+        return FigureHook(self.engine, self.place, self.folder.path, parse_seconds(settings.every), publish, on_slow)
+
+    def _plan_watch(self, recorder: RunRecorder | None, book: TimeBook) -> PlanWatch | None:
+        """The first rank's observer that lays the plan beside what happens; None where this machine is not known.
+
+        All ranks hear how long a step is to take, because each judges for itself when a wait is a hang.
+        """
+        engine, found = self.engine, None
+        if recorder:
+            with engine.pulse.doing("asks the planner what to expect"):
+                found = PlanWatch.of(
+                    self.task, self.folder.plan(), engine.device, book, recorder.on_figures, recorder.on_note
+                )
+        engine.pulse.planned_s = engine.on_first(lambda: found.step_s if found else 0.0)
+        return found
+
+    def _parting(self, keeper: Keeper, trainer: Trainer) -> Wish | None:
+        """The wish that the launcher is to act on; all ranks. What cannot be gone back from is held."""
+        wish, step = trainer.parting, trainer.progress.step
+        if wish is None or wish.action == "stop":
+            return None
+        if wish.action in GOES_BACK:
+            keeper.drop_copies()
+        if wish.action in GOES_BACK and self.engine.on_first(lambda: roll_back(self.folder, wish, step)) is None:
+            return replace(wish, action="hold", why=f"{wish.why}; there is no older checkpoint to try".lstrip("; "))
+        return wish
+
+    def _watch_resources(self, began: float) -> TimeLimit | None:
+        """Before the first step: ask for the room of a checkpoint, and watch the time where it has a limit.
+
+        Raises CheckpointError where the disk is too full to save.
+        """
+        limit, num_bytes = self.config.train.max_time, self.engine.checkpoint_bytes()
+        require_space(located(self.config.checkpoint.dir or self.folder.path), num_bytes)
+        if not limit:
+            return None
+        # Where the device decides, the host hears of a step one step later: of the one before it, and of the last.
+        more = 2 if self.engine.device.startswith("cuda") else 0
+        return TimeLimit(limit, began + parse_seconds(limit), num_bytes, steps_to_stop=2 + more)
+
+    def _show(self, recorder: RunRecorder, step: int, reason: str) -> str:
+        """What the trained model makes, while the panel still stands."""
+        recorder.on_phase("sampling")
+        # Who stops a run wants it to end: making a sample takes seconds.
+        if reason.startswith("asked to ") or self.engine.wants_stop:
+            return ""
+        with self.engine.pulse.doing("writes a sample"):
+            return self.task.show(self.folder, step)
+
+    def _recorder(self, progress: Progress, notes: list[str]) -> RunRecorder:
+        config, engine = self.config, self.engine
+        tell(self.terminal, [*opening_lines(self.folder, self.task, engine), *notes])
+        epoch, places = engine.batches.samples_per_epoch, StepPlaces.of(engine.batches, config.train.global_batch)
+        display = make_display(
+            self.terminal,
+            total_steps=config.train.steps,
+            start_step=progress.step,
+            every=config.log.every,
+            title=(config.run.name, str(engine.plan)),
+            steps_per_epoch=places.steps(epoch) if epoch is not None else None,
+            past=tail_events(self.folder.events) if progress.step else (),
+            metrics={metric.name: metric.label for metric in self.task.metrics},
+        )
+        self.voice.display = display
+        start: dict[str, object] = {
+            "model": self.task.model_line(),
+            "plan": str(engine.plan),
+            "world_size": engine.plan.world_size,
+            "device": engine.device.partition(":")[0],
+            **circumstances(self.folder, config),
+            **engine.versions(),
+        }
+        recorder = RunRecorder(self.folder, self.task, display, start)
+        self.voice.log = recorder.on_figures
+        return recorder

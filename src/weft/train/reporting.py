@@ -1,0 +1,375 @@
+"""What more steps do to the learning rate: schedules that end at the last step are stretched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from weft.config.run_config import RunConfig
+from weft.config.sections import ScheduleSection
+from weft.errors import ConfigError, DataError, WeftError
+from weft.monitor.accounting import goodput
+from weft.monitor.events import last_per_step, read_events
+from weft.monitor.live import Display
+from weft.monitor.terminal import LastingStream
+from weft.optim.build import lr_factor
+from weft.train.engine import Engine
+from weft.train.folder import RunFolder
+from weft.train.hooks import Progress
+from weft.train.tasks.base import Metric, Task
+from weft.train.tasks.registry import find_task
+from weft.units import counted
+
+#: A change of the rate that is worth a line.
+_WORTH_TELLING = 0.02
+
+
+def rate_state(config: RunConfig) -> dict[str, Any]:
+    """Return what decides the rate of every step, as a checkpoint keeps it."""
+    return {
+        "steps": config.train.steps,
+        "lr": config.optimizer.lr,
+        "schedule": config.schedule.model_dump(mode="json"),
+    }
+
+
+def rate_change(config: RunConfig, step: int, before: Mapping[str, Any] | None) -> list[str]:
+    """Return lines for a run that resumes with another number of steps than before.
+
+    Args:
+        config: of the run.
+        step: the steps done.
+        before: `rate_state` of the run that saved; None of a checkpoint that has none.
+    """
+    if not before or before["steps"] == config.train.steps or step >= config.train.steps or not step:
+        return []
+    schedule = ScheduleSection.model_validate(before["schedule"])
+    old = before["lr"] * lr_factor(step - 1, before["steps"], schedule)
+    new = config.optimizer.lr * lr_factor(step, config.train.steps, config.schedule)
+    told = stretched(config, old, new)
+    return [f"train.steps={config.train.steps} (before: {before['steps']}): {told}"] if told else []
+
+
+def more_steps(config: RunConfig, num_steps: int) -> str:
+    """What happens to the rate of a finished run that goes on to `num_steps`, or ''."""
+    done = config.train.steps
+    now = config.optimizer.lr * lr_factor(done - 1, done, config.schedule)
+    later = config.model_copy(update={"train": config.train.model_copy(update={"steps": num_steps})})
+    return stretched(later, now, config.optimizer.lr * lr_factor(done, num_steps, config.schedule))
+
+
+def stretched(config: RunConfig, old: float, new: float) -> str:
+    """The change from one step's rate to the next one's in words, with what keeps the rate; '' where it is small."""
+    if abs(new - old) <= _WORTH_TELLING * max(old, new):
+        return ""
+    way = "up" if new > old else "down"
+    kind = config.schedule.kind
+    ends = "" if kind == "constant" else f"the {kind} schedule then ends at step {config.train.steps}: "
+    return (
+        f"{ends}lr goes from {old:.1e} {way} to {new:.1e}; to keep the old rate: schedule.kind=constant "
+        f"optimizer.lr={old:.3g}"
+    )
+
+
+# How a rank tells people that it waits for another one.
+
+
+class Voice:
+    """Where this rank tells people that it waits: above the display where it has one; and in its log."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = LastingStream(stream)
+        self.display: Display | None = None
+        #: On the first rank, takes events while it trains.
+        self.log: Callable[[Mapping[str, object]], None] | None = None
+
+    def record(self, event: Mapping[str, object]) -> None:
+        """Write an event, where this rank has a log now."""
+        if self.log is not None:
+            self.log(event)
+
+    def tell(self, text: str) -> None:
+        """Show a line."""
+        if self.display is not None:
+            self.display.note(text)
+        else:
+            self._stream.write(f"weft: {text}\n")
+            self._stream.flush()
+        print(text, file=sys.stderr, flush=True)
+
+
+# A step that went wrong, in words: what its trace found, and the samples as the model saw them.
+
+_MOST_STEPS = 10
+#: What training wrong samples may raise in a task's own code: files that are gone, tables that are shorter.
+_UNREADABLE = (OSError, LookupError, ValueError, TypeError)
+
+
+def seen_digests(task: Task, event: Mapping[str, Any]) -> list[str]:
+    """Return digests of the samples of a trace, by which a later reader knows whether they are the same.
+
+    An empty name: the task cannot show the sample.
+    """
+    found = []
+    for place in event.get("samples", ()):
+        try:
+            found.append(_digest(task.sample_lines(place)))
+        except (WeftError, *_UNREADABLE):
+            found.append("")
+    return found
+
+
+def explained_lines(folder: RunFolder, step: int | None, num_samples: int) -> list[str]:
+    """Return what is known of a step that went wrong, and its samples.
+
+    Args:
+        folder: of the run.
+        step: counted from 1; None: the last one that was traced.
+        num_samples: at most so many are shown.
+
+    Raises:
+        ConfigError: for a folder of no run, and a step without a trace.
+        DataError: for data that is gone, or is no longer what the step saw.
+    """
+    config = folder.config()
+    event = _trace_of(folder, step)
+    task = find_task(config)
+    number = event["step"]
+    lines = [f"step {number}: {event.get('text', '')}.", *_facts(event)]
+    samples, digests = list(event.get("samples", ())), list(event.get("seen", ()))
+    try:
+        task.open(folder)
+    except _UNREADABLE as error:
+        raise _gone(folder, number, error) from error
+    for place, digest in list(zip(samples, [*digests, *[""] * len(samples)], strict=False))[:num_samples]:
+        try:
+            shown = list(task.sample_lines(place))
+        except _UNREADABLE as error:
+            raise _gone(folder, number, error) from error
+        if digest and digest != _digest(shown):
+            raise DataError(
+                f"{folder.path}: sample {place} is not the one that step {number} saw: the data has changed since, or "
+                "the task draws its samples at random. Bring back the data as it was."
+            )
+        lines += ["", f"--- sample {place}", *shown]
+    if len(samples) > num_samples:
+        lines += ["", f"{len(samples) - num_samples} more: --num {len(samples)}"]
+    return lines
+
+
+def _facts(event: Mapping[str, Any]) -> list[str]:
+    """What the trace found, by name."""
+    samples = ", ".join(map(str, event.get("samples", ())))
+    found = {
+        "module": event.get("module"),
+        "rank": event.get("rank"),
+        "microbatch": event.get("microbatch"),
+        "samples": samples,
+        **event.get("figures", {}),
+    }
+    return [
+        f"  {name.replace('_', ' '):<12}{f'{value:.6g}' if isinstance(value, float) else value}"
+        for name, value in found.items()
+        if value not in (None, "")
+    ]
+
+
+def _trace_of(folder: RunFolder, step: int | None) -> dict[str, Any]:
+    """The newest trace of a step."""
+    traces: dict[int, dict[str, Any]] = {}
+    try:
+        with open(folder.events, "rb") as file:
+            for line in file:
+                # A long log has millions of other lines.
+                if b'"trace"' in line and (event := _event(line)) is not None:
+                    traces[event["step"]] = event
+                    newest = event["step"]
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise DataError(f"{folder.events}: events cannot be read ({error.strerror}).") from error
+    if step is None and traces:
+        return traces[newest]
+    if step in traces:
+        return traces[step]
+    known = sorted(traces)
+    named = ", ".join(map(str, known[-_MOST_STEPS:]))
+    if not known:
+        text = (
+            "none of its steps went wrong, so there is no trace. Steps with a loss or gradient that is not finite and "
+        )
+        text += "jumps of the loss have one."
+    elif len(known) > _MOST_STEPS:
+        text = f"this step has no trace. {len(known)} steps have one, the last {_MOST_STEPS}: {named}."
+    else:
+        text = f"this step has no trace. Use {'--step ' if len(known) == 1 else 'one of '}{named}."
+    raise ConfigError(f"{folder.path}{'' if step is None else f', --step {step}'}: {text}")
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    is_one = isinstance(event, dict) and event.get("event") == "trace" and isinstance(event.get("step"), int)
+    return event if is_one else None
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _gone(folder: RunFolder, step: int, error: Exception) -> WeftError:
+    """Return the error for samples that cannot be read: Weft's own as it is, others in one sentence."""
+    if isinstance(error, WeftError):
+        return error
+    return DataError(
+        f"{folder.path}: the samples of step {step} cannot be read ({type(error).__name__}: {error}). Bring back the "
+        "data that the run was started with."
+    )
+
+
+# What a run says of itself before its first step and after its last.
+
+#: What every run leaves in its folder, beside what the task does.
+_CONTENTS = ("events.jsonl", "loss.png")
+
+
+def opening_lines(folder: RunFolder, task: Task, engine: Engine) -> list[str]:
+    """Return run, model, data, plan and precision, one line each.
+
+    Args:
+        folder: of the run.
+        task: what is trained.
+        engine: what computes.
+    """
+    plan, device = engine.plan, engine.device.partition(":")[0]
+    return [
+        f"run     {folder.path}",
+        f"model   {task.model_line()}",
+        *(f"data    {line}" for line in task.data_lines()),
+        f"batch   {task.batch_line()}",
+        f"plan    {plan} on {counted(plan.world_size, f'{device} rank')}",
+        *engine.lines(),
+    ]
+
+
+def with_setting(command: Sequence[str], folder: RunFolder, key: str, value: object) -> str:
+    """Return the command that started the run with one setting changed, to be pasted into a shell.
+
+    Args:
+        command: its words; where nobody knows them (a run started from Python), the folder's own config is named.
+        folder: of the run.
+        key: of the setting.
+        value: of the setting.
+    """
+    words = list(command) or ["weft", "train", str(folder.path / "config.toml")]
+    # Steps and epochs say the same thing, and are refused together.
+    replaced = ("train.steps=", "train.epochs=") if key == "train.steps" else (f"{key}=",)
+    kept = [word for word in words if not word.startswith((*replaced, "resume.step="))]
+    return shlex.join([*kept, f"{key}={value}"])
+
+
+def _go_on(command: Sequence[str]) -> str:
+    """How an unfinished run goes on; the command that went back to an older step would go back once more."""
+    kept = [word for word in command if not word.startswith("resume.step=")]
+    if len(kept) < len(command):
+        return f"{shlex.join(kept)}   continues from here"
+    return "the same command continues from here"
+
+
+def already_done(folder: RunFolder, task: Task, step: int, command: Sequence[str] = ()) -> list[str]:
+    """Return the lines for a run whose last step is done.
+
+    Args:
+        folder: of the run.
+        task: what was trained.
+        step: the steps done.
+        command: the words that the user typed.
+    """
+    told, try_it = more_steps(task.config, step * 2), task.try_line(folder)
+    return [
+        f"{folder.path} is complete: {step} steps are done.",
+        f"Train for more steps:  {with_setting(command, folder, 'train.steps', step * 2)}",
+        *([f"                        {told}"] if told else []),
+        *([f"Try the model:          {try_it}"] if try_it else []),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a run ended. reason: "finished", or why before. shown: what the model makes. times: where the time went."""
+
+    progress: Progress
+    reason: str
+    shown: str = ""
+    times: Sequence[str] = ()
+
+
+def closing_lines(folder: RunFolder, task: Task, ending: Ending, command: Sequence[str] = ()) -> list[str]:
+    """Return how it ended, how the loss fell, what the model makes, where the time went, and what to type next.
+
+    Args:
+        folder: of the run.
+        task: what was trained.
+        ending: how.
+        command: the words that the user typed.
+    """
+    config, progress = task.config, ending.progress
+    evaluations = last_per_step(read_events(folder.events), kind="eval")
+    lines = [""]
+    if shown := [line.rstrip() for line in ending.shown.rstrip().splitlines()]:
+        lines += [f"{'        ' if number else 'sample  '}{line}".rstrip() for number, line in enumerate(shown)] + [""]
+    if ending.reason == "finished":
+        lines.append(f"done    {counted(progress.step, 'step')}")
+    else:
+        lines.append(f"stopped at step {progress.step} of {config.train.steps}: {ending.reason}")
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        fall = f"{evaluation_text(first, task.metrics)}  ->  " if first["step"] != last["step"] else ""
+        lines.append(f"eval    {fall}{evaluation_text(last, task.metrics)}")
+        lines += [f"        {one.words}: {one.help}" for one in task.metrics if one.help and last.get(one.name)]
+    lines += [
+        *ending.times,
+        *_saves(folder),
+        *goodput(read_events(folder.events)).lines(config.checkpoint.every),
+        f"folder  {folder.path}: {', '.join(_CONTENTS + task.leaves)}, checkpoints/, logs/",
+    ]
+    try_it = task.try_line(folder)
+    next_lines: list[str] = [try_it] if try_it else []
+    if progress.step < config.train.steps:
+        next_lines.append(_go_on(command))
+    else:
+        wanted = config.train.steps * 2
+        next_lines.append(f"{with_setting(command, folder, 'train.steps', wanted)}   continues from here")
+        if told := more_steps(config, wanted):
+            next_lines.append(told)
+    return [*lines, *(f"{'        ' if place else 'next    '}{line}" for place, line in enumerate(next_lines))]
+
+
+def _saves(folder: RunFolder) -> list[str]:
+    """What the saves of the last start cost, or nothing where there were none."""
+    found: list[dict[str, Any]] = []
+    for event in read_events(folder.events):
+        if event["event"] == "start":
+            found.clear()
+        elif event["event"] == "checkpoint" and "stall_s" in event:
+            found.append(event)
+    if not found:
+        return []
+    stall, durable = (statistics.median(float(one[key]) for one in found) for key in ("stall_s", "durable_s"))
+    number, median = counted(len(found), "checkpoint"), " (medians)" if len(found) > 1 else ""
+    return [f"saves   {number}: training waited {stall:.3f} s, on disk after {durable:.3f} s{median}"]
+
+
+def evaluation_text(event: dict[str, Any], metrics: Sequence[Metric]) -> str:
+    """Say what an evaluation found."""
+    # What is not finite stands in the log as a word.
+    text = f"step {event['step']}: loss {float(event['loss']):.3f}"
+    return text + "".join(f", {float(event[one.name]):.3f} {one.words}" for one in metrics if event.get(one.name))

@@ -1,0 +1,384 @@
+"""Adoption in an existing script: process group, mesh, model, data and step from one line that says the plan.
+
+run = weft.init("dp_replicate=*")
+model = run.parallelize(model)
+loader = run.shard(loader)
+step = run.train_step(model, torch.optim.AdamW, loss_fn, lr=3e-4)
+for batch in loader:
+    metrics = step(batch)
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from weft import env
+from weft.comm.gpu_settings import pick_device
+from weft.comm.hang_watch import WARN_AFTER_S, Watch
+from weft.comm.ledger import Ledger
+from weft.comm.mesh import LIMIT_S, Mesh, build_mesh, join_ranks, leave_ranks
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.layout import Layout
+from weft.config.model_spec import ModelSpec
+from weft.config.plan import Plan, auto_fields
+from weft.config.plan_rules import check
+from weft.config.plan_text import is_auto
+from weft.config.rule import Facts
+from weft.data.order.user_dataloader import ShardedLoader
+from weft.errors import ConfigError, PlanError, did_you_mean
+from weft.memory.offload import MOST_OF_HOST
+from weft.monitor.guards import GarbageTurns
+from weft.optim.build import options_of
+from weft.parallel.expert import balance_routers
+from weft.parallel.local_means import global_mean, trust_loss
+from weft.parallel.local_sgd import rare_sync
+from weft.parallel.parallelize import parallelize
+from weft.parallel.state.flat_slices import refuse_float64
+from weft.parallel.state.gradients import data_parallel
+from weft.parallel.state.precision import Precision
+from weft.train.losses import LossFn, give_float32
+from weft.train.microbatches import from_loader
+from weft.train.other_trainers import refuse_other_trainers
+from weft.train.script_errors import report_user_errors
+from weft.train.script_state import ScriptState
+from weft.train.step.train_step import ForwardFn, TrainStep
+from weft.units import parse_seconds
+
+
+class Run(ScriptState):
+    """What `init` gives: the plan, its mesh, and one call for each step of adoption.
+
+    Args:
+        plan: without `*` or "auto".
+        mesh: of that plan, on this rank.
+        ledger: counts what the mesh's collectives send.
+        seed: of initial weights, dropout and the order of samples.
+        watch: reports waits that last; None: nobody does.
+    """
+
+    def __init__(self, plan: Plan, mesh: Mesh, ledger: Ledger, seed: int, watch: Watch | None = None):
+        self._watch = watch
+        self.plan = plan
+        self.mesh = mesh
+        self.ledger = ledger
+        self.seed = seed
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.mesh.device
+
+    @property
+    def is_first(self) -> bool:
+        """True on one rank only: the one to print and write."""
+        return self.mesh.rank == 0
+
+    def parallelize(
+        self,
+        model: nn.Module,
+        layout: Layout | str | Path | None = None,
+        *,
+        balance_rate: float = 0.0,
+        pinned_limit: str = MOST_OF_HOST,
+        norm_group: int = 0,
+        bf16_layers: Sequence[str] = (),
+        fp8_recipe: str = "rowwise",
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        example: Any = None,
+    ) -> nn.Module:
+        """Lay the model over the mesh, in place. Call it before the optimizer is built.
+
+        Meta tensors (`weft.models.decoder.as_shapes`) are initialized from the run's seed, each rank its part.
+
+        Args:
+            model: any nn.Module; it is also what is returned.
+            layout: what tensor parallelism cuts how, as pattern=style words or the file that `weft layout --save`
+                wrote;
+                None: found from the model.
+            balance_rate: of an auxiliary loss for the experts of a Hugging Face model, as their router_aux_loss_coef,
+                but by
+                sequence and in backward; 0: none.
+            pinned_limit: host memory that all ranks of one machine may pin for what is offloaded: "64GiB", or a share
+                of what the machine has.
+            norm_group: batch norms take the statistics of groups of so many samples of the global batch, so that they
+                are the same under every plan; 0: of the samples of one microbatch on one rank. For `run.train_step`.
+            bf16_layers: linear layers that stay in bf16 under precision=fp8: patterns of paths such as `*.down_proj`,
+                `first:N` and `last:N` for the blocks at an end.
+            fp8_recipe: how precision=fp8 chooses scales: rowwise, or tensorwise, under which results depend on how the
+                plan cuts the batch.
+            outer_lr, outer_momentum: of the outer step under sync=diloco:H. Replicas meet in `run.train_step`; let the
+                number of steps be a multiple of H.
+            example: inputs of one forward: a tensor, a tuple of arguments, or a dict of keyword arguments. tp and sp
+                trace the model with it. By default inputs are made from the names of forward's arguments.
+
+        Raises:
+            ModelError: for a model that the plan cannot train, such as one in float64 under another precision.
+        """
+        refuse_float64(model, self.plan)
+        if balance_rate:
+            balance_routers(model, balance_rate)
+        chosen = Layout.read(layout) if isinstance(layout, str | Path) else layout
+        parallelize(
+            model, self.mesh, layout=chosen, seed=self.seed, pinned_limit=pinned_limit, norm_group=norm_group,
+            bf16_layers=bf16_layers, fp8_recipe=fp8_recipe, example=example,
+        )  # fmt: skip
+        if (sync := rare_sync(model)) is not None:
+            sync.outer_lr, sync.outer_momentum = outer_lr, outer_momentum
+        if Precision.of(self.plan).compute.itemsize == 2:
+            give_float32(model)
+        if self.mesh.world_size > 1:
+            refuse_other_trainers(model)
+        self._models.add(model)
+        return model
+
+    def shard(self, loader: DataLoader[Any], *, seed_samples: bool = True) -> ShardedLoader:
+        """Return this rank's slice of a DataLoader whose batch_size is the global batch; resumable by `state_dict`.
+
+        A sampler or batch_sampler is kept: it is drawn alike on all ranks. Batches are cut by samples, and the loader's
+        collate_fn is called for each part. Where the plan cuts a rank's samples into microbatches, or a batch has fewer
+        samples than there are ranks, `for` gives `weft.Microbatches`; else batches as the loader itself makes them.
+
+        Random transforms draw the same numbers at any number of ranks and workers: Python's, numpy's and torch's global
+        generators are seeded for each sample.
+
+        Args:
+            loader: of a map-style dataset.
+            seed_samples: False leaves the generators of the dataset and the collate function alone.
+
+        Raises:
+            DataError: where the ranks cannot agree on the samples, or, in a loop of your own, where a rank has none.
+        """
+        return ShardedLoader(
+            loader,
+            self.mesh.data.rank,
+            self.mesh.data.size,
+            self.seed,
+            num_microbatches=self.plan.microbatches_per_step,
+            as_batch=from_loader,
+            takes_empty=lambda: self._leaves_out,
+            seed_samples=seed_samples,
+        )
+
+    def train_step(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer],
+        loss_fn: LossFn,
+        *,
+        forward: ForwardFn | None = None,
+        max_grad_norm: float | None = 0.0,
+        weights_follow: bool = False,
+        check_batch: bool = True,
+        **optimizer_options: Any,
+    ) -> TrainStep:
+        """Return the step of this run: `metrics = step(batch)`.
+
+        Args:
+            model: what `parallelize` returned.
+            optimizer: a class such as torch.optim.AdamW, built here, or an optimizer built on the parallelized model.
+            loss_fn: loss_fn(output, batch) -> (sum of losses, number of tokens or samples). Under precision=bf16, fp16
+                and fp8 it gets the output in float32.
+            forward: forward(model, batch) -> output; None: the model gets x of (x, y) and [x, y], and of a dict all but
+                labels
+                by name.
+            max_grad_norm: the norm that the full gradient is clipped to; 0 or None is no clipping.
+            weights_follow: under zero=1 and 2, let new weights travel on when a step returns; `TrainStep` says more.
+            check_batch: the first step runs a few samples some more times and warns of what depends on how the plan
+                divides a batch: samples that meet, noise, buffers that forward changes.
+            **optimizer_options: for the class, such as lr=3e-4.
+
+        Raises:
+            PlanError: for options that the class does not take, or beside an optimizer that is built already.
+        """
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            _check_options(optimizer, optimizer_options)
+            # As a group: a stage of a pipeline may have nothing to train, and torch refuses an empty list.
+            trained = [{"params": [param for param in model.parameters() if param.requires_grad]}]
+            optimizer = optimizer(trained, **optimizer_options)
+        elif optimizer_options:
+            names = ", ".join(optimizer_options)
+            raise PlanError(f"{names}: the optimizer is built already. Give its class, or leave these out.")
+        if max_grad_norm is not None and not max_grad_norm >= 0:
+            raise PlanError(f"max_grad_norm={max_grad_norm}: a norm is 0 or more. Use 1.0, or None for no clipping.")
+        self._leaves_out = True
+        options: dict[str, Any] = {"max_grad_norm": max_grad_norm or 0.0, "weights_follow": weights_follow}
+        return TrainStep(model, optimizer, loss_fn, self.mesh, forward=forward, check_batch=check_batch, **options)
+
+    def clip_grad_norm_(self, model: nn.Module, max_norm: float) -> torch.Tensor:
+        """Clip gradients under any plan, in a loop of your own between backward() and optimizer.step().
+
+        The norm is that of the whole gradient, also of what tp, ep and zero=3 divide, of which torch's function sees
+        this rank's part alone. Returns the norm before clipping, a 0-d tensor equal on all ranks. A collective.
+        """
+        return data_parallel(model).clip_own(max_norm)
+
+    def global_mean(self, loss_sum: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
+        """Return the loss for `backward()` in a loop of your own: the mean over the tokens of all ranks.
+
+        loss_sum: of this rank's tokens or samples, 0-d; num_tokens: how many. A collective: call it on all ranks.
+        """
+        for model in self._models:
+            trust_loss(model)
+        return global_mean(loss_sum, num_tokens, self.mesh)
+
+    def collect_garbage(self, every: int = 50) -> GarbageTurns:
+        """Let Python's garbage collector run at the same step on all ranks, where else they wait for each other.
+
+        `with run.collect_garbage() as garbage:` around the loop, and `garbage.after_step()` behind each step. Behind
+        the loop the collector is as before.
+
+        Args:
+            every: steps between its runs.
+
+        Raises:
+            ConfigError: where that is no number of steps.
+        """
+        if every < 1:
+            raise ConfigError(f"every={every}: garbage is collected after so many steps, at least 1. Use every=50.")
+        return GarbageTurns(every)
+
+    def close(self) -> None:
+        """Wait for a save in the background, and leave the other ranks.
+
+        Call it last, or use the run as a context manager.
+
+        Raises:
+            CheckpointError: where that save failed.
+        """
+        self.wait_saved()
+        if self._watch is not None:
+            self._watch.close()
+        leave_ranks()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the others may never come to the parting barrier.
+        if error is None:
+            self.close()
+        elif self._behind is not None:
+            self._behind.leave(error)
+
+
+def init(
+    plan: str | Plan = "dp_replicate=*",
+    *,
+    device: str = "auto",
+    seed: int = 0,
+    model: str | DecoderSpec | ModelSpec | None = None,
+    seq_len: int | None = None,
+    global_batch: int | None = None,
+    timeout: str | float = LIMIT_S,
+    warn_after: str | float = WARN_AFTER_S,
+    route: str = "auto",
+    links: str = "auto",
+) -> Run:
+    """Join the ranks that torchrun or srun started (or be the only one) and build the plan's mesh.
+
+    Args:
+        plan: text such as "dp_replicate=4 accumulation=2", or a Plan; "auto" lets the planner choose, for which it
+            needs
+            `model`, `seq_len` and `global_batch`.
+        device: "auto", "cpu" or "cuda".
+        seed: of initial weights, dropout and the order of samples.
+        model: a size, a Hugging Face config folder, package.module:function, or a spec. None unless the plan is "auto".
+        seq_len: tokens of a sequence.
+        global_batch: sequences of a step.
+        timeout: how long a collective waits for a rank, as "30m" or in seconds; a process group that is there already
+            keeps its own.
+        warn_after: a wait as long as this is reported on stderr: who is missing, where, since when.
+        route: how bytes go between hosts of CPU ranks: "auto", "flat" or "two_level". No result depends on it.
+        links: a file of `weft calibrate --hosts`, for route="auto"; "auto": links.json in the cache folder, where there
+            is one.
+
+    Raises:
+        PlanError: when the plan breaks a rule, needs another number of ranks than were started, or cannot be chosen.
+    """
+    report_user_errors()
+    limit_s, warn_after_s = _duration("timeout", timeout), _duration("warn_after", warn_after)
+    place = env.rank_env()
+    world_size = place.world_size if place else 1
+    if isinstance(plan, str) and is_auto(plan):
+        plan = _chosen(plan, model, seq_len, global_batch, device, place)
+    plan = Plan.parse(plan, world_size) if isinstance(plan, str) else plan
+    violations = check(plan, Facts(world_size=world_size))
+    if violations:
+        raise PlanError("\n".join(violation.message for violation in violations))
+    chosen = pick_device(device, place.local_rank if place else 0)
+    if place is not None:
+        join_ranks(place, chosen, limit_s)
+        report_user_errors()
+    ledger = Ledger()
+    mesh = build_mesh(plan, chosen, ledger.record, route, links)
+    watch = Watch(mesh, _say, warn_after_s=warn_after_s, limit_s=limit_s, limit_name="timeout of weft.init")
+    return Run(plan, mesh, ledger, seed, watch)
+
+
+def _say(text: str) -> None:
+    print(f"weft: {text}", file=sys.stderr, flush=True)
+
+
+def _duration(name: str, value: str | float) -> float:
+    try:
+        seconds = parse_seconds(value)
+    except ValueError as error:
+        raise PlanError(f"{name}={value}: {error}.") from error
+    if seconds <= 0:
+        raise PlanError(f"{name}={value}: it must be more than 0 s. Use {name}='30m'.")
+    return seconds
+
+
+def _check_options(optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """PlanError for an option that the optimizer's signature does not have."""
+    known = options_of(optimizer)
+    if known is None:
+        return
+    named, listed = getattr(optimizer, "__name__", str(optimizer)), ", ".join(known)
+    # A misspelt argument of train_step arrives here too.
+    hints = {
+        name: did_you_mean(name, [*known, "forward", "max_grad_norm", "check_batch"]) or f" Use some of {listed}."
+        for name in options
+        if name not in known
+    }
+    if hints:
+        raise PlanError("\n".join(f"{n}={options[n]}: {named} has no such option.{hint}" for n, hint in hints.items()))
+
+
+def _chosen(
+    plan: str,
+    model: str | DecoderSpec | ModelSpec | None,
+    seq_len: int | None,
+    global_batch: int | None,
+    device: str,
+    place: env.RankEnv | None,
+) -> Plan:
+    """The planner's plan for these ranks; the first of them says which."""
+    from weft.config.parsing import MODEL_CODE
+    from weft.planner.search.model_source import read_model
+    from weft.train.planned import choose_plan, chosen_line, this_cluster
+    from weft.train.tasks.description import trace
+
+    if model is None or seq_len is None or global_batch is None:
+        call = "weft.init('auto', model='llama3-8b', seq_len=4096, global_batch=64)"
+        raise PlanError(f"plan=auto: the planner needs model, seq_len and global_batch. Write e.g. {call}.")
+    sizes = (place.world_size, place.local_world_size) if place else (1, 1)
+    machines = this_cluster(*sizes, device)
+    described = trace(model) if isinstance(model, str) and MODEL_CODE.fullmatch(model) else model
+    best = choose_plan(read_model(described), machines, auto_fields(plan), seq_len=seq_len, global_batch=global_batch)
+    if place is None or place.rank == 0:
+        print(chosen_line(best), flush=True)
+    return best.plan

@@ -1,0 +1,200 @@
+"""An exponential moving average of the weights, under every plan: each rank averages the part that it trains."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.errors import CheckpointError, ModelError
+from weft.parallel.state.flat_slices import Original, StateSource, Stretch, flat_of, originals_of
+from weft.parallel.state.gradients import data_parallel
+from weft.private_torch import foreach_lerp_
+
+
+class Ema:
+    """average = decay * average + (1 - decay) * weights, of all trained weights, in the master's format.
+
+    The first update takes the weights as they are, as torch's AveragedModel does. It costs as much memory as the
+    masters on this rank, on the same device.
+
+    Raises:
+        ModelError: for a decay that is not from 0 up to 1.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999):
+        if not 0.0 <= decay < 1.0:
+            raise ModelError(
+                f"decay={decay}: the share of the average that an update keeps must be at least 0 and "
+                "below 1. Use 0.999."
+            )
+        self.decay = decay
+        self.num_updates = 0
+        self._engine = data_parallel(model)
+        self._is_swapped = False
+        self._average = {name: weight.clone() for name, weight in self._engine.held_weights().items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the averages after each optimizer step; no collective.
+
+        Raises:
+            ModelError: inside of `swapped`.
+        """
+        if self._is_swapped:
+            raise ModelError("ema.update(): the averages are in the model now. Call it outside of ema.swapped().")
+        weights = self._engine.held_weights()
+        if self.num_updates == 0:
+            self._average = {name: weight.clone() for name, weight in weights.items()}
+        else:
+            averages, live = self._paired(weights)
+            if averages:
+                foreach_lerp_(averages, live, 1.0 - self.decay)
+        self.num_updates += 1
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Give the model the averages while inside, in place, and the averages the weights. All ranks call it.
+
+        For evaluation and export. Under zero=1 and 2 it gathers the weights.
+
+        Raises:
+            ModelError: inside of another `swapped`; on leaving, where a step inside trained the averages.
+        """
+        if self._is_swapped:
+            raise ModelError("ema.swapped(): the averages are in the model already. Leave the block around it first.")
+        self._swap()
+        self._is_swapped = True
+        before = self._sums()
+        try:
+            yield
+            trained = self._sums() != before
+        finally:
+            self._is_swapped = False
+            self._swap()
+        if trained:
+            raise ModelError(
+                "ema.swapped(): the model changed inside of the block, so a step trained the averages and not the "
+                "weights. Load the last checkpoint, and call the step outside of ema.swapped()."
+            )
+
+    def stretches(self) -> Iterator[Stretch]:
+        """Yield what this rank holds of the averages, for checkpoints; no collective.
+
+        Raises:
+            ModelError: inside of `swapped`.
+        """
+        if self._is_swapped:
+            raise ModelError("ema: the averages are in the model now. Save and load outside of ema.swapped().")
+        averages, weights = self._paired(self._engine.held_weights())
+        by_memory = {one.data_ptr(): average for average, one in zip(averages, weights, strict=True) if one.numel()}
+        for one in self._engine.stretches():
+            if one.flat.numel() and one.flat.data_ptr() in by_memory:
+                yield replace(one, flat=flat_of(by_memory[one.flat.data_ptr()]))
+
+    def restore(self, source: StateSource, num_updates: int) -> None:
+        """Take the averages that any plan saved."""
+        for one in self.stretches():
+            one.fill(source)
+        self.num_updates = num_updates
+
+    def _sums(self) -> list[str]:
+        """The sum of each weight that this rank holds, in words: NaN equals itself."""
+        return [str(float(weight.sum(dtype=torch.float64))) for weight in self._engine.held_weights().values()]
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        averages, live = self._paired(self._engine.held_weights())
+        for average, weight in zip(averages, live, strict=True):
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)
+        self._engine.publish()
+
+    def _paired(self, weights: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Averages, and this rank's weights in the same order."""
+        own = {name: average.shape for name, average in self._average.items()}
+        if own != {name: weight.shape for name, weight in weights.items()}:
+            if self.num_updates:
+                raise ModelError(
+                    "ema: an optimizer was made after the ema and divided the weights again. Make the "
+                    "ema after the last optimizer."
+                )
+            self._average = {name: weight.clone() for name, weight in weights.items()}
+        return [self._average[name] for name in weights], list(weights.values())
+
+
+# Files of Hugging Face models, from whole tensors and a model that may hold only a part of them.
+
+
+def write_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    whole: Mapping[str, torch.Tensor],
+    originals: Mapping[str, Original],
+    dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Let the model's own save_pretrained write these tensors. On one rank; no collective."""
+    tensors = _in_format(whole, originals, dtype)
+    formats = [tensors[name].dtype for name, one in originals.items() if one.is_parameter]
+    save: Any = model.save_pretrained
+    save(str(folder), state_dict=tensors, **options)
+    # transformers wrote the format of the weights of forward, which is that of the files only where nothing is rounded.
+    written = next((dtype for dtype in formats if dtype.is_floating_point), None)
+    config: Any = getattr(model, "config", None)
+    field = "dtype" if hasattr(config, "dtype") else "torch_dtype"
+    if written is not None and (Path(folder) / "config.json").exists() and hasattr(config, "save_pretrained"):
+        name = str(written).removeprefix("torch.")
+        if str(getattr(config, field, None)).removeprefix("torch.") != name:
+            setattr(config, field, name)
+            config.save_pretrained(str(folder))
+
+
+def pretrained_from_whole(
+    model: Any, whole: Mapping[str, torch.Tensor], folder: str | Path, dtype: torch.dtype | None
+) -> None:
+    """Write whole tensors as the Hugging Face folder of a model without numbers, such as one on the meta device.
+
+    Args:
+        model: with save_pretrained; its config is written beside the tensors.
+        whole: tensors by the model's own names, in its shapes.
+        folder: where the files go.
+        dtype: of floating tensors in the files; None: as they are.
+
+    Raises:
+        CheckpointError: where the tensors are another model's.
+    """
+    originals = originals_of(model)
+    names = {name for name, one in originals.items() if one.first == name}
+    for name in sorted(names ^ whole.keys()):
+        where = "the checkpoint lacks it" if name in names else "the model has no such tensor"
+        raise CheckpointError(f"tensor {name!r}: {where}. Give the folder of the model that was trained.")
+    for name in names:
+        if tuple(whole[name].shape) != originals[name].shape:
+            raise CheckpointError(
+                f"tensor {name!r}: {tuple(whole[name].shape)} in the checkpoint, {originals[name].shape} in the model. "
+                f"Give the folder of the model that was trained."
+            )
+    saved = {name: replace(one, dtype=whole[one.first].dtype) for name, one in originals.items()}
+    write_pretrained(model, folder, whole, saved, dtype, {})
+
+
+def _in_format(
+    whole: Mapping[str, torch.Tensor], originals: Mapping[str, Original], dtype: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Tensors in the wanted format; names that shared one go on sharing it, as transformers looks for."""
+    found: dict[str, torch.Tensor] = {}
+    for name, one in originals.items():
+        if one.first != name:
+            found[name] = found[one.first]
+            continue
+        tensor = whole[name]
+        wanted = dtype if dtype is not None and tensor.is_floating_point() else one.dtype
+        found[name] = tensor.to(wanted)
+    return found

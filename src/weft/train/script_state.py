@@ -1,0 +1,415 @@
+"""Saves of a script behind its training: one at a time, from a copy; what goes wrong is raised at the next call."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint.folders import Together, folder_name
+from weft.checkpoint.load import Checkpoint, Found, load_checkpoint, newest_checkpoint, verify_checkpoint
+from weft.checkpoint.object_store import Location, located
+from weft.checkpoint.prune import prune_checkpoints
+from weft.checkpoint.save import SavedPiece, save_pieces
+from weft.comm.mesh import Mesh
+from weft.comm.store import StoreTalk
+from weft.errors import CheckpointError, ModelError, WeftWarning
+from weft.memory.offload import HostCopies
+from weft.models.adapters import adapted, merged_tensors
+from weft.models.peft_files import save_adapter
+from weft.parallel.dropout import drops_of
+from weft.parallel.local_sgd import anchored
+from weft.parallel.state.gradients import data_parallel, is_attached, originals
+from weft.train.checkpointer import Save
+from weft.train.losses import LossFn
+from weft.train.microbatches import call_model
+from weft.train.model_state import adapter_state, capture_model, copied, pieces, resume, written
+from weft.train.script_export import Ema, write_pretrained
+from weft.train.script_json import group_settings, restore_scheduler, restore_settings, scheduler_state
+from weft.train.state_io import on_each, on_first, together
+from weft.train.step.evaluation import mean_loss
+from weft.train.step.train_step import ForwardFn, TrainStep
+
+
+class SavesBehind:
+    """What one rank keeps for them: memory for a copy of its part, and a way to the other ranks. All ranks make one."""
+
+    def __init__(self, mesh: Mesh):
+        self._copies = HostCopies(mesh.device)
+        self._together = Together()
+        if mesh.world_size > 1:
+            talk = StoreTalk(mesh.rank, mesh.world_size)
+            self._together = Together(mesh.rank, mesh.world_size, talk.on_first, talk.gather)
+        self._save: Save | None = None
+
+    def begin(
+        self, step: int, own: Iterable[SavedPiece], write: Callable[[Iterable[SavedPiece], Together], Location]
+    ) -> None:
+        """Copy what this rank writes, and write it in a thread; without room for a copy, write it now and say so."""
+        found = list(own)
+        try:
+            found, has_room = copied(found, self._copies), True
+        except CheckpointError as error:
+            has_room = False
+            said = str(error).replace("checkpoint.background=true", "background=True").partition(". Use")[0]
+            warnings.warn(f"{said}. This rank waits until it has written its part.", WeftWarning, stacklevel=3)
+        self._save = Save(step, lambda: write(found, self._together))
+        if has_room:
+            self._save.start()
+        else:
+            self._save.run()
+
+    def wait(self) -> Location | None:
+        """Until the save under way is over; where it is. Raises what it failed on, once."""
+        save, self._save = self._save, None
+        if save is None:
+            return None
+        save.wait()
+        return save.end().path
+
+    def leave(self, error: BaseException) -> None:
+        """After an error of the script: the others may never write their part."""
+        if self._save is not None:
+            self._save.leave(error)
+
+
+# What a script of one's own saves, loads and exports, the same under every plan: the part of `weft.Run` for it.
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `run.load` found. step: optimizer steps done. extra: what was given to `run.save`.
+
+    plan: under which it was saved. passed_over: newer checkpoints that were not whole, each with the reason.
+    """
+
+    step: int
+    extra: Any
+    path: Location
+    plan: str
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What `run.evaluate` found. loss: the mean. number: of tokens or samples in it."""
+
+    loss: float
+    number: int
+
+
+class ScriptState:
+    """Saving, loading, export and evaluation of models that this run parallelized. All ranks call every method."""
+
+    mesh: Mesh
+    seed: int
+    #: Whether what `shard` gives may hold batches that stand in for none: somebody leaves them out.
+    _leaves_out: bool = False
+    _behind: SavesBehind | None = None
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | TrainStep,
+        loader: Any = None,
+        scheduler: Any = None,
+        ema: Ema | None = None,
+        extra: Any = None,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> Location:
+        """Commit a checkpoint, `folder/step_00000120`, and return its path. All ranks call it.
+
+        Args:
+            folder: of all checkpoints of the run, reached by every rank; or a URL such as s3://bucket/prefix.
+            step: optimizer steps done.
+            model: what `parallelize` returned.
+            optimizer: torch's, or what `train_step` returned, whose loss scale is saved too.
+            loader: what `shard` returned.
+            scheduler: of torch.optim.lr_scheduler.
+            ema: what `ema` returned.
+            extra: JSON values of your own.
+            keep: how many of the newest checkpoints stay in the folder; None: all.
+            background: return once the values are copied, and write meanwhile; `wait_saved`, the next `save` and
+                `load`, and the end of the run wait for it.
+
+        Raises:
+            CheckpointError: on all ranks, when it cannot be written, or when a save in the background failed before.
+            ModelError: for a model of another run.
+        """
+        self.wait_saved()
+        model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
+        state = self._state(model, optimizer, loader, scheduler, ema, extra)
+        own, groups = pieces(model, torch_optimizer), ["model", "optimizer"]
+        if ema is not None:
+            own = chain(own, written("ema", ema.stretches(), data_parallel(model)))
+            groups.append("ema")
+        root = located(folder)
+
+        def write(own: Iterable[SavedPiece], ranks: Together) -> Location:
+            path = save_pieces(root, step, own, state, ranks, groups)
+            if keep is not None:
+                ranks.on_first(functools.partial(_prune, root, keep, step))
+            return path
+
+        if not background:
+            return write(own, together(self.mesh))
+        state = copy.deepcopy(state)
+        self._behind = self._behind or SavesBehind(self.mesh)
+        self._behind.begin(step, own, write)
+        return root / folder_name(step)
+
+    def wait_saved(self) -> Location | None:
+        """Wait for the save in the background, and return its path; None where none is under way. All ranks call it.
+
+        Raises:
+            CheckpointError: where it could not be written; earlier checkpoints then stand as they were.
+        """
+        return self._behind.wait() if self._behind else None
+
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | TrainStep,
+        loader: Any = None,
+        scheduler: Any = None,
+        ema: Ema | None = None,
+        step: int | None = None,
+    ) -> Loaded | None:
+        """Go on from the newest whole checkpoint of the folder, of any plan; None where there is none.
+
+        All ranks call it.
+
+        Args:
+            folder: of all checkpoints of the run, reached by every rank.
+            model, optimizer: as for `save`; their weights and states are replaced.
+            loader, scheduler, ema: go on where the saved ones were; None: left alone.
+            step: of the checkpoint to load in place of the newest.
+
+        Raises:
+            CheckpointError: where all are damaged, it is of another model, or was saved without what is given here.
+            ModelError: for a model of another run.
+        """
+        self.wait_saved()
+        model, torch_optimizer = self._own(model), _torch_optimizer(optimizer)
+        found = _find(located(folder), step, together(self.mesh))
+        if found is None:
+            return None
+        path = found.path
+
+        def read() -> Checkpoint:
+            checkpoint = load_checkpoint(path, lazily=True)
+            _check_model(checkpoint, model)
+            given = {"loader": loader, "scheduler": scheduler, "ema": ema}
+            for name in [name for name, value in given.items() if value is not None]:
+                if checkpoint.state.get(name) is None:
+                    raise CheckpointError(f"{name}: {path.name} was saved without it. Leave {name}= out.")
+            return checkpoint
+
+        checkpoint = on_each(self.mesh, read)
+        state = checkpoint.state
+        left_out = resume(model, torch_optimizer, checkpoint, ema)
+        for line in left_out if self.mesh.rank == 0 else ():
+            warnings.warn(f"{path.name}: {line}", WeftWarning, stacklevel=2)
+        if "settings" in state:
+            restore_settings(torch_optimizer, state["settings"])
+        if isinstance(optimizer, TrainStep) and state.get("loss_scale"):
+            optimizer.loss_scale.restore(state["loss_scale"])
+        if loader is not None:
+            loader.load_state_dict(state["loader"])
+        if scheduler is not None:
+            restore_scheduler(scheduler, state["scheduler"])
+        if (drops := drops_of(model)) is not None:
+            drops.num_keys = int(state.get("dropout_keys", 0))
+        passed_over = tuple(map(str, found.passed_over))
+        return Loaded(checkpoint.step, state.get("extra"), path, state.get("plan", ""), passed_over)
+
+    def full_state_dict(self, model: nn.Module, *, everywhere: bool = False) -> dict[str, torch.Tensor]:
+        """Return the whole tensors on the CPU, with names and shapes of the plain model, as its state_dict had them.
+
+        The first rank gets them, the others an empty dict, or all ranks with `everywhere`. Trained weights are the
+        masters: float32 under bf16 and fp16. Of replicas that meet rarely: the weights of their last meeting. All ranks
+        call it.
+        """
+        model = self._own(model)
+        keeps = everywhere or self.mesh.rank == 0
+        with anchored(model):
+            found = capture_model(model, keep=keeps)
+            # Each its own memory: what was captured may be the live tensors, or views of a larger one.
+            own = {name: tensor.clone() for name, tensor in found.items()}
+        if not keeps:
+            return {}
+        return {name: own[one.first] for name, one in originals(model).items()}
+
+    def save_pretrained(
+        self, model: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, **options: Any
+    ) -> None:
+        """Write what `model.save_pretrained` would write on one process: of transformers, or peft's adapters.
+
+        An adapter that `add_adapter` made is merged into the files. All ranks call it, and the first one writes.
+
+        Args:
+            model: what `parallelize` returned.
+            folder: where the files go.
+            dtype: of floating tensors in the files; None: that in which the model was loaded.
+            **options: for the model's own save_pretrained.
+
+        Raises:
+            ModelError: where the model has no save_pretrained, or is of another run.
+        """
+        model = self._own(model)
+        if not callable(getattr(model, "save_pretrained", None)):
+            raise ModelError(
+                f"model of type {type(model).__name__}: it has no save_pretrained. "
+                f"Use run.full_state_dict(model) and save its result."
+            )
+        whole, known = self.full_state_dict(model), originals(model)
+        if whole and adapted(model) is not None:
+            whole = merged_tensors(model, whole)
+            known = {name: one for name, one in known.items() if name in whole}
+        on_first(self.mesh, lambda: write_pretrained(model, folder, whole, known, dtype, options))
+
+    def save_adapter(self, model: nn.Module, folder: str | Path, *, base: str | None = None) -> None:
+        """Write the model's adapter in peft's format. All ranks call it, and the first one writes.
+
+        Args:
+            model: what `parallelize` returned, with an adapter.
+            folder: where adapter_config.json and adapter_model.safetensors go.
+            base: name or folder of the model without the adapter, for those who load it.
+
+        Raises:
+            ModelError: where the model has no adapter, trains other parameters too, or is of another run.
+        """
+        model = self._own(model)
+        with anchored(model):
+            whole = dict(data_parallel(model).weights())  # of trained parameters alone: the base stays where it is
+            on_first(self.mesh, lambda: save_adapter(model, folder, whole, base=base))
+
+    def ema(self, model: nn.Module, decay: float = 0.999) -> Ema:
+        """Return an exponential moving average of the trained weights; make it after the optimizer.
+
+        Call `update()` after each step, and evaluate inside of `with ema.swapped():`. `save` and `load` take it.
+
+        Raises:
+            ModelError: where replicas meet rarely: each would average weights of its own. Under gather=diff4.
+        """
+        if self.mesh.plan.gather == "diff4":
+            raise ModelError(
+                "gather=diff4: averages would be encoded as differences each time that they change places with the "
+                "weights, and change the training. Leave run.ema out, or gather."
+            )
+        if self.mesh.plan.sync != "step":
+            raise ModelError(
+                f"sync={self.mesh.plan.sync}: an average of weights would be another one on each replica. Leave "
+                "run.ema out, or use sync=step."
+            )
+        return Ema(self._own(model), decay)
+
+    def evaluate(
+        self, model: nn.Module, batches: Iterable[Any], loss_fn: LossFn, *, forward: ForwardFn | None = None
+    ) -> Evaluated:
+        """Return the mean loss over batches in evaluation mode, the same number under every plan. All ranks call it.
+
+        Args:
+            model: what `parallelize` returned.
+            batches: this rank's, such as `shard` gives.
+            loss_fn: as `train_step` takes it.
+            forward: as `train_step` takes it.
+        """
+        self._leaves_out = True
+        with anchored(own := self._own(model)):
+            return Evaluated(*mean_loss(own, batches, self.mesh, loss_fn, forward or call_model, self.seed))
+
+    def _own(self, model: nn.Module) -> nn.Module:
+        """The model as `parallelize` knows it. ModelError where this run did not parallelize it."""
+        found: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        if not isinstance(found, nn.Module) or not is_attached(found):
+            raise ModelError(
+                f"model of type {type(model).__name__}: this run did not parallelize it. Give the model that "
+                f"run.parallelize(model) returned, not a copy or a wrapper of it."
+            )
+        if data_parallel(found).axes.mesh.whole is not self.mesh:
+            raise ModelError(
+                f"model of type {type(model).__name__}: another run parallelized it. Use the run whose "
+                f"run.parallelize(model) returned it."
+            )
+        return found
+
+    def _state(
+        self, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any, ema: Ema | None, extra: Any
+    ) -> dict[str, Any]:
+        """All but tensors."""
+        if loader is not None and not hasattr(loader, "state_dict"):
+            raise CheckpointError(
+                f"loader={type(loader).__name__}: it has no state_dict. Give what run.shard(loader) returned."
+            )
+        drops = drops_of(model)
+        return {
+            "plan": str(self.mesh.plan),
+            "settings": group_settings(_torch_optimizer(optimizer)),
+            "loss_scale": optimizer.loss_scale.state() if isinstance(optimizer, TrainStep) else None,
+            "loader": None if loader is None else loader.state_dict(),
+            "scheduler": None if scheduler is None else scheduler_state(scheduler),
+            "ema": None if ema is None else {"decay": ema.decay, "num_updates": ema.num_updates},
+            "adapter": adapter_state(model),
+            "dropout_keys": 0 if drops is None else drops.num_keys,
+            "extra": extra,
+        }
+
+
+def _torch_optimizer(optimizer: torch.optim.Optimizer | TrainStep) -> torch.optim.Optimizer:
+    found = optimizer.optimizer if isinstance(optimizer, TrainStep) else optimizer
+    if not isinstance(found, torch.optim.Optimizer):
+        raise ModelError(
+            f"optimizer of type {type(optimizer).__name__}: it is not a torch optimizer. Give the optimizer, or what "
+            f"run.train_step returned."
+        )
+    return found
+
+
+def _prune(root: Location, keep: int, step: int) -> None:
+    prune_checkpoints(root, keep, whole=step)
+
+
+def _find(folder: Location, step: int | None, ranks: Together) -> Found | None:
+    """The checkpoint to load, of which each rank verified its share, and the newer ones that were passed over."""
+    if step is None:
+        return newest_checkpoint(folder, together=ranks)
+    path = folder / folder_name(step)
+    if problems := verify_checkpoint(path, together=ranks):
+        raise CheckpointError(f"{path}: {'; '.join(problems)}. Use another checkpoint.")
+    return Found(path, step)
+
+
+def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """CheckpointError where the checkpoint is of another model; under a pipeline no rank sees all of its own."""
+    saved = checkpoint.entries("model")
+    if checkpoint.state.get("adapter") is not None or adapted(model) is not None:
+        return  # loading looks closer: at adapter and base
+    wanted = {name for name, one in originals(model).items() if one.first == name}
+    missing, extra = sorted(wanted - saved.keys()), sorted(saved.keys() - wanted)
+    if missing or extra:
+        lacks = f"it lacks {_listed(missing)}" if missing else ""
+        has = f"it has {_listed(extra)}, which the model does not have" if extra else ""
+        raise CheckpointError(
+            f"{checkpoint.path}: a checkpoint of another model: {' and '.join(filter(None, (lacks, has)))}. "
+            f"Load it into the model it was saved from, or save this one to another folder."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,277 @@
+"""What one rank does for all: files are written and looked for once, and all ranks learn how it ended."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from weft.checkpoint.folders import Together
+from weft.checkpoint.load import Checkpoint, load_checkpoint, verify_checkpoint
+from weft.checkpoint.object_store import Location
+from weft.checkpoint.save import SavedPiece
+from weft.comm.collectives import all_gather, all_reduce, broadcast
+from weft.comm.mesh import Mesh
+from weft.errors import CheckpointError, WeftError
+from weft.parallel.elastic_local_sgd import ApartSync
+from weft.parallel.local_sgd import RareSync, StreamedSync, rare_sync
+from weft.parallel.state.flat_slices import StateSource, Stretch, read_whole
+from weft.parallel.state.gradients import DataParallel, data_parallel
+
+
+def on_first(mesh: Mesh, act: Callable[[], Any]) -> Any:
+    """Return the JSON value that the first rank's `act` returns, on all ranks. A collective.
+
+    Raises:
+        CheckpointError: on the other ranks, with the text of what `act` raised on the first.
+    """
+    said, failure = None, None
+    if mesh.rank == 0:
+        try:
+            said = {"value": act()}
+        except BaseException as error:  # an interrupt too: the others wait for word
+            failure = error
+            told = str(error) if isinstance(error, WeftError) else f"rank 0: {type(error).__name__}: {error}"
+            said = {"error": told}
+    said = _tell(mesh, said)
+    if failure is not None:
+        raise failure
+    if "error" in said:
+        raise CheckpointError(said["error"])
+    return said["value"]
+
+
+def gather(mesh: Mesh, record: bytes) -> list[bytes]:
+    """Return the bytes of every rank in their order, on all ranks. A collective."""
+    if mesh.world_size == 1:  # no way through the device for nobody
+        return [record]
+    text = torch.frombuffer(bytearray(record + b"."), dtype=torch.uint8).to(mesh.device)
+    longest = int(all_reduce(torch.tensor([text.numel()], device=mesh.device), mesh.world, op="max"))
+    padded = torch.nn.functional.pad(text, (0, longest - text.numel()), value=ord(" "))
+    rows = all_gather(padded, mesh.world).view(mesh.world_size, -1).cpu().numpy()
+    return [row.tobytes().rstrip(b" ")[:-1] for row in rows]
+
+
+def together(mesh: Mesh) -> Together:
+    """Return this rank among all, for what checkpoints ask of the others."""
+    act: Callable[[Callable[[], Any]], Any] = functools.partial(on_first, mesh)
+    return Together(mesh.rank, mesh.world_size, act, functools.partial(gather, mesh))
+
+
+def on_each(mesh: Mesh, act: Callable[[], Any]) -> Any:
+    """Return what `act` returns on this rank, where no rank fails: else all raise, so that none waits. A collective.
+
+    Raises:
+        CheckpointError: where another rank's `act` raised; it names the rank. This rank's own error is raised as it is.
+    """
+    value, failure = None, None
+    try:
+        value = act()
+    except Exception as error:
+        failure = error
+    failed = torch.tensor([mesh.world_size - mesh.rank if failure else 0], device=mesh.device)
+    worst = int(all_reduce(failed, mesh.world, op="max"))
+    if failure is not None:
+        raise failure
+    if worst:
+        raise CheckpointError(
+            f"rank {mesh.world_size - worst} failed where the other ranks succeeded; its log says why."
+        )
+    return value
+
+
+def _tell(mesh: Mesh, value: Any) -> Any:
+    """A JSON value of the first rank, on all."""
+    text = json.dumps(value).encode()
+    if mesh.world_size == 1:
+        return json.loads(text)
+    length = int(broadcast(torch.tensor([len(text)], device=mesh.device), mesh.world))
+    sent = torch.zeros(length, dtype=torch.uint8, device=mesh.device)
+    if mesh.rank == 0:
+        sent.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return json.loads(bytes(broadcast(sent, mesh.world).tolist()))
+
+
+# Digests of the checkpoint that a run went on from, taken behind its training; each rank takes those of its share.
+
+#: A rank's share of so many bytes is digested before the first step: that takes a second or less.
+_AT_ONCE = 256 * 2**20
+
+
+class DigestsBehind:
+    """Digest a rank's share of a checkpoint in a thread. problems: what is wrong, once `wait` returned.
+
+    Args:
+        path: of the checkpoint.
+        rank: this rank's share.
+        number: of shares.
+        found: called in the thread with what is wrong, when something is.
+    """
+
+    def __init__(self, path: Location, rank: int, number: int, found: Callable[[list[str]], None]):
+        self.path, self.problems, self._found = path, list[str](), found
+        # Nothing is asked of the other ranks in the thread: each looks at its share.
+        self._share = Together(rank, number)
+        self._thread = threading.Thread(target=self._run, name="weft-digests", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def are_quick(path: Location, number: int) -> bool:
+        """Return whether a checkpoint is digested at once by so many ranks."""
+        return sum(load_checkpoint(path, lazily=True).files.values()) <= _AT_ONCE * number
+
+    def _run(self) -> None:
+        self.problems = verify_checkpoint(self.path, together=self._share)
+        if self.problems:
+            self._found(self.problems)
+
+    def wait(self) -> list[str]:
+        """Wait for the digests, and return what is wrong with this rank's share."""
+        self._thread.join()
+        return self.problems
+
+
+# Checkpoints of replicas that meet only every so many steps.
+
+_COUNTS, _OWN = "counts", "replicas"
+
+
+class OpensGroup(Protocol):
+    """Opens a group of a checkpoint, or the tensors of it whose names begin with `start`."""
+
+    def __call__(self, checkpoint: Checkpoint, group: str, start: str = "") -> StateSource: ...
+
+
+def replica_stretches(
+    sync: RareSync, engine: DataParallel, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Stretch]]:
+    """Yield what this rank holds for a checkpoint, each with its group; no collective.
+
+    Args:
+        sync: of the model.
+        engine: of the model.
+        optimizer: adopted by a step.
+    """
+    if sync.place == 0 or sync.is_apart:
+        anchors = {one.name: one for one in sync.anchors()}
+        yield from (("model", anchors.get(one.name, one)) for one in engine.stretches())
+        yield from (("outer", one) for one in sync.momenta())
+        yield from (("optimizer", one) for one in engine.state_stretches(optimizer))
+    else:
+        yield from ((_OWN, _within(f"{sync.place}/optimizer", one)) for one in engine.state_stretches(optimizer))
+    if sync.differs:
+        yield from ((_OWN, _within(f"{sync.place}/model", one)) for one in sync.held())
+    yield from ((_OWN, _within(f"{sync.place}/owed", one)) for one in sync.owed())
+    if isinstance(sync, StreamedSync):
+        yield from ((_OWN, _within(f"{sync.place}/sent", one)) for one in sync.sent())
+
+
+def counts_here(sync: RareSync) -> Iterator[SavedPiece]:
+    """Yield the counts that a checkpoint keeps, on the first rank."""
+    if sync.mesh.rank == 0:
+        counts = torch.tensor([sync.since, sync.meetings, sync.replicas], dtype=torch.int64)
+        yield SavedPiece.whole(f"sync/{_COUNTS}", counts)
+
+
+def _within(group: str, one: Stretch) -> Stretch:
+    return replace(one, name=f"{group}/{one.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedReplicas:
+    """What a checkpoint has of replicas. opens: its groups."""
+
+    checkpoint: Checkpoint
+    opens: OpensGroup
+
+    def has_all_of(self, sync: RareSync) -> bool:
+        """Return whether it has what a replica had by itself.
+
+        Args:
+            sync: of the replica.
+        """
+        if self.by_one is not None:
+            return sync.is_apart and self.by_one["place"] == sync.place
+        return self.counts()[2] == sync.replicas
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return steps since the last meeting, meetings, and replicas; of a checkpoint without any one replica."""
+        if not self.checkpoint.entries("sync"):
+            return 0, 0, 1
+        since, meetings, replicas = read_whole(self.opens(self.checkpoint, "sync"), _COUNTS).tolist()
+        return since, meetings, replicas
+
+    def has_own_weights(self, place: int) -> bool:
+        """Return whether it has weights of one replica beside the anchor.
+
+        place: of the replica.
+        """
+        return any(name.startswith(f"{place}/model/") for name in self.checkpoint.entries(_OWN))
+
+    @property
+    def by_one(self) -> Mapping[str, Any] | None:
+        """What the replica that saved it for itself says of itself; None: all saved together."""
+        return self.checkpoint.state.get("replica")
+
+
+def resume_replicas(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedReplicas
+) -> tuple[list[str], StateSource]:
+    """Go on as the replicas of a checkpoint whose `model` is loaded. All ranks call it.
+
+    Returns lines that say what is lost, and where the optimizer's states are.
+
+    Args:
+        model: what `parallelize` returned.
+        optimizer: of the model.
+        saved: what there is.
+    """
+    sync, engine, checkpoint = rare_sync(model), data_parallel(model), saved.checkpoint
+    since, meetings, replicas = saved.counts()
+    states = saved.opens(checkpoint, "optimizer")
+    if sync is None:
+        return ([] if replicas == 1 else [_lost(saved, "the outer momentum")]), states
+    engine.adopt(optimizer)
+    sync.take_anchor()
+    momenta = saved.opens(checkpoint, "outer")
+    with torch.no_grad():
+        for one in sync.momenta() if checkpoint.entries("outer") else ():
+            one.fill(momenta)
+    # A checkpoint of replicas that met in every step: the meetings fall on multiples of H all the same.
+    sync.since = since if replicas > 1 else checkpoint.step % sync.every
+    sync.meetings = meetings
+    if isinstance(sync, ApartSync):
+        sync.owes_meeting = saved.by_one is not None and bool(saved.by_one["owes_meeting"])
+        sync.began_with(checkpoint.step, sync.token_of_anchor() if saved.by_one is None else saved.by_one["token"])
+    is_whole = saved.has_all_of(sync)
+    whose = [f"{place}/owed/" for place in ([sync.place] if is_whole else range(replicas))]
+    sync.take_owed(saved.opens(checkpoint, _OWN), whose, 1 if is_whole else replicas)
+    if not is_whole:
+        return ([] if replicas == 1 else [_lost(saved)]), states
+    if saved.has_own_weights(sync.place):
+        weights = saved.opens(checkpoint, _OWN, f"{sync.place}/model/")
+        for one in sync.held():
+            one.fill(weights)
+        engine.publish()
+        sync.differs = True
+    if isinstance(sync, StreamedSync):
+        sync.since %= sync.every
+        sync.send_again(saved.opens(checkpoint, _OWN), f"{sync.place}/sent/")
+    return [], states if sync.place == 0 or saved.by_one else saved.opens(checkpoint, _OWN, f"{sync.place}/optimizer/")
+
+
+def _lost(saved: SavedReplicas, more: str = "") -> str:
+    """What does not come along where other replicas go on, as a line for people."""
+    since, _, replicas = saved.counts()
+    steps = f"in the {f'{since} steps' if since > 1 else 'step'} since" if since else "since then"
+    learnt = [f"what each of them learnt {steps}"] * (since > 0 or saved.has_own_weights(0))
+    parts = [*learnt, *([more] if more else []), "the optimizer states of all but the first"]
+    listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    start = f"the run goes on from the weights of the last meeting of {replicas} replicas"
+    return f"{start}. {listed[0].upper()}{listed[1:]} are lost."

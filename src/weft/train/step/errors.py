@@ -1,0 +1,324 @@
+"""When memory runs out: what was live on this rank, and the smallest changes of the plan that would help.
+
+Nothing is allocated on the device here: sizes are read off the tensors that training holds anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from weft.comm.mesh import Mesh
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.plan import Plan
+from weft.config.rule import Facts
+from weft.data.batches import tensors_in
+from weft.errors import ModelError, OutOfMemory, WeftError, WeftWarning
+from weft.models.inspect import layers
+from weft.models.inspect.blocks import repeated_blocks
+from weft.monitor.step_times import memory_bytes
+from weft.planner.report import verdict as footprint
+from weft.private_torch import storage_key, tree_leaves
+from weft.train.microbatches import microbatch_size
+from weft.units import format_bytes, parse_bytes
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+#: Pieces of the texts of RuntimeErrors that mean: no memory. CUDA has an exception of its own besides.
+_TEXTS = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+#: "Tried to allocate 2.50 GiB" (CUDA), "you tried to allocate 1048576 bytes" (CPU).
+_ASKED = re.compile(r"ried to allocate ([0-9.]+) ?(bytes|[KMGT]iB)")
+
+
+class ExplainedStep(Protocol):
+    """What a training step must show to be explained."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    mesh: Mesh
+
+    def held_gradients(self) -> Iterable[torch.Tensor]:
+        """The tensors that gradients lie in, also those that no parameter's `.grad` shows."""
+        ...
+
+
+_S = TypeVar("_S", bound=ExplainedStep)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """Bytes of what training holds on this rank. expected_optimizer: of states that the first update will make."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    expected_optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        """What is live now."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
+
+
+def explains_memory(call: Callable[Concatenate[_S, Any, _P], _R]) -> Callable[Concatenate[_S, Any, _P], _R]:
+    """For a step's call on its batch: raise OutOfMemory, with what would help, where memory runs out in it."""
+
+    @functools.wraps(call)
+    def explained(self: _S, batch: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return call(self, batch, *args, **kwargs)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(explain(self, batch, error)) from error
+
+    return explained
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that host or device memory ran out. False for one that is explained already."""
+    if isinstance(error, OutOfMemory):
+        return False
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(piece in str(error) for piece in _TEXTS)
+
+
+def live_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Iterable[torch.Tensor] = ()) -> HeldBytes:
+    """Count what model and optimizer hold on this rank, each storage once.
+
+    Args:
+        model: its parameters and buffers.
+        optimizer: its parameters and states.
+        gradients: those that `.grad` hides.
+    """
+    seen: set[int] = set()
+    params = list(model.parameters())
+    # Shards and master weights are the optimizer's own parameters.
+    owned = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [*gradients, *(param.grad for param in (*params, *owned) if param.grad is not None)]
+    leaves = tree_leaves([dict(state) for state in optimizer.state.values()])
+    states = [value for value in leaves if isinstance(value, torch.Tensor)]
+    counted = [_count(part, seen) for part in (params, grads, [*owned, *states], model.buffers())]
+    return HeldBytes(*counted, expected_optimizer=0 if states else _expected(optimizer, owned))
+
+
+def explain(step: ExplainedStep, batch: Any, error: BaseException) -> str:
+    """The text of OutOfMemory: what was live, by class, and three changes of the plan."""
+    mesh, live = step.mesh, live_bytes(step.model, step.optimizer, step.held_gradients())
+    asked = _asked(error)
+    held, other, lines = _rows(mesh.device, live)
+    if live.expected_optimizer:
+        later = f"{format_bytes(live.expected_optimizer)} more with the first update"
+        lines[2] += f"  ({later})" if not live.optimizer else f"  ({later} of states)"
+    shape = getattr(step.model, "spec", None)
+    shape = shape if isinstance(shape, DecoderSpec) else None
+    rows, tokens = microbatch_size(batch, mesh.plan.microbatches_per_step)
+    usage = footprint.Usage(
+        parameters=live.parameters,
+        gradients=live.gradients,
+        optimizer=live.optimizer + live.expected_optimizer,
+        activations=other,
+        num_rows=rows,
+        num_tokens=tokens,
+        num_blocks=max(1, len(repeated_blocks(step.model))),
+    )
+    missing = live.expected_optimizer + asked
+    if shape is not None and tokens:
+        # The allocation that failed was not the last one that the pass had before it.
+        whole = footprint.activation_bytes(shape, tokens, mesh.plan.precision, mesh.plan.recompute)
+        missing = live.expected_optimizer + max(asked, whole - other)
+    facts = Facts(world_size=mesh.world_size, model=shape)
+    # An accelerator reports its full memory by this error; a host's memory is full for what offload moves, too.
+    can_offload = mesh.device.type != "cpu" or isinstance(error, torch.OutOfMemoryError)
+    found = footprint.remedies(mesh.plan, usage, missing, facts, shape, can_offload)
+    wanted = f"an allocation of {format_bytes(asked)} failed" if asked else "an allocation failed"
+    text = [f"plan={mesh.plan}: rank {mesh.rank} ran out of memory on {mesh.device}: {wanted}, with {held}:", *lines]
+    if not found:
+        return "\n".join([*text, "No change of the plan would help. Use a smaller model or fewer tokens per sequence."])
+    text.append("Try these changes of the plan, best first (each alone; saved bytes are estimates):")
+    for number, remedy in enumerate(found, 1):
+        note = "" if remedy.enough else ", not enough alone"
+        more = f", on {remedy.plan.world_size} ranks" if remedy.plan.world_size != mesh.plan.world_size else ""
+        text.append(f"  {number}. {remedy.change}  (about {format_bytes(remedy.saved_bytes)} less{more}{note})")
+    return "\n".join(text)
+
+
+def _rows(device: torch.device, live: HeldBytes) -> tuple[str, int, list[str]]:
+    """(total in words, bytes of activations and temporaries, table) of this rank."""
+    rows = [
+        ("parameters", live.parameters),
+        ("gradients", live.gradients),
+        ("optimizer states", live.optimizer),
+        ("buffers", live.buffers),
+    ]
+    now, peak = memory_bytes(device)
+    other = max(0, peak - live.total)
+    if device.type == "cuda":
+        # The peak, because what a failed backward held is freed before anybody can look.
+        reserve = max(0, torch.cuda.memory_reserved(device) - now)
+        rows += [("activations", other), ("reserve", reserve)]
+        held = f"{format_bytes(peak)} live at the peak"
+    else:
+        rows.append(("activations, Python and libraries", other))
+        held = f"{format_bytes(peak)} resident at the peak"
+    width = max(len(name) for name, _ in rows)
+    return held, other, [f"  {name:<{width}}  {format_bytes(size):>8}" for name, size in rows]
+
+
+def _asked(error: BaseException) -> int:
+    """How many bytes the allocation that failed was for; 0 where its text does not say."""
+    match = _ASKED.search(str(error))
+    if match is None:
+        return 0
+    number, unit = match.groups()
+    return parse_bytes(int(number)) if unit == "bytes" else parse_bytes(f"{number}{unit}")
+
+
+def _count(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    """Bytes of the storages that were not met before; they are added to `seen`."""
+    total = 0
+    for tensor in tensors:
+        # A DTensor's storage here is that of its local shard.
+        local = getattr(tensor, "_local_tensor", tensor)
+        storage = local.untyped_storage()
+        if storage_key(storage) not in seen:
+            seen.add(storage_key(storage))
+            total += storage.nbytes() if local.device.type != "meta" else 0
+    return total
+
+
+def _expected(optimizer: torch.optim.Optimizer, owned: list[torch.Tensor]) -> int:
+    """States that the first update makes, for the optimizers whose options tell."""
+    options = optimizer.defaults
+    copies = 2 if "betas" in options else int(bool(options.get("momentum")))
+    return copies * sum(getattr(param, "_local_tensor", param).nbytes for param in owned)
+
+
+# Models whose own code needs whole tensors: what the first step says where it fails on a rank's part of them.
+
+
+class CheckedStep(Protocol):
+    """What a training step must show: its model, its plan, and whether a step has ended before."""
+
+    model: nn.Module
+    mesh: Mesh
+    has_trained: bool
+
+
+_S_whole_tensors = TypeVar("_S", bound=CheckedStep)
+
+
+def names_the_module(
+    call: Callable[Concatenate[_S_whole_tensors, _P], _R],
+) -> Callable[Concatenate[_S_whole_tensors, _P], _R]:
+    """For a step's call: raise ModelError, with the module and a plan to use, where the first step fails in the model.
+
+    Only under plans that give a module's forward a part of its tensors; the model's own error is the cause.
+    """
+
+    @functools.wraps(call)
+    def checked(self: _S_whole_tensors, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if self.has_trained:
+            return call(self, *args, **kwargs)
+        try:
+            result = call(self, *args, **kwargs)
+        except WeftError:
+            raise
+        except Exception as error:
+            text = None if is_out_of_memory(error) else explain_failure(error, self.model, self.mesh.plan)
+            if text is None:
+                raise
+            raise ModelError(text) from error
+        self.has_trained = True
+        return result
+
+    return checked
+
+
+def explain_failure(error: Exception, model: nn.Module, plan: Plan) -> str | None:
+    """Which module failed, on which part of its tensors, and what to use; None where no part or no module is seen."""
+    if isinstance(model, layers.KnownModel):
+        return None  # Weft's own decoders take every plan: their failure is a defect, and not the user's to avoid
+    parts, path = _parts(plan), _failed_module(error, model)
+    if not parts or path is None:
+        return None
+    fields, kinds, remedies = zip(*parts, strict=True)
+    name = f"{path} ({type(model.get_submodule(path)).__name__.removeprefix('FSDP')})" if path else type(model).__name__
+    first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return (
+        f"{' '.join(fields)}: {name} fails on a rank's part of {' and '.join(kinds)} ({type(error).__name__}: "
+        f"{first}). If one process can train this model, use {' or '.join(remedies)}."
+    )
+
+
+def _parts(plan: Plan) -> list[tuple[str, str, str]]:
+    """For each field that divides what a module computes with: the field, what it divides, and the remedy."""
+    found = [
+        (plan.sp, "sp=on", "the tokens between layers", "sp=off"),
+        (plan.tp > 1, f"tp={plan.tp}", "the features, heads or vocabulary", "tp=1"),
+        (plan.cp > 1, f"cp={plan.cp}", "each sequence", "cp=1"),
+        (plan.pp > 1, f"pp={plan.pp}", "the blocks", "pp=1"),
+        (plan.zero == 3, "zero=3", "the weights, which are whole only while their own module is called", "zero=2"),
+    ]
+    return [(name, divided, remedy) for is_on, name, divided, remedy in found if is_on]
+
+
+def _failed_module(error: Exception, model: nn.Module) -> str | None:
+    """The path of the innermost module of the model whose method raised; None where none did."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        found = paths.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
+
+
+# Whether all ranks were given the same samples, because nobody cut the loader: asked once, within the step's sums.
+
+#: Fingerprints are below this: the squares of 2**17 ranks' add up in float64 without rounding.
+_BOUND = 2**18
+#: Values of each tensor that are looked at.
+_LOOKED_AT = 4096
+
+
+def fingerprint(batch: Any) -> torch.Tensor:
+    """(1, f, f squared) of a whole number f that the batch's values make; float64.
+
+    Three zeros for a batch without tensors. Sums of it over the ranks are for `warn_if_alike`. Nothing waits for the
+    device.
+    """
+    found: Any = None
+    for tensor in tensors_in(batch):
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            continue
+        values = tensor.detach().reshape(-1)[:_LOOKED_AT].contiguous().view(torch.uint8).long()
+        places = torch.arange(1, len(values) + 1, device=values.device)
+        found = ((0 if found is None else found) * 31 + (values * places).sum()) % _BOUND
+    if found is None:
+        return torch.zeros(3, dtype=torch.float64)
+    number = found.double()
+    return torch.stack([torch.ones_like(number), number, number.square()])
+
+
+def warn_if_alike(sums: Sequence[float], num_ranks: int, num_readers: int) -> None:
+    """Warn where all ranks' fingerprints are one number. sums: of `fingerprint`. num_readers: data-parallel ranks."""
+    num_known, total, squares = map(int, sums)
+    # Equal only where no number differs from the mean; whole numbers, so nothing is rounded.
+    if num_known < num_ranks or num_ranks * squares != total**2:
+        return
+    warnings.warn(
+        f"batch: all {num_readers} data-parallel ranks were given the same samples at the first step, so together "
+        "they do only the work of one. Cut the loader for the ranks: loader = run.shard(loader).",
+        WeftWarning,
+        stacklevel=5,
+    )

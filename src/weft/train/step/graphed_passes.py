@@ -1,0 +1,337 @@
+"""What the forward of each microbatch runs inside of: which samples it has, and who counts them."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.mesh import Mesh
+from weft.data.batches import check_batch, hold_batches, map_tensors, parts_of, tensors_in
+from weft.errors import ModelError, PlanError, Problem, WeftWarning
+from weft.memory.graph_recorder import CudaRecorder, Recorder, Recording, send_numbers
+from weft.parallel.batch_norm import norm_groups_of
+from weft.parallel.choose_engine import recorded_passes
+from weft.parallel.drop_state import Drops, FixedDraws
+from weft.parallel.dropout import drops_of
+from weft.parallel.expert import ExpertBalance, balanced_routers
+from weft.parallel.pipeline.runtime import CountedLoss, Inside
+from weft.parallel.random.streams import SampleNumbers
+from weft.parallel.state.gradients import DataParallel, data_parallel
+from weft.parallel.zero_flat.step import PassEnd, RecordedPasses
+
+
+def insides_of(model: nn.Module, experts: ExpertBalance, samples: Sequence[SampleNumbers], key: int) -> Inside:
+    """Return what gives, for the number of a microbatch, what its forward runs inside of.
+
+    Args:
+        model: what `parallelize` returned.
+        experts: of the model.
+        samples: of each microbatch.
+        key: of the step's dropout.
+    """
+    drops, norms = drops_of(model), norm_groups_of(model)
+
+    @contextlib.contextmanager
+    def inside(index: int) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if drops is not None:
+                stack.enter_context(drops.microbatch(key, samples[index]))
+            if norms is not None:
+                stack.enter_context(norms.microbatch(samples[index], index))
+            if samples[index].is_empty:
+                stack.enter_context(experts.leaving_out())
+            yield
+
+    return inside
+
+
+# A batch in memory that stays, into which others of the same shapes are copied.
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def shape_of(batch: Any) -> Hashable | None:
+    """Return what two batches must have in common to be computed by the same kernels; None where that is not known.
+
+    Shapes, strides and formats of tensors, their places in containers, and all that is neither tensor nor container.
+    """
+    if isinstance(batch, Tensor):
+        holds_others = hasattr(type(batch), "__tensor_flatten__")
+        if holds_others or batch.is_nested or batch.layout != torch.strided or batch.requires_grad:
+            return None
+        return tuple(batch.shape), batch.stride(), batch.dtype
+    if isinstance(batch, _PLAIN):
+        return type(batch), batch
+    parts = parts_of(batch)
+    if parts is None:
+        return None
+    inner = tuple(shape_of(part) for part in parts)
+    keys = tuple(batch) if isinstance(batch, dict) else ()
+    return None if None in inner else (type(batch), keys, inner)
+
+
+class FixedBatch:
+    """The memory of one shape.
+
+    Whoever would look at its values on the host leaves a check, which looks at each batch that comes. batch: as the
+    model is given it.
+
+    Args:
+        like: a batch of that shape.
+    """
+
+    def __init__(self, like: Any):
+        self.batch = map_tensors(_memory, like)
+        self._tensors = list(tensors_in(self.batch))
+
+    def fill(self, batch: Any) -> None:
+        """Copy a batch of the same shape, on the same device, after its checks."""
+        for mine, given in zip(self._tensors, tensors_in(batch), strict=True):
+            check_batch(mine, given)
+            mine.copy_(given)
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    found = torch.empty_like(tensor)  # of other strides where elements share memory, or leave some out
+    hold_batches(found)
+    return found
+
+
+# Forward and backward of microbatches as recordings: one for each shape of batches, and each place in a step.
+
+#: Eager passes before a recording.
+WARM_UPS = 2
+#: Shapes of batches that are recorded, and recordings in all: of a shape, one for each place in a step.
+MOST_SHAPES, MOST_RECORDINGS = 8, 32
+#: Passes that were seen and are not recorded yet.
+_MOST_SEEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchInputs:
+    """What changes from one pass to the next.
+
+    batch: on the device. samples: of the batch. key: of the step's dropout. scale: what the loss is multiplied by.
+    """
+
+    batch: Any
+    samples: SampleNumbers
+    key: int
+    scale: float | Tensor
+
+
+class _PassMemory:
+    """The memory in which a recording finds them. like: those of any pass of its shape. drops: of the model."""
+
+    def __init__(self, like: MicrobatchInputs, drops: Drops | None, device: torch.device):
+        self.batch = FixedBatch(like.batch)
+        self.draws = None if drops is None or not drops.sites else FixedDraws(drops, like.samples)
+        self.scale = torch.zeros((), device=device)  # a power of two, which fp32 holds
+        self._sent: float | None = None
+
+    def fill(self, given: MicrobatchInputs) -> None:
+        """Bring them there."""
+        self.batch.fill(given.batch)
+        if self.draws is not None:
+            self.draws.fill(given.key, given.samples)
+        if isinstance(given.scale, Tensor):
+            self.scale.copy_(given.scale)
+            self._sent = None
+        elif given.scale != self._sent:
+            send_numbers(torch.tensor(given.scale), self.scale)
+            self._sent = given.scale
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A recorded pass: the memory that it reads, its recording, and what it leaves of gradients."""
+
+    memory: _PassMemory
+    recording: Recording[Tensor]
+    end: PassEnd
+
+
+#: (batch, 0-d tensor that the loss is multiplied by) -> sum of losses and number, (2,) float64: forward and backward.
+Compute = Callable[[Any, Tensor], Tensor]
+
+
+class GraphedPasses:
+    """Runs passes by replay, where that is possible.
+
+    Args:
+        recorder: of recordings.
+        model: what is trained.
+        engine: of its gradients.
+        way: of these gradients, of the same engine.
+        drops: what the model drops by; None: it drops nothing.
+        device: of the model.
+        recomputes: whether backward computes parts of forward again.
+        speaks: whether this rank says what is not recorded.
+    """
+
+    def __init__(
+        self, recorder: Recorder, model: nn.Module, engine: DataParallel, way: RecordedPasses, drops: Drops | None, *,
+        device: torch.device, recomputes: bool, speaks: bool,
+    ):  # fmt: skip
+        self._recorder, self._model, self._engine, self._way, self._drops = recorder, model, engine, way, drops
+        self._device, self._recomputes, self._speaks = device, recomputes, speaks
+        self._seen: dict[Hashable, int] = {}
+        self._shapes: set[Hashable] = set()
+        self._passes: dict[Hashable, _Pass] = {}
+        self._said: set[str] = set()
+        #: Replays so far, recordings among them.
+        self.num_replays = 0
+
+    def run(self, given: MicrobatchInputs, compute: Compute, *, last: bool) -> Tensor | None:
+        """Run one microbatch. Returns sum of losses and number, (2,) float64; None: the caller runs it eagerly.
+
+        Args:
+            given: what changes.
+            compute: runs forward and backward of a batch. It is recorded, and not called in a replay.
+            last: of the step.
+        """
+        found = self._found(given, last)
+        if found is None:
+            return None
+        known = self._passes.get(found)
+        if known is None and not self._is_ready(found):
+            return None
+        with self._way.holding(), self._engine.microbatch(last):
+            if known is None:
+                known = self._passes[found] = self._recorded(given, compute, last)
+            else:
+                known.memory.fill(given)
+                known.recording.replay()
+                self._way.leave(known.end)
+            self.num_replays += 1
+            return known.recording.result.clone()
+
+    def _found(self, given: MicrobatchInputs, last: bool) -> Hashable | None:
+        """What a recording of this pass depends on; None where there can be none."""
+        if given.samples.is_empty:
+            return None  # a stand-in, at the end of an epoch
+        shape = shape_of(given.batch)
+        if shape is None:
+            self._say("batches hold more than plain tensors, numbers and text, so nothing is recorded")
+            return None
+        if self._drops is not None and given.samples.rows:
+            self._say("the model drops by rows, and samples have different numbers of them, so nothing is recorded")
+            return None
+        if shape not in self._shapes:
+            if len(self._shapes) >= MOST_SHAPES:
+                self._say(f"batches have more than {MOST_SHAPES} shapes. Those after the first {MOST_SHAPES} are "
+                          "launched kernel by kernel; pad batches to fewer shapes")  # fmt: skip
+                return None
+            self._shapes.add(shape)
+        modes = tuple(module.training for module in self._model.modules())
+        frozen = (one for one in self._model.parameters() if not one.requires_grad)
+        beside = tuple(one.data_ptr() for one in (*frozen, *self._model.buffers()))
+        return shape, len(given.samples.numbers), last, modes, beside, self._way.found(last)
+
+    def _is_ready(self, found: Hashable) -> bool:
+        """Whether a pass ran eagerly often enough; else it does once more."""
+        count = self._seen.pop(found, 0)
+        if count >= WARM_UPS:
+            if len(self._passes) < MOST_RECORDINGS:
+                return True
+            self._say(f"weights or gradients came to lie in other memory, and {MOST_RECORDINGS} passes are recorded; "
+                      "others are launched kernel by kernel")  # fmt: skip
+        self._seen[found] = count + 1
+        if len(self._seen) > _MOST_SEEN:
+            del self._seen[next(iter(self._seen))]
+        return False
+
+    def _recorded(self, given: MicrobatchInputs, compute: Compute, last: bool) -> _Pass:
+        """Record a pass, which is done by that."""
+        drops, keeps = self._drops, self._way.keeps(last)
+        memory = _PassMemory(given, drops, self._device)
+        memory.fill(given)
+        with drops.held(memory.draws) if drops is not None and memory.draws is not None else nullcontext():
+            act = partial(compute, memory.batch.batch, memory.scale)
+            recording = self._recorder.record(act, "forward and backward", apart=keeps)
+        if recording.draws and self._recomputes:
+            raise ModelError(
+                "graphs=on: the model draws from torch's generator, and a recorded pass that recomputes would draw "
+                "other numbers the second time. Use recompute=none, or graphs=off."
+            )
+        return _Pass(memory, recording, self._way.left())
+
+    def _say(self, what: str) -> None:
+        """Say once what is not recorded, and why."""
+        if self._speaks and what not in self._said:
+            warnings.warn(f"graphs=on: {what}.", WeftWarning, stacklevel=2)
+        self._said.add(what)
+
+
+def graphed_passes(model: nn.Module, mesh: Mesh, recorder: Recorder | None, *, compares: bool) -> GraphedPasses:
+    """Return what runs the passes of a model under graphs=on, and let its optimizer's steps be recorded too.
+
+    Args:
+        model: what `parallelize` returned.
+        mesh: of the plan.
+        recorder: of recordings; None: CUDA's.
+        compares: whether the loss compares samples of several microbatches.
+
+    Raises:
+        PlanError: where nothing can be recorded.
+    """
+    engine = data_parallel(model)
+    way = recorded_passes(engine)
+    obstacles = (
+        (way is None, f"zero={mesh.plan.zero} communicates within forward and backward"),
+        (recorder is None and mesh.device.type != "cuda", "this run computes on a CPU, which records no graphs"),
+        (compares, "the loss compares samples of several microbatches"),
+        (norm_groups_of(model) is not None, "train.norm_group takes statistics over several microbatches"),
+        (any(balanced_routers(model)), "the model has experts, and the host adds up what their routers count"),
+    )
+    why = next((words for holds, words in obstacles if holds), "")
+    if why or way is None:
+        raise PlanError([Problem("graphs", f"graphs=on: {why}. Use graphs=off.")])
+    way.recorder, drops = recorder or CudaRecorder(mesh.device), drops_of(model)
+    return GraphedPasses(
+        way.recorder, model, engine, way, drops if drops is not None and drops.sites else None, device=mesh.device,
+        recomputes=mesh.plan.recompute_policy != "none", speaks=mesh.rank == 0,
+    )  # fmt: skip
+
+
+def compute_of(
+    forward: Callable[[Any], Any], loss: CountedLoss, inside: Inside
+) -> Callable[[int, Any, Tensor], Tensor]:
+    """Return forward and backward of a microbatch as a recording takes them.
+
+    Args:
+        forward: of a batch.
+        loss: (output, batch, index) -> sum of losses and their number.
+        inside: what forwards run inside of.
+
+    Returns:
+        What runs a microbatch, given its number and what `Compute` takes.
+    """
+
+    def compute(index: int, batch: Any, scale: Tensor) -> Tensor:
+        with inside(index):
+            loss_sum, number = loss(forward(batch), batch, index)
+            (loss_sum * scale).backward()
+        return _counted(loss_sum.detach(), number)
+
+    return compute
+
+
+def _counted(loss_sum: Tensor, number: Tensor | float) -> Tensor:
+    """Sum of losses and their number, (2,) float64."""
+    if not isinstance(number, Tensor):
+        number = torch.full((), number, dtype=torch.float64, device=loss_sum.device)
+    if number.device != loss_sum.device:
+        raise ModelError(
+            f"graphs=on: loss_fn returned the number of losses as a tensor on {number.device}, and a graph reads "
+            f"{loss_sum.device} alone. Return it there, or a plain number, or use graphs=off."
+        )
+    return torch.stack([loss_sum.double(), number.double()])

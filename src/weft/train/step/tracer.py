@@ -1,0 +1,381 @@
+"""What the modules of a rank gave in some forwards: how large, and whether it was finite."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.comm.mesh import Mesh
+from weft.config import partitioning as shares
+from weft.data.batches import tensors_in
+from weft.errors import CommError, ModelError
+from weft.parallel.random.streams import SampleNumbers
+from weft.parallel.state.gradients import data_parallel
+from weft.train.batching_by_cost import StepPlaces
+from weft.train.engine import TraceKind
+from weft.train.losses import WholeBatchLoss
+from weft.train.microbatches import Microbatches, cut_rows, samples_in, samples_of
+from weft.train.state_io import gather
+from weft.train.step.evaluation import each_output
+from weft.train.step.trace_event import LossPart, RankFinding, TracedSamples, judge, unusual, worst
+from weft.train.tasks.base import Task
+from weft.train.tasks.data_share import Batches
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One module's output in one forward. size: root mean square. input_size: of what it got. Not finite: so was it."""
+
+    module: str
+    size: float
+    input_size: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the output was finite."""
+        return math.isfinite(self.size)
+
+
+@dataclass
+class ModuleWatch:
+    """Looks at every module of a model through hooks; numbers stay on the device until `calls` asks for them."""
+
+    model: nn.Module
+    _names: list[list[str]] = field(default_factory=list)
+    _sizes: list[list[torch.Tensor]] = field(default_factory=list)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at the forwards inside; compiled modules run as they are written."""
+        hooks = [
+            module.register_forward_hook(self._hook(own_name(name)))
+            for name, module in self.model.named_modules()
+            if module is not self.model
+        ]
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def each(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Give batches one after another: what modules give until the next one is of this one."""
+        for batch in batches:
+            self._names.append([])
+            self._sizes.append([])
+            yield batch
+
+    def calls(self) -> list[list[ModuleCall]]:
+        """Return what was seen of each batch, in the order in which modules ended. Waits for the device."""
+        found = []
+        for names, sizes in zip(self._names, self._sizes, strict=True):
+            numbers: list[list[float]] = torch.stack(sizes).tolist() if sizes else []
+            found.append([ModuleCall(name, *pair) for name, pair in zip(names, numbers, strict=True)])
+        return found
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            del module
+            size = size_of(output)
+            if size is not None and self._names:
+                given = size_of(args)
+                self._names[-1].append(name)
+                self._sizes[-1].append(torch.stack([size, torch.zeros_like(size) if given is None else given]))
+
+        return look
+
+
+def size_of(value: Any) -> torch.Tensor | None:
+    """Root mean square of all floating-point values of a nested value, on its device, float64; None of no such values.
+
+    Not finite where one of them is not.
+    """
+    squares, count = None, 0
+    for tensor in map(local_part, tensors_in(value)):
+        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
+            # In float64, where the squares of what is large in other formats are finite.
+            norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
+            squares = norm.square() + (0.0 if squares is None else squares)
+            count += tensor.numel()
+    return None if squares is None else (squares / count).sqrt()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that is spread over ranks."""
+    here: Any = getattr(tensor, "to_local", None)
+    return tensor if here is None else here()
+
+
+def own_name(name: str) -> str:
+    """The name that a module has in the model's own code, without what compiling puts around it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def spoilt_parameters(model: nn.Module) -> list[str]:
+    """List the parameters of which this rank holds values that are not finite."""
+    return _not_finite((name, param) for name, param in model.named_parameters())
+
+
+def spoilt_gradients(model: nn.Module, whole: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """List the parameters of this rank whose gradient has values that are not finite anywhere, in the model's order.
+
+    whole: the whole gradients by name.
+    """
+    bad = set(_not_finite(whole))
+    return [name for name in map(own_name, dict(model.named_parameters())) if name in bad]
+
+
+def _not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    found = [(name, size_of(tensor)) for name, tensor in tensors]
+    known = [(own_name(name), size) for name, size in found if size is not None]
+    if not known:
+        return []
+    sizes: list[float] = torch.stack([size for _, size in known]).tolist()
+    return [name for (name, _), size in zip(known, sizes, strict=True) if not math.isfinite(size)]
+
+
+# Computes again, without gradients, what a step went wrong with, and finds out where: all ranks together.
+
+#: A microbatch is cut into so many parts, and so is the worst of them, until a part is one sample.
+_PARTS = 16
+#: Where samples cannot be told apart, so many microbatches are compared.
+_WHOLE = 4
+#: Samples that an event names.
+_MOST_SAMPLES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """What a rank keeps of a step until its numbers are known.
+
+    number: from 1. batches: its microbatches as the task gave them. losses: by place, sum and number of those that
+    this rank computes the loss of, on the device.
+    """
+
+    number: int
+    batches: Sequence[Any]
+    losses: dict[int, tuple[torch.Tensor, torch.Tensor | int]]
+
+
+@dataclass
+class _Round:
+    """What was found of some parts of a microbatch. joined: of each part, by the ranks' samples, of all who compute it.
+
+    runs: rows of each part of this rank's own.
+    """
+
+    runs: list[range]
+    parts: list[LossPart]
+    calls: list[list[ModuleCall]]
+    error: str = ""
+    joined: dict[int, list[LossPart]] = field(default_factory=dict)
+
+
+class StepTracer:
+    """Traces steps of one model.
+
+    Args:
+        model: what `parallelize` returned.
+        mesh: of the ranks.
+        task: gives forward and loss.
+        batches: say which samples each step takes.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, task: Task, batches: Batches):
+        self._model, self._mesh, self._task = model, mesh, task
+        self._places = StepPlaces.of(batches, task.config.train.global_batch)
+
+    def trace(self, kind: TraceKind, step: TracedStep) -> dict[str, Any]:
+        """Return the event of a step, the same on all ranks. A collective.
+
+        Where its gradient is not finite, the model must hold its gradients.
+
+        Args:
+            kind: what was wrong with its numbers, equal on all ranks.
+            step: which one.
+        """
+        numbers = samples_of(Microbatches(step.batches), len(step.batches), self._mesh.reader)
+        given = self._task.before_step(step.batches)
+        data, index = self._choose(step, given, numbers)
+        losses, last, can_tell = self._narrow(given, numbers, index)
+        place = worst(last.joined[self._mesh.data.rank]) if can_tell else 0
+        finding = self._look(given[index], last, place)
+        finding["weights"] = spoilt_parameters(self._model)
+        if kind == "gradient":
+            finding["gradients"] = spoilt_gradients(self._model, data_parallel(self._model).gradients())
+        shown = self._named(last, place) if can_tell else numbers[index].numbers
+        finding["numbers"] = [numbers[index].numbers[row] for row in shown] if can_tell else list(shown)
+        words = self._share(finding)
+        first = next(word for word in words if word["data"] == data)
+        named = first["numbers"][:_MOST_SAMPLES]
+        findings = [RankFinding(**{key: one for key, one in word.items() if key != "numbers"}) for word in words]
+        joined = last.joined[data]
+        chosen = joined[worst(joined) if can_tell else 0]
+        every = len(joined) > 1 and all(part.is_bad for part in joined)
+        samples = TracedSamples(data, index, named, chosen.mean if chosen.count else math.nan, losses, every)
+        before = self._places.first(step.number - 1)
+        return {
+            "event": "trace",
+            "step": step.number,
+            "kind": kind,
+            **judge(kind, samples, findings),
+            "samples": [before + one for one in named],
+            "microbatch": index,
+        }
+
+    # --- which samples ---
+
+    def _choose(self, step: TracedStep, given: Sequence[Any], numbers: Sequence[SampleNumbers]) -> tuple[int, int]:
+        """The data rank and the number of the microbatch that is the worst of the step."""
+        if isinstance(self._task.loss, WholeBatchLoss):
+            found = self._compute(list(given), [range(0)] * len(given)).parts
+        else:
+            found = [LossPart(0.0, 0.0)] * len(given)
+            for place, (loss_sum, count) in step.losses.items():
+                found[place] = LossPart(float(loss_sum), float(count))
+        firsts = [min(one.numbers, default=0) for one in numbers]
+        said = self._share([self._mesh.data.rank, firsts, [asdict(part) for part in found]])
+        first_of = {(data, place): first for data, each, _ in said for place, first in enumerate(each)}
+        parts = _joined([(data, each) for data, _, each in said])
+        order = sorted(first_of, key=lambda one: first_of[one])
+        return order[worst([parts[data][place] for data, place in order])]
+
+    def _narrow(
+        self, given: Sequence[Any], numbers: Sequence[SampleNumbers], index: int
+    ) -> tuple[list[float], _Round, bool]:
+        """Mean losses of all parts of the first round; the last round; whether its parts are parts of a microbatch."""
+        batch, own = given[index], numbers[index]
+        rows = range(max(1, len(own.numbers)))
+        said = self._share([_can_cut(batch, own), len(rows)])
+        if not all(can for can, _ in said):
+            others = [one for place, one in enumerate(given) if place != index]
+            some = [batch, *others][:_WHOLE]
+            last = self._join(self._compute(some, [range(0)] * len(some)))
+            return _means(last), last, False
+        most, means, last = max(count for _, count in said), None, None
+        while last is None or most > 1:
+            if last is not None:
+                rows = last.runs[worst(last.joined[self._mesh.data.rank])]
+                most = -(-most // _PARTS)
+            runs = [rows[one.start : one.stop] for one in shares.share_out(len(rows), min(_PARTS, len(rows)))]
+            # Ranks with fewer rows compute some of them again.
+            padded = [*runs, *[runs[-1]] * (min(_PARTS, most) - len(runs))]
+            found = self._compute(cut_rows(batch, padded), padded, counts=not own.is_empty)
+            last = self._join(_Round(runs, found.parts[: len(runs)], found.calls[: len(runs)], found.error))
+            means = _means(last) if means is None else means
+            if most <= _PARTS:
+                break
+        assert means is not None
+        return means, last, True
+
+    def _named(self, last: _Round, place: int) -> list[int]:
+        """The rows that are named: all that are not finite; where all are so, or none is, those of the worst part."""
+        joined = last.joined[self._mesh.data.rank]
+        bad = [one for one, part in enumerate(joined) if part.is_bad]
+        places = bad if 0 < len(bad) < len(joined) else [place]
+        return [row for one in places for row in last.runs[one]]
+
+    # --- computing ---
+
+    def _compute(self, batches: list[Any], runs: list[range], *, counts: bool = True) -> _Round:
+        """Forward each batch, in evaluation mode and without gradients. counts: they are samples, and no stand-in."""
+        task, watch = self._task, ModuleWatch(self._model)
+        found: list[torch.Tensor] = []
+
+        def add(output: Any, local: Any, _: bool) -> None:
+            if isinstance(task.loss, WholeBatchLoss):
+                size = size_of(output)
+                pair = [torch.zeros(()) if size is None else size * 0.0, torch.zeros(())]
+            else:
+                pair = [torch.as_tensor(one).detach() for one in task.loss(output, local)]
+            found.append(torch.stack([one.to(self._mesh.device, torch.float64) for one in pair]))
+
+        try:
+            with watch.watching():
+                each_output(self._model, watch.each(batches), self._mesh, task.loss, task.forward, add)
+        except CommError:
+            raise
+        except Exception as error:  # a step that went wrong is no reason to end the run
+            return _Round(runs, [LossPart(0.0, 0.0)] * len(batches), [[] for _ in batches], _in_words(error))
+        calls = watch.calls()
+        pairs: list[list[float]] = torch.stack(found).tolist() if found else [[0.0, 0.0]] * len(batches)
+        parts = [
+            LossPart(loss_sum if counts else 0.0, count if counts else 0.0, all(one.is_finite for one in seen))
+            for (loss_sum, count), seen in zip(pairs, calls, strict=True)
+        ]
+        return _Round(runs, parts, calls)
+
+    def _look(self, batch: Any, last: _Round, place: int) -> dict[str, Any]:
+        """What this rank says of a part."""
+        mesh, calls = self._mesh, last.calls[place]
+        bad = next((order for order, call in enumerate(calls) if not call.is_finite), -1)
+        sizes = [{call.module: call.size for call in seen} for seen in last.calls]
+        others = [seen for one, seen in enumerate(sizes) if one != place]
+        stage = mesh["pp"].rank
+        return {
+            "data": mesh.data.rank,
+            "stage": stage,
+            "place": mesh["tp"].rank + mesh.plan.tp * mesh["cp"].rank,
+            "order": bad,
+            "module": calls[bad].module if bad >= 0 else "",
+            "got_finite": bad < 0 or math.isfinite(calls[bad].input_size),
+            "input_finite": math.isfinite(
+                float(_size(cut_rows(batch, [last.runs[place]])[0] if last.runs[place] else batch))
+            ),
+            "unusual": unusual(sizes[place], others) if others else None,
+            "sizes": None if others else sizes[place],
+            "error": last.error,
+        }
+
+    # --- together ---
+
+    def _join(self, own: _Round) -> _Round:
+        """Let the ranks that compute the same samples know what each found."""
+        said = self._share([self._mesh.data.rank, [asdict(part) for part in own.parts]])
+        own.joined = _joined(said)
+        return own
+
+    def _share(self, word: Any) -> list[Any]:
+        return [json.loads(one) for one in gather(self._mesh, json.dumps(word).encode())]
+
+
+def _joined(said: Sequence[Sequence[Any]]) -> dict[int, list[LossPart]]:
+    """By data rank, what all ranks with its samples found of each part."""
+    found: dict[int, list[list[LossPart]]] = {}
+    for data, parts in said:
+        found.setdefault(data, []).append([LossPart(**part) for part in parts])
+    return {data: [LossPart.joined(same) for same in zip(*each, strict=True)] for data, each in found.items()}
+
+
+def _means(found: _Round) -> list[float]:
+    """The mean losses of all parts of all ranks."""
+    return [part.mean for parts in found.joined.values() for part in parts if part.count and not part.is_bad]
+
+
+def _can_cut(batch: Any, own: SampleNumbers) -> bool:
+    """Whether the rows of a microbatch are its samples."""
+    if samples_in(batch) != max(1, len(own.numbers)):
+        return False
+    try:
+        cut_rows(batch, [range(1)])
+    except ModelError:
+        return False
+    return True
+
+
+def _size(batch: Any) -> torch.Tensor | float:
+    size = size_of(batch)
+    return 0.0 if size is None else size
+
+
+def _in_words(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:300]

@@ -1,0 +1,230 @@
+"""A label or a number for each text, or pair of texts: `task.name = "classify_text"`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weft.config.traced_model import Limit
+from weft.train.tasks import class_counts
+from weft.train.tasks.base import Metric
+from weft.train.tasks.folder_task import IGNORED, FolderTask, padded
+from weft.train.tasks.table_data import Rows, TableRecord, label_fields, label_id, label_text, settled_labels
+
+if TYPE_CHECKING:
+    import torch
+
+_CLASSES = (
+    Metric("accuracy", "", "share of the texts whose label the model names"),
+    Metric("macro_f1", "", "mean over the classes of the harmonic mean of precision and recall"),
+)
+_NUMBERS = (Metric("pearson", "", "correlation of the model's numbers with those of the data"),)
+#: Why tokens are not divided between layers.
+_NO_SP = Limit((0,), "the head reads one token of each text, which one rank alone would have")
+
+
+@dataclass(eq=False)
+class TextClassTask(FolderTask):
+    """Sequence classification, and regression with one output.
+
+    text: column of the text.
+    pair: column of the second text; "": there is none.
+    label: column of the label: a name or a whole number, or with `regression` any number.
+    labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
+    regression: whether numbers are learnt, by the squared error.
+    new_head: leave out a head that the folder has, and start a new one.
+    pad_multiple: what the length of a batch's texts is rounded up to.
+    """
+
+    text: str = "text"
+    pair: str = ""
+    label: str = "label"
+    labels: str = ""
+    regression: bool = False
+    new_head: bool = False
+    pad_multiple: int = 8
+
+    unit = sample_unit = "texts"
+    head, head_words = "SequenceClassification", "model for sequence classification"
+
+    def __post_init__(self) -> None:
+        self.metrics = _NUMBERS if self.regression else _CLASSES
+        self.settle({})
+
+    def settle(self, found: Mapping[str, Any]) -> None:
+        self._names: list[str] = found.get("labels", [])
+        self.sum_names = class_counts.PAIR_SUMS if self.regression else class_counts.class_sum_names(len(self._names))
+
+    def limits(self) -> dict[str, Limit]:
+        return {**super().limits(), "sp": _NO_SP}
+
+    def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
+        if self.regression:
+            return {}
+        seen = {label_text(one, one.value(self.label, "label"), self.label) for one in records}
+        return settled_labels(self.labels, seen, self.own_labels(), new_head=self.new_head)
+
+    def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        texts = [one.text(self.text, "text") for one in records]
+        pairs = [one.text(self.pair, "pair") for one in records] if self.pair else None
+        for record, row in zip(records, self.encoded(texts, pairs), strict=True):
+            value = record.value(self.label, "label")
+            label = (
+                np.array([_number(record, value, self.label)], np.float32)
+                if self.regression
+                else np.array([label_id(record, label_text(record, value, self.label), found["ids"])], np.int32)
+            )
+            yield {**row, "label": label}
+
+    def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**row, "label": np.array([np.nan] if self.regression else [IGNORED])}
+
+    def model_changes(self) -> Mapping[str, Any]:
+        if self.regression:
+            return {**label_fields(["value"]), "problem_type": "regression"}
+        return {**label_fields(self._names), "problem_type": "single_label_classification"} if self._names else {}
+
+    def collate(self, samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        import torch
+
+        batch = self.padded_inputs(samples, self.pad_id)
+        labels = np.concatenate([one["label"] for one in samples])
+        kind = torch.float32 if self.regression else torch.int64
+        return {**batch, "labels": torch.from_numpy(labels).to(kind)}
+
+    def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        from torch.nn import functional as F
+
+        labels, logits = batch["labels"], _wide(output)
+        if not self.regression:
+            return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"), (labels != IGNORED).sum()
+        counts = labels.isfinite()
+        apart = logits[:, 0] - labels.nan_to_num().to(logits.dtype)
+        return (apart.square() * counts).sum(), counts.sum()
+
+    def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
+        labels = batch["labels"]
+        if not self.regression:
+            return class_counts.class_sums(output.argmax(-1), labels, len(self._names))
+        counts = labels.isfinite()
+        return class_counts.pair_sums(output[counts, 0], labels[counts])
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        if self.regression:
+            return {"pearson": class_counts.correlation(sums, sums["count"])}
+        number = len(self._names)
+        return {"accuracy": class_counts.accuracy(sums, number), "macro_f1": class_counts.macro_f1(sums, number)}
+
+
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    """The logits in a format that losses are summed in."""
+    return logits if logits.itemsize == 8 else logits.float()
+
+
+def _number(record: TableRecord, value: Any, column: str) -> float:
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = np.nan
+    if not np.isfinite(found) or isinstance(value, bool):
+        record.refuse(f"column {column!r} holds {value!r}, and a number belongs there. Leave the record out.")
+    return found
+
+
+# A label for each word of a text: `task.name = "classify_tokens"`. Sub-tokens after a word's first are not counted.
+
+
+@dataclass(eq=False)
+class TokenClassTask(FolderTask):
+    """Token classification: named entities, parts of speech.
+
+    words: column of the words: a list of texts, or one text that is split at spaces.
+    tags: column of their labels, as many.
+    labels: names of all classes, joined by commas; "": the folder's, or those of the training data.
+    new_head: leave out a head that the folder has, and start a new one.
+    pad_multiple: what the length of a batch's texts is rounded up to.
+    """
+
+    words: str = "tokens"
+    tags: str = "tags"
+    labels: str = ""
+    new_head: bool = False
+    pad_multiple: int = 8
+
+    unit, sample_unit = "words", "texts"
+    head, head_words = "TokenClassification", "model for token classification"
+    metrics = (
+        Metric("accuracy", "", "share of the words whose label the model names"),
+        Metric("macro_f1", "", "mean over the labels of the harmonic mean of precision and recall, word by word"),
+    )
+
+    def __post_init__(self) -> None:
+        self.settle({})
+
+    def settle(self, found: Mapping[str, Any]) -> None:
+        self._names: list[str] = found.get("labels", [])
+        self.sum_names = class_counts.class_sum_names(len(self._names))
+
+    def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
+        seen: set[str] = set()
+        for one in records:
+            seen.update(label_text(one, tag, self.tags) for tag in _listed(one, self.tags, "tags"))
+        return settled_labels(self.labels, seen, self.own_labels(), new_head=self.new_head)
+
+    def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        words = [_listed(one, self.words, "words") for one in records]
+        rows = self.encoded(words, None, is_split=True)
+        for record, listed, row in zip(records, words, rows, strict=True):
+            tags = _listed(record, self.tags, "tags")
+            if len(tags) != len(listed):
+                record.refuse(
+                    f"it has {len(listed)} words in {self.words!r} and {len(tags)} labels in {self.tags!r}. "
+                    "Give each word a label."
+                )
+            ids = [label_id(record, label_text(record, tag, self.tags), found["ids"]) for tag in tags]
+            word_ids = row.pop("word_ids")
+            first = np.diff(word_ids, prepend=-1) != 0
+            labels = np.where((word_ids >= 0) & first, np.array(ids, np.int32)[word_ids], IGNORED)
+            yield {**row, "labels": labels.astype(np.int32)}
+
+    def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**row, "labels": np.full_like(row["labels"], IGNORED)}
+
+    def model_changes(self) -> Mapping[str, Any]:
+        return label_fields(self._names) if self._names else {}
+
+    def collate(self, samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        batch = self.padded_inputs(samples, self.pad_id)
+        labels = padded([one["labels"] for one in samples], IGNORED, batch["input_ids"].shape[1])
+        return {**batch, "labels": labels}
+
+    def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        from weft.train.tasks.decoder_loss import token_cross_entropy
+
+        return token_cross_entropy(output, batch)
+
+    def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
+        return class_counts.class_sums(output.argmax(-1), batch["labels"], len(self._names))
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        number = len(self._names)
+        return {"accuracy": class_counts.accuracy(sums, number), "macro_f1": class_counts.macro_f1(sums, number)}
+
+
+def _listed(record: TableRecord, column: str, option: str) -> list[Any]:
+    """A column that holds a list, or a text of words. DataError where it holds none."""
+    found = record.value(column, option)
+    if isinstance(found, str) and found.lstrip().startswith("["):  # a list in a file of comma-separated values
+        try:
+            found = json.loads(found)
+        except ValueError:
+            found = found.split()
+    elif isinstance(found, str):
+        found = found.split()
+    if not isinstance(found, list) or not found or any(one is None or one == "" for one in found):
+        record.refuse(f"column {column!r} holds no list of words or labels, or an empty one. Leave the record out.")
+    return found

@@ -1,0 +1,351 @@
+"""What a task may ask of its model outside of the loss: forwards without gradients, and sums over the ranks."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from weft.config.hugging_face_config import number
+from weft.config.layout import Layout
+from weft.config.plan import Plan
+from weft.config.traced_model import Limit, TracedModel
+from weft.errors import LayoutError, ModelError, WeftError
+from weft.models.adapters import adapted, add_adapter
+from weft.models.inspect import dry_run, hugging_face, layers
+from weft.models.inspect.blocks import repeated_blocks
+from weft.models.inspect.chain import find_chain
+from weft.models.inspect.describe import Outline, trace_model
+from weft.models.inspect.dry_run import call_function
+from weft.models.inspect.find_layout import explain_layout
+from weft.parallel.state.precision import Precision, cast_inputs, formats
+from weft.parallel.tensor.read_layout import check_layout
+from weft.planner.search.model_source import PlannedModel, UnknownFamily, read_model
+from weft.train.tasks.indexed import adapter_size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weft.config.run_config import RunConfig
+    from weft.train.tasks.data_share import MapDataset
+
+#: Which weights compute: the model's, the model's without its adapter, or those of the second model.
+Which = Literal["model", "base", "second"]
+
+
+class Forwards(Protocol):
+    """The model on all its ranks. All ranks call the same methods in the same order."""
+
+    @property
+    def plan(self) -> Plan:
+        """Return what the model lies on its ranks by."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Return where this rank computes."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's number among all of the run's world."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Return how many ranks the world has."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all ranks have come here."""
+        ...
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank's losses count: of the ranks that share a sequence, on the first one alone."""
+        ...
+
+    @property
+    def data_rank(self) -> int:
+        """Return this rank's place among those that read different samples."""
+        ...
+
+    @property
+    def data_size(self) -> int:
+        """Return how many ranks read different samples."""
+        ...
+
+    def rows(self, batches: Sequence[Any], each: Callable[[Any, Any], Tensor], *, of: Which = "model") -> list[Tensor]:
+        """Return each(output, batch) of some batches in evaluation mode, one number for each row of labels.
+
+        Numbers of the parts of a sequence are added up. Where this rank has no output, as before the last stage of a
+        pipeline, they are 0.
+
+        Args:
+            batches: as many on each rank.
+            each: numbers of the rows, (R,), from this rank's part of the sequences.
+            of: whose weights compute.
+        """
+        ...
+
+    def second(self, call: Callable[[Any], Any]) -> Any:
+        """Return call(second model) without gradients, for a batch that the step has cut for this rank already."""
+        ...
+
+    def total(self, values: Tensor) -> Tensor:
+        """Add up what `rows` gave on ranks with different samples; of the same shape and equal on all ranks."""
+        ...
+
+    def along_sequence(self, values: Tensor) -> Tensor:
+        """Add up numbers of the parts of a sequence, with gradients."""
+        ...
+
+    def on_first(self, act: Callable[[], Any]) -> Any:
+        """Return the JSON value that the first rank's `act` returns, on all ranks."""
+        ...
+
+
+# The description of any module for the planner: its work by tracing, and which plans the runtime can lay it over.
+
+_STYLES = {"colwise": "columns", "rowwise": "rows", "vocab": "vocab"}
+
+
+def trace(source: str) -> TracedModel:
+    """Return the description of the model that `package.module:function` returns, for `weft.search` and `weft plan`.
+
+    The function is called with meta as the default device and without arguments. It returns a model; or a model and
+    an example: the arguments of its forward (a tensor, a tuple, or a dict), or batch_fn(step, size) as `weft verify`
+    takes it. Without an example the model is called with ids, an image or features, by how it begins.
+
+    Raises:
+        ModelError: where that gives no model, or the model does not run without numbers.
+    """
+    with torch.device("meta"):
+        model, rest = call_function(source)
+    try:
+        return replace(describe_by_tracing(model, rest[0] if rest else None), name=source)
+    except ModelError as error:
+        raise ModelError(f"model={source}: {str(error).rstrip('.')}.") from error
+
+
+def describe_folder(folder: Path, build: Callable[[Any], nn.Module] = hugging_face.model_of_config) -> PlannedModel:
+    """Return the model of a Hugging Face folder in the planner's words.
+
+    It is read from config.json where the planner knows the family, and traced elsewhere.
+
+    Args:
+        folder: with config.json, or that file.
+        build: makes the model that is traced, of a config of transformers, on the meta device.
+
+    Raises:
+        ModelError: where the model does not run without numbers.
+    """
+    try:
+        return read_model(str(folder))
+    except UnknownFamily:
+        pass
+    file = folder if folder.is_file() else folder / "config.json"
+    with torch.device("meta"):
+        model = build(hugging_face.load_model_config(folder))
+    name = file.parent.name or str(file.parent.resolve())
+    try:
+        traced = describe_by_tracing(model)
+    except ModelError as error:
+        raise ModelError(f"model={folder}: {str(error).rstrip('.')}.") from error
+    most = number(getattr(model.config, "text_config", model.config), "positions")
+    if traced.reads_sequence and most is not None and most < traced.max_seq_len:
+        traced = replace(traced, max_seq_len=most)
+    return replace(read_model(replace(traced, name=name)), folder=file.parent)
+
+
+def describe_by_tracing(model: nn.Module, example: Any = None) -> TracedModel:
+    """Trace a model, which is brought to the meta device and half precision, in place.
+
+    example: arguments of a forward, or batch_fn(step, size); None: ids, an image or features, by how it begins.
+
+    Raises:
+        ModelError: where the model does not run without numbers.
+    """
+    inputs = dry_run.Inputs(model, example)
+    model.to("meta").train()
+    if isinstance(model, layers.KnownModel) and model.has_routers:
+        raise ModelError(
+            "how many tokens each expert gets depends on values, which a trace does not have. Give its "
+            "size, or a config of Weft"
+        )
+    cut, styles, why_not = _tensor_parallel(model, inputs.example)
+    head = layers.find_lm_head(model) or _vocabulary_head(model, styles)
+    outline = Outline(
+        blocks=repeated_blocks(model), styles=styles, head=head, table=_input_table(model, styles) if head else None
+    )
+    _halve(model)
+    longest = hugging_face.longest_text(model)
+    step = inputs.sequence_step(model, longest)
+    with hugging_face.one_document():
+        found = trace_model(model, outline, inputs.call, seq_step=step)
+    limits = dict(_limits(model, found, cut, why_not))
+    longest = (hugging_face.longest_sequence(model) or 2**20) if step else 1
+    usual = inputs.seq_len if step and inputs.given else 0
+    usual = usual or (0 if step else 1)
+    return replace(
+        found,
+        limits=tuple(limits.items()),
+        max_seq_len=longest,
+        default_seq_len=usual,
+        linears=_linears(model),
+        crossings=_crossings(model),
+    )
+
+
+def _crossings(model: nn.Module) -> float:
+    """Tensors of a token that cross a border between two blocks, in the mean: within a decoder, the encoder's output
+    too."""
+    try:
+        chain = find_chain(model)
+    except ModelError:
+        return 1.0
+    borders = len(chain.blocks) - 1
+    return 1.0 + (borders - chain.joint) / borders if chain.joint and borders > 0 else 1.0
+
+
+def _linears(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
+    """Inputs and outputs of the layers that may have an adapter, and how many there are of each; they have one then."""
+    try:
+        record = adapted(add_adapter(model, rank=1))
+    except ModelError:
+        return ()
+    weights = Counter(layers.weight_of(model.get_submodule(path)).shape for path in (record.layers if record else ()))
+    return tuple((shape[1], shape[0], count) for shape, count in weights.items())
+
+
+def _halve(model: nn.Module) -> None:
+    """The formats that a run in bf16 has."""
+    precision = Precision.of(Plan(precision="bf16"))
+    for param, dtype in formats(model, precision).items():
+        param.data = param.data.to(dtype)
+    cast_inputs(model, precision)
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "use_cache"):
+        config.use_cache = False
+
+
+def _tensor_parallel(model: nn.Module, example: Any) -> tuple[tuple[int, ...], dict[str, str], str]:
+    """Legal values of tp, the style of each module that it cuts, and why there are no other values."""
+    try:
+        layout = explain_layout(model, example).layout
+        legal = check_layout(model, layout)
+    except (LayoutError, ModelError) as error:
+        return (1,), {}, str(error).partition(". ")[0].removeprefix("layout: ").rstrip(".")
+    shown = ", ".join(map(str, legal))
+    return tuple(legal), _styles(model, layout), f"its layers divide evenly over {shown} ranks"
+
+
+def _styles(model: nn.Module, layout: Layout) -> dict[str, str]:
+    found = {path: layout.style(path) for path, _ in model.named_modules()}
+    return {path: _STYLES[style.name] for path, style in found.items() if style is not None and style.name in _STYLES}
+
+
+def _vocabulary_head(model: nn.Module, styles: Mapping[str, str]) -> nn.Module | None:
+    modules = dict(model.named_modules())
+    cut = [modules[path] for path, style in styles.items() if style == "vocab"]
+    return next((each for each in cut if isinstance(each, nn.Linear)), None)
+
+
+def _input_table(model: nn.Module, styles: Mapping[str, str]) -> nn.Module | None:
+    modules = dict(model.named_modules())
+    return next((modules[path] for path, style in styles.items()
+                 if style == "vocab" and isinstance(modules[path], nn.Embedding)), None)  # fmt: skip
+
+
+def _limits(model: nn.Module, found: TracedModel, cut: tuple[int, ...], why_cut: str) -> list[tuple[str, Limit]]:
+    """The fields of a plan that this model narrows."""
+    limits = [("tp", Limit(cut, why_cut))]
+    kind = type(model).__name__
+    attention = found.attention
+    if not found.reads_sequence:
+        limits += [(name, Limit((value,), "the model's input has no sequence dimension to cut"))
+                   for name, value in (("cp", 1), ("sp", 0))]  # fmt: skip
+    elif not isinstance(model, layers.KnownModel) and not hugging_face.is_hugging_face(model):
+        rule = f"{kind} is neither one of Weft's decoders nor one of transformers, so its attention cannot be replaced"
+        limits.append(("cp", Limit((1,), rule)))
+    elif attention is None or not attention.causal:
+        limits.append(("cp", Limit((1,), "its attention is not torch's fused one under a causal mask alone")))
+    if any(each.batch.one > 1 for layer in found.layers for each in layer.matmuls):
+        rule = "a trace does not show which modules are experts. To divide them, plan from the model's config.json"
+        limits.append(("ep", Limit((1,), rule)))
+    try:
+        find_chain(model)
+    except ModelError as error:
+        rule = str(error).partition(". ")[0].partition(": ")[2] or str(error)
+        limits.append(("pp", Limit((1,), rule.rstrip("."))))
+    return limits
+
+
+# The planner's description of a task that gives none: its model, traced with its own samples.
+
+T = TypeVar("T")
+
+
+class SampledTask(Protocol):
+    """What tracing asks of a task."""
+
+    config: RunConfig
+    sample_unit: ClassVar[str]
+
+    def name(self) -> str: ...
+    def shapes(self) -> nn.Module: ...
+    def samples(self, split: str) -> MapDataset | None: ...
+    def collate(self, samples: list[Any]) -> Any: ...
+
+
+def describe_by_samples(task: SampledTask) -> PlannedModel:
+    """Trace a task's model on the meta device, on a batch of two of its samples.
+
+    Args:
+        task: whose model is traced.
+
+    Raises:
+        ModelError: where a method of the task fails, or the model does not run without numbers.
+    """
+    field = f"task.name={task.config.task.name}"
+    samples = _call(task, "samples", lambda: task.samples("train")) or ()
+    if len(samples) < 2:
+        raise ModelError(f"{field}: it has {len(samples)} training samples, and tracing takes 2. Add some.")
+    batch = _call(task, "collate", lambda: task.collate([samples[0], samples[1]]))
+    shapes = _call(task, "build", task.shapes)
+
+    def example(step: int, size: int) -> Any:
+        return tuple(batch) if isinstance(batch, list) else batch
+
+    try:
+        traced = describe_by_tracing(shapes, example)
+    except ModelError as error:
+        raise ModelError(f"{field}: {str(error).rstrip('.')}.") from error
+    adapter = None
+    if task.config.adapter.rank:
+        adapter = adapter_size(_call(task, "build", task.shapes), task.config, traced.num_layers)
+    found = read_model(replace(traced, name=task.name()))
+    return replace(found, config=task.config, sample_unit=task.sample_unit, counted_adapter=adapter)
+
+
+def _call(task: SampledTask, method: str, call: Callable[[], T]) -> T:
+    """What a method of the user's returns. ModelError, with the exception's own words, where it raises one."""
+    try:
+        return call()
+    except WeftError:
+        raise
+    except Exception as error:  # code of the user's may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        own = inspect.getfile(type(task))
+        frame = next((each for each in reversed(frames) if each.filename == own), frames[-1])
+        raise ModelError(
+            f"task.name={task.config.task.name}: {method} raised {type(error).__name__} at "
+            f"{Path(frame.filename).name}:{frame.lineno} ({error}). Correct it; `weft train` prints the traceback."
+        ) from error

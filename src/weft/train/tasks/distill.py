@@ -1,0 +1,230 @@
+"""How far a student's next token is from a teacher's.
+
+    loss = (1 - a) t^2 KL(p || q) + a CE(q_1, label),   p = softmax(teacher / t), q = softmax(student / t), q_1 at t = 1
+
+for each trained token, with the temperature t and the mix a: Hinton et al. 2015, arXiv 1503.02531. The factor t^2 keeps
+gradients as large as those of the cross-entropy. With k, the divergence is that of the teacher's k likeliest entries
+and of all others together as one, which is never larger than the whole one.
+
+N tokens, V entries of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.config.rule import Facts
+from weft.config.traced_model import Limit
+from weft.errors import ConfigError, Problem
+from weft.train.tasks.base import Metric, Report
+from weft.train.tasks.decoder import DecoderTask
+from weft.train.tasks.description import Forwards
+from weft.train.tasks.pretrained import PretrainedTask
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from weft.config.plan import Plan
+    from weft.parallel.state.flat_slices import StateSource
+    from weft.planner.search.model_source import PlannedModel
+    from weft.train.folder import RunFolder
+
+
+def distilled_losses(
+    student_NV: Tensor, teacher_NV: Tensor, labels_N: Tensor, *, temperature: float, mix: float, top_k: int = 0
+) -> Tensor:
+    """Return the loss of each token in nats, (N,), fp32 (fp64 for fp64).
+
+    Args:
+        student_NV: logits, with a gradient.
+        teacher_NV: logits of the same entries.
+        labels_N: the next tokens.
+        temperature: above 0.
+        mix: 0 is the divergence alone, 1 the cross-entropy alone.
+        top_k: so many of the teacher's entries are told apart; 0: all.
+    """
+    kept = torch.promote_types(student_NV.dtype, torch.float32)
+    student_NV, teacher_NV = student_NV.to(kept), teacher_NV.to(kept)
+    p_NV, q_NV = F.log_softmax(teacher_NV / temperature, 1), F.log_softmax(student_NV / temperature, 1)
+    if 0 < top_k < p_NV.shape[1]:
+        p_NV, places = p_NV.topk(top_k, 1)
+        q_NV = q_NV.gather(1, places)
+        p_NV, q_NV = (torch.cat([one, _log_rest(one)[:, None]], 1) for one in (p_NV, q_NV))
+    losses = (1 - mix) * temperature**2 * F.kl_div(q_NV, p_NV, reduction="none", log_target=True).sum(1)
+    if mix:
+        losses = losses + mix * F.cross_entropy(student_NV, labels_N, reduction="none")
+    return losses
+
+
+def _log_rest(log_p_NK: Tensor) -> Tensor:
+    """The log of 1 less the sum of probabilities; of a sum that rounds to 1, of the smallest step below it."""
+    log_sum = log_p_NK.logsumexp(1).clamp(max=-torch.finfo(log_p_NK.dtype).eps)
+    return torch.log(-torch.expm1(log_sum))
+
+
+# Distillation: `task.name = "distill"` with a teacher's folder. The teacher lies on the ranks as the student does.
+
+_KEY = "task.options"
+_NO_PP = Limit(
+    (1,), "a teacher's logits are compared with the student's, and a pipeline has them on its last stage alone"
+)
+
+
+class DistillTask(DecoderTask):
+    """Next-token prediction that follows a teacher, with one of Weft's decoders as the student.
+
+    Args:
+        teacher: a Hugging Face folder, of the student's tokenizer.
+        temperature: both distributions are softened by it.
+        mix: share of the cross-entropy in the loss.
+        top_k: entries of the teacher that are told apart; 0: all.
+
+    Raises:
+        ConfigError: for values that mean nothing.
+    """
+
+    metrics = (Metric("cross_entropy", "nats", "cross-entropy of the tokens themselves, whatever the teacher says"),)
+    sum_names = ("cross_entropy",)
+    identity = (*DecoderTask.identity, "task.options")
+
+    def __init__(self, teacher: str, temperature: float = 1.0, mix: float = 0.5, top_k: int = 0):
+        if temperature <= 0:
+            raise _wrong("temperature", temperature, "it must be above 0. Use 1, or 2 for softer targets.")
+        if not 0 <= mix <= 1:
+            raise _wrong("mix", mix, "it is a share from 0 to 1. Use 0.5.")
+        if top_k < 0:
+            raise _wrong("top_k", top_k, "it is a number of entries, or 0 for all. Use 0.")
+        self._teacher = Path(teacher).expanduser()
+        self._settings = {"temperature": float(temperature), "mix": float(mix), "top_k": top_k}
+        self._forwards: Forwards | None = None
+
+    # --- preparing ---
+
+    def facts(self, world_size: int) -> Facts:
+        train = self.config.train
+        return Facts(
+            model=None if self.config.model.path else self.spec,
+            world_size=world_size,
+            global_batch=train.global_batch,
+            seq_len=train.seq_len,
+            limits={"pp": _NO_PP},
+        )
+
+    def prepare(self, folder: RunFolder, report: Report | None) -> None:
+        """Check the teacher's weights and vocabulary, and tokenise the data.
+
+        Raises:
+            CheckpointError, ModelError: for a teacher that cannot be read.
+            ConfigError: for one with another tokenizer, or that reads shorter sequences.
+        """
+        from weft.models.inspect import hugging_face
+        from weft.train.tasks.published_weights import pretrained_source
+
+        if not (self._teacher / "config.json").is_file():
+            raise _wrong("teacher", self._teacher, "it holds no config.json. Give the folder of a Hugging Face model.")
+        model: Any = self._teacher_shapes()  # whose methods transformers types loosely
+        pretrained_source(model, self._teacher)
+        longest, length = hugging_face.longest_sequence(model), self.config.train.seq_len
+        if longest is not None and length > longest:
+            raise _wrong("teacher", self._teacher, f"it reads at most {longest} tokens. Use train.seq_len={longest}.")
+        self._expect_apart(model)
+        super().prepare(folder, report)
+        rows, entries = model.get_output_embeddings().weight.shape[0], self.data.vocab_size
+        if rows < entries:
+            rule = (
+                f"it has {rows} logits, and the student's tokenizer {entries} entries. Give one of the same tokenizer."
+            )
+            raise _wrong("teacher", self._teacher, rule)
+        if (other := self._other_entry()) is not None:
+            rule = f"its tokenizer has {other} where the student's has another entry. Give one of the same tokenizer."
+            raise _wrong("teacher", self._teacher, rule)
+
+    def _other_entry(self) -> str | None:
+        """An entry that the teacher's tokenizer has at another place than the student's; None: there is none."""
+        from tokenizers import Tokenizer as Library
+
+        if not (self._teacher / "tokenizer.json").is_file():
+            return None  # the number of entries is all that can be compared
+        ours = Library.from_str(self.data.tokenizer.library_json()).get_vocab(with_added_tokens=True)
+        theirs = Library.from_file(str(self._teacher / "tokenizer.json")).get_vocab(with_added_tokens=True)
+        places = {place: name for name, place in theirs.items()}
+        found = next((place for name, place in ours.items() if places.get(place) != name), None)
+        return None if found is None else f"{places.get(found, 'nothing')!r} at {found}"
+
+    # --- model and step ---
+
+    def second_model(self, plan: Plan) -> nn.Module | None:
+        return self._teacher_shapes()
+
+    def second_weights(self, model: nn.Module) -> StateSource | None:
+        from weft.train.tasks.published_weights import pretrained_source
+
+        return pretrained_source(model, self._teacher)[0]
+
+    def _teacher_shapes(self) -> nn.Module:
+        from weft.models.decoder import as_shapes
+        from weft.models.inspect import hugging_face
+
+        with as_shapes(vectors=True):
+            return hugging_face.causal_model(hugging_face.load_model_config(self._teacher))
+
+    def begin(self, forwards: Forwards) -> None:
+        self._forwards = forwards
+
+    def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
+        import torch
+
+        from weft.parallel.layers.documents import call_in_documents
+        from weft.train.tasks.decoder_loss import IGNORE
+
+        assert self._forwards is not None
+        taught = self._forwards.second(lambda teacher: call_in_documents(teacher, batch).logits)
+        trained = batch["labels"] != IGNORE
+        # Rows beyond the tokenizer's entries mean nothing, and the models may have different numbers of them.
+        entries = self.data.vocab_size
+        losses = distilled_losses(
+            output[trained][:, :entries], taught[trained][:, :entries], batch["labels"][trained], **self._settings
+        )
+        weights = batch.get("weights")
+        if weights is None:
+            return losses.sum(), trained.sum()
+        return losses @ weights[trained].to(losses), weights[trained].sum(dtype=torch.float64)
+
+    # Both sets of logits are needed whole.
+    loss.takes_head_loss = False
+
+    def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
+        from weft.train.tasks.decoder_loss import token_cross_entropy
+
+        return {"cross_entropy": token_cross_entropy(output, batch)[0]}
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        return {"cross_entropy": sums["cross_entropy"] / sums["count"] if sums["count"] else None}
+
+    def describe(self) -> PlannedModel:
+        """Describe the student, and the teacher's forward in each step."""
+        from weft.planner.space.trained_part import FrozenWork
+        from weft.train.tasks.description import describe_folder
+
+        teacher = describe_folder(self._teacher, lambda _: self._teacher_shapes()).shape
+        frozen = FrozenWork(shape=teacher, other=1, whole_logits=True)
+        return replace(super().describe(), frozen=frozen, task_limits={"pp": _NO_PP})
+
+    def data_lines(self) -> Sequence[str]:
+        said = ", ".join(f"{name} {value:g}" for name, value in self._settings.items())
+        return [*super().data_lines(), f"teacher {self._teacher}: {said}"]
+
+
+class PretrainedDistillTask(DistillTask, PretrainedTask):
+    """Distillation into a Hugging Face folder's model."""
+
+
+def _wrong(name: str, value: object, rule: str) -> ConfigError:
+    return ConfigError([Problem(f"{_KEY}.{name}", f"{_KEY}.{name}={value}: {rule}")])

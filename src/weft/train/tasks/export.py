@@ -1,0 +1,394 @@
+"""Weft's decoders as Llama and GPT-2 of transformers: config, names and shapes of tensors, tokenizer."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from weft.checkpoint.load import Checkpoint
+from weft.checkpoint.pretrained import JoinedTensors
+from weft.checkpoint.safetensors_files import RawArray, block_of, tensor_of
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.hugging_face_config import config_of_decoder
+from weft.data.text.tokenizer import Tokenizer
+from weft.errors import ConfigError, ModelError
+from weft.files import copy_companions
+from weft.models.adapters import Adapted, merge_adapter, merged_weight
+from weft.models.quantized_linear import BASE_FORMATS
+from weft.parallel.state.flat_slices import read_whole
+from weft.train.folder import RunFolder
+from weft.train.model_state import expect_same_base, model_tensors, restore_model
+from weft.train.tasks.decoder_files import base_of, data_of, decoder_of, tokenizer_of
+from weft.train.tasks.indexed import with_adapter
+from weft.train.tasks.published_weights import pretrained_source
+from weft.train.tasks.registry import find_task
+
+_LLAMA = {
+    "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.o": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+}  # fmt: skip
+_GPT2 = {"norm1": "ln_1", "norm2": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+#: A chat as `weft.data` renders it where a tokenizer has no template of its own.
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+#: Gives a tensor of a checkpoint by its name.
+Read = Callable[[str], RawArray]
+
+
+def layout_config(spec: DecoderSpec, end_id: int, pad_id: int) -> dict[str, Any]:
+    """Return the config.json of a decoder.
+
+    Raises:
+        ModelError: for a decoder with experts, which no family of transformers computes as Weft does.
+    """
+    if spec.num_experts:
+        raise ModelError(
+            "weft export: transformers has no family with the experts of Weft's decoders. Add --own-names for "
+            "safetensors under Weft's names."
+        )
+    return {**config_of_decoder(spec), "bos_token_id": None, "eos_token_id": end_id, "pad_token_id": pad_id}
+
+
+def layout_tensors(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
+    """Yield a decoder's tensors under the names and in the shapes of transformers, one after the other.
+
+    Args:
+        spec: without experts.
+        read: gives a tensor by Weft's name.
+    """
+    yield from (_gpt2 if spec.family == "gpt2" else _llama)(spec, read)
+
+
+def _llama(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
+    yield "model.embed_tokens.weight", read("embed.weight")
+    for layer in range(spec.num_layers):
+        for ours, theirs in _LLAMA.items():
+            yield f"model.layers.{layer}.{theirs}.weight", read(f"blocks.{layer}.{ours}.weight")
+    yield "model.norm.weight", read("norm.weight")
+    if not spec.tied:
+        yield "lm_head.weight", read("head.weight")
+
+
+def _gpt2(spec: DecoderSpec, read: Read) -> Iterator[tuple[str, RawArray]]:
+    """Its matrices are (inputs, outputs), and query, key and value are one."""
+    yield "transformer.wte.weight", read("embed.weight")
+    yield "transformer.wpe.weight", read("pos_embed.weight")
+    for layer in range(spec.num_layers):
+        for kind in ("weight", "bias"):
+            block, there = f"blocks.{layer}", f"transformer.h.{layer}"
+            for ours, theirs in _GPT2.items():
+                yield f"{there}.{theirs}.{kind}", _turned([read(f"{block}.{ours}.{kind}")])
+            yield f"{there}.attn.c_attn.{kind}", _turned([read(f"{block}.attn.{name}.{kind}") for name in "qkv"])
+    for kind in ("weight", "bias"):
+        yield f"transformer.ln_f.{kind}", read(f"norm.{kind}")
+    if not spec.tied:
+        yield "lm_head.weight", read("head.weight")
+
+
+def _turned(blocks: list[RawArray]) -> RawArray:
+    """Outputs of several layers as one, each matrix with its inputs first."""
+    joined = np.ascontiguousarray(np.concatenate([block.array() for block in blocks]).T)
+    return RawArray(blocks[0].dtype, tuple(joined.shape), joined.reshape(-1).view(np.uint8).data)
+
+
+def write_tokenizer(source: Path, out: Path) -> None:
+    """Write a run's tokenizer as transformers reads it.
+
+    Args:
+        source: the run's tokenizer folder.
+        out: folder of the model.
+    """
+    tokenizer = Tokenizer.load(source)
+    text = tokenizer.library_json()
+    (out / "tokenizer.json").write_text(text, "utf-8")
+    from tokenizers import Tokenizer as Library
+
+    library = Library.from_str(text)
+    said: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": library.id_to_token(tokenizer.end_id),
+        "pad_token": library.id_to_token(tokenizer.pad_id),
+        "clean_up_tokenization_spaces": False,
+    }
+    begin = "".join(library.id_to_token(token) or "" for token in tokenizer.vocabulary.begin_ids)
+    if len(tokenizer.vocabulary.begin_ids) == 1:
+        said |= {"bos_token": begin, "add_bos_token": True}
+    elif not begin and library.post_processor is not None:  # data.bos=false may have turned it off
+        said |= {"add_bos_token": False}
+    if tokenizer.vocabulary.turn_start_id >= 0:
+        said["chat_template"] = begin + _CHATML
+    (out / "tokenizer_config.json").write_text(json.dumps(said, indent=1) + "\n")
+
+
+# An adapter's run as a whole model: the base's weights one by one, with the adapter added where it has one.
+
+
+class MergedBase:
+    """The tensors of a folder's model with an adapter merged, read one by one.
+
+    Args:
+        source: the folder's weights by the model's names.
+        checkpoint: of the adapter.
+        widened: whether merged weights keep the adapter's format; else they are rounded to the base's.
+    """
+
+    def __init__(self, source: JoinedTensors, checkpoint: Checkpoint, *, widened: bool):
+        said: Mapping[str, Any] = checkpoint.state["adapter"]
+        self.names = list(source.entries)
+        self._source, self._widened, self._path = source, widened, checkpoint.path
+        self._trained, self._digests = checkpoint.tensors("model"), said["base"]
+        self._record = Adapted.read(said)
+        self._own: dict[str, dict[str, str]] = {}
+        for path, name in self._record.params():
+            self._own.setdefault(f"{path}.weight", {})[name] = f"{path}.{name}"
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return one tensor.
+
+        Raises:
+            CheckpointError: where the base is not the one that the adapter was trained on.
+        """
+        if name in self._trained:  # a norm, say, that was trained beside the adapter
+            return self._trained[name]
+        stored, path = read_whole(self._source, name), name.removesuffix(".weight")
+        if path in self._record.packed:
+            # What the adapter was trained beside: the numbers that the bytes stand for, and not the folder's.
+            kept = BASE_FORMATS[self._record.base]
+            packed = kept.pack(stored)
+            expect_same_base(name, packed, self._digests, self._path)
+            stored = kept.unpack(packed, stored.shape[1], stored.dtype)
+        else:
+            expect_same_base(name, stored, self._digests, self._path)
+        if name not in self._own:
+            return stored
+        parts = {kind: self._trained[full] for kind, full in self._own[name].items()}
+        if self._widened:
+            stored = stored.to(torch.promote_types(stored.dtype, parts["lora_A"].dtype))
+        return merged_weight(self._record, name.removesuffix(".weight"), stored, parts)
+
+
+def merged_base(model: nn.Module, base: Path, checkpoint: Checkpoint, *, widened: bool) -> MergedBase:
+    """Return a folder's model with an adapter merged.
+
+    Args:
+        model: of the folder, as shapes, without the adapter.
+        base: the folder that the adapter was trained on.
+        checkpoint: of the adapter.
+        widened: as `MergedBase` takes it.
+
+    Raises:
+        CheckpointError: as `pretrained_source` raises it.
+    """
+    return MergedBase(pretrained_source(model, base)[0], checkpoint, widened=widened)
+
+
+def merged_decoder(folder: RunFolder, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return the tensors of one of Weft's decoders with its adapter merged; its base follows from the run's seed."""
+    from weft.models.registry import build_decoder
+
+    config = folder.config()
+    model = with_adapter(build_decoder(decoder_of(folder), seed=config.seed), config)
+    restore_model(model, checkpoint)
+    return model_tensors(merge_adapter(model))
+
+
+def base_folder(folder: RunFolder) -> Path:
+    """Return the folder that a run's adapter stands on.
+
+    Raises:
+        ConfigError: where it is not there any more.
+    """
+    path = Path(folder.config().model.path).expanduser()
+    if not path.is_dir():
+        raise ConfigError(
+            f"--merge: the adapter's base, model.path={path}, is not there. Put the folder back there, or give its "
+            "new place with --like in place of --merge."
+        )
+    return path
+
+
+def base_name(folder: RunFolder) -> str | None:
+    """Return what files of an adapter call its base: its folder; None for Weft's own decoders."""
+    if not base_of(folder).is_dir():
+        return None
+    path = Path(folder.config().model.path).expanduser()
+    return str(path.resolve() if path.is_dir() else path)
+
+
+# A run of `weft train` as a folder that transformers loads: what is written, tensor by tensor.
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+def is_exportable(folder: RunFolder) -> bool:
+    """Return whether a folder is of a run whose model transformers knows."""
+    return base_of(folder).is_dir() or (folder.path / "model.json").is_file()
+
+
+def exported_tensors(
+    folder: RunFolder, checkpoint: Checkpoint, *, merged: bool = False, widened: bool = False
+) -> Iterator[tuple[str, RawArray]]:
+    """Yield the weights under transformers' names, one tensor at a time in memory.
+
+    Args:
+        folder: of the run.
+        checkpoint: of any plan.
+        merged: the checkpoint holds an adapter, which is to be added to its base.
+        widened: whether weights with an adapter added keep the adapter's format; else they are rounded to the base's.
+
+    Raises:
+        CheckpointError: where the base is not the one that the adapter was trained on.
+        ConfigError: where the base is not there any more.
+    """
+
+    if not base_of(folder).is_dir():
+        whole = merged_decoder(folder, checkpoint) if merged else None
+
+        def read(name: str) -> RawArray:
+            return checkpoint.block(f"model/{name}") if whole is None else block_of(whole[name])
+
+        yield from layout_tensors(decoder_of(folder), read)
+        return
+    model = shapes_of(folder)
+    if merged:
+        whole = merged_base(model, base_folder(folder), checkpoint, widened=widened)
+        yield from as_published(model, whole.names, whole.read)
+        return
+    names = [name for name, entry in checkpoint.entries("model").items() if entry.same_as is None]
+    yield from as_published(model, names, lambda name: tensor_of(checkpoint.block(f"model/{name}")))
+
+
+def shapes_of(folder: RunFolder) -> Any:
+    """Return the model of a run on a pretrained folder, as its task builds it, without values."""
+    task = find_task(folder.config())
+    task.open(folder)
+    return task.shapes()
+
+
+def as_published(
+    model: Any, names: Sequence[str], read: Callable[[str], torch.Tensor]
+) -> Iterator[tuple[str, RawArray]]:
+    """Yield a model's tensors under the names of published files, as transformers would save them.
+
+    Args:
+        model: of transformers, as shapes.
+        names: of its tensors.
+        read: gives one of them; only those that are stored as one are in memory at once.
+    """
+    try:
+        core: Any = importlib.import_module("transformers.core_model_loading")
+        groups = _stored_together(model, names, core)
+    except (ImportError, AttributeError):  # releases before 5 save names as they are
+        yield from ((name, block_of(read(name))) for name in names)
+        return
+    for each in groups:
+        for target, tensor in core.revert_weight_conversion(model, {name: read(name) for name in each}).items():
+            yield target, block_of(tensor.contiguous())
+
+
+def _stored_together(model: Any, names: Sequence[str], core: Any) -> list[list[str]]:
+    """Names of tensors in the groups that transformers joins when it saves them."""
+    tables: Any = importlib.import_module("transformers.conversion_mapping")
+    # What transformers notes on a model that it loads: it looks it up again for each call otherwise.
+    used = tables.get_model_conversion_mapping(model, add_legacy=False)
+    kept = [one for one in used if not isinstance(one, core.PrefixChange)]
+    setattr(model, "_weight_conversions", kept or None)  # noqa: B010
+    back = [one.reverse_transform() for one in reversed(kept)]
+    converters = [one for one in back if isinstance(one, core.WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=core.dot_natural_key):
+        target, pattern = core.apply_converters(name, converters)
+        groups.setdefault(name if pattern is None else f"joined {target}", []).append(name)
+    return list(groups.values())
+
+
+def write_beside(folder: RunFolder, checkpoint: Checkpoint, out: Path, dtype: str) -> None:
+    """Write config, generation config, tokenizer and model card.
+
+    Args:
+        folder: of the run.
+        checkpoint: whose weights stand beside them.
+        out: the folder of the export.
+        dtype: of the weights, as safetensors names it.
+    """
+    if base_of(folder).is_dir():
+        copy_companions(base_of(folder), out)
+        config = json.loads((out / "config.json").read_text("utf-8"))
+    else:
+        tokenizer = Tokenizer.load(tokenizer_of(folder))
+        config = layout_config(decoder_of(folder), tokenizer.end_id, tokenizer.pad_id)
+        write_tokenizer(tokenizer_of(folder), out)
+        said = {"eos_token_id": tokenizer.end_id, "pad_token_id": tokenizer.pad_id}
+        (out / "generation_config.json").write_text(json.dumps(said, indent=1) + "\n")
+    config.pop("torch_dtype", None)
+    config["dtype"] = _DTYPES.get(dtype, "float32")
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_card(folder, checkpoint, out)
+
+
+def write_card(folder: RunFolder, checkpoint: Checkpoint, out: Path) -> None:
+    """Write a README.md that says of a run's model what it was trained from, on what, how and how far.
+
+    Args:
+        folder: of the run.
+        checkpoint: that is exported.
+        out: the folder of the export.
+    """
+    (out / "README.md").write_text(_card(folder, checkpoint))
+
+
+def _card(folder: RunFolder, checkpoint: Checkpoint) -> str:
+    config = folder.config()
+    source = config.model.path or config.model.name
+    figures = _last_figures(folder, checkpoint.step)
+    adapter = checkpoint.state.get("adapter")
+    lines = [
+        f"# {config.run.name}", "",
+        f"`{Path(source).name if config.model.path else source}`, "
+        f"{'fine-tuned' if config.model.path else 'trained'} with Weft.", "",
+        "| | |", "|---|---|",
+        f"| step | {checkpoint.step} of {config.train.steps} |",
+        f"| plan | `{checkpoint.state.get('plan', '')}` |",
+        f"| batch | {config.train.global_batch} sequences of {config.train.seq_len} tokens |",
+        f"| optimizer | {config.optimizer.name}, lr {config.optimizer.lr:g} |",
+        *([f"| adapter | {Adapted.read(adapter).kind} |"] if adapter else []),
+        *(f"| {name} | {value} |" for name, value in figures.items()), "",
+        "## Data", "", *(f"- {line}" for line in data_lines_of(folder)), "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def data_lines_of(folder: RunFolder) -> Sequence[str]:
+    """Return what a run's folder says of its data, a line for each part."""
+    if (folder.path / "data.json").is_file():
+        return data_of(folder).summary
+    task = find_task(folder.config())
+    task.open(folder)
+    return task.data_lines()
+
+
+def _last_figures(folder: RunFolder, step: int) -> dict[str, str]:
+    """The newest losses that the events tell of up to a step."""
+    found: dict[str, str] = {}
+    if not folder.events.is_file():
+        return found
+    for line in folder.events.read_text("utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        is_new = isinstance(event, dict) and isinstance(event.get("loss"), int | float) and event.get("step", 0) <= step
+        if is_new and event.get("event") in ("step", "eval"):
+            found["training loss" if event["event"] == "step" else "evaluation loss"] = f"{event['loss']:.4f}"
+    return found

@@ -1,0 +1,582 @@
+"""Rows of different lengths as one tensor, and evaluation sets filled up to whole batches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from weft.checkpoint.pretrained import JoinedTensors
+from weft.checkpoint.read import Part
+from weft.checkpoint.safetensors_files import torch_formats
+from weft.config.rule import Facts
+from weft.config.traced_model import Limit
+from weft.errors import ConfigError, DataError, Problem
+from weft.files import COMPANIONS, read_regular
+from weft.models.initialize import initialise_parameter
+from weft.parallel.state.flat_slices import originals_of
+from weft.train.batching_by_cost import cost_limits, costs_of
+from weft.train.folder import RunFolder, free_name, run_folder
+from weft.train.tasks.base import Report, Task
+from weft.train.tasks.decoder_files import base_of, keep_base
+from weft.train.tasks.published_weights import pretrained_source
+from weft.train.tasks.table_data import Rows, SplitTables, TableReader, TableRecord
+from weft.train.tasks.token_costs import TokenCosts
+from weft.units import format_count
+
+if TYPE_CHECKING:
+    from weft.config.plan import Plan
+    from weft.parallel.state.flat_slices import StateSource
+    from weft.planner.search.model_source import PlannedModel
+
+
+def padded_length(longest: int, multiple: int, most: int) -> int:
+    """Return how long the rows of a batch become.
+
+    Args:
+        longest: of its rows.
+        multiple: what lengths are rounded up to.
+        most: what no row is longer than.
+    """
+    return max(longest, min(-(-longest // multiple) * multiple, most))
+
+
+def padded(rows: Sequence[np.ndarray], value: int, length: int) -> torch.Tensor:
+    """Return rows one below the other, filled up on the right: int64 (rows, length).
+
+    Args:
+        rows: whole numbers, each 1-D.
+        value: what is filled in.
+        length: of the result's rows.
+    """
+    found = torch.full((len(rows), length), value, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        found[number, : len(row)] = torch.from_numpy(row.astype(np.int64))
+    return found
+
+
+class FilledUp(Sequence[Any]):
+    """Samples, filled up to whole batches with some that count for nothing.
+
+    Args:
+        samples: at least one.
+        multiple: what the number of samples is filled up to.
+        blank: makes of a sample one that counts for nothing.
+    """
+
+    def __init__(self, samples: Sequence[Any], multiple: int, blank: Callable[[Any], Any]):
+        self._samples, self._blank = samples, blank
+        self._length = -(-len(samples) // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        known = len(self._samples)
+        return self._samples[index] if index < known else self._blank(self._samples[index % known])
+
+
+# The weights of a pretrained folder beside a head that it lacks, whose values depend on (seed, name) alone.
+
+#: What `initialise_parameter` draws with.
+_USUAL_STD = 0.02
+
+
+def source_with_head(
+    model: Any, folder: Path, seed: int, *, new_head: bool = False
+) -> tuple[WeightsWithHead, list[str]]:
+    """Return the source of a model's tensors, and the stored names that the model lacks.
+
+    Tensors outside of the model's body, and its pooler, may be missing from the files, or have another shape there.
+
+    Args:
+        model: of transformers, as shapes.
+        folder: config.json and safetensors files.
+        seed: of what is made anew.
+        new_head: whether a head of the files is left out.
+
+    Raises:
+        CheckpointError, ModelError: as `pretrained_source` raises them.
+    """
+    body = f"{model.base_model_prefix}."
+    has_body = any(name.startswith(body) for name in model.state_dict())
+
+    def may_lack(name: str) -> bool:
+        return "pooler." in name or (has_body and not name.startswith(body))
+
+    stored, unexpected = pretrained_source(model, folder, may_lack)
+    if new_head:
+        heads = [name for name in stored.entries if has_body and not name.startswith(body)]
+        stored = stored.without(heads)
+        unexpected = sorted([*unexpected, *heads])
+    return WeightsWithHead(stored, model, seed), unexpected
+
+
+class WeightsWithHead:
+    """Any stretch of a model's tensors: from the files, and of what they lack from (seed, name).
+
+    Args:
+        stored: what the files have.
+        model: whole, as shapes; buffers have their values. It is not kept.
+        seed: of what is made anew.
+    """
+
+    def __init__(self, stored: JoinedTensors, model: nn.Module, seed: int):
+        self._stored, self._seed = stored, seed
+        # Here, while the model is whole: who lays it over ranks changes it before anything is read.
+        state: Mapping[str, Any] = model.state_dict(keep_vars=True)
+        config = getattr(model, "config", None)
+        self._std = float(getattr(config, "initializer_range", None) or _USUAL_STD)
+        formats = {torch_dtype: name for name, torch_dtype in torch_formats().items()}
+        self._made = {
+            name: _MadeTensor(
+                one.shape, formats[one.dtype], None if one.is_parameter else state[name].detach().cpu().numpy()
+            )
+            for name, one in originals_of(model).items()
+            if one.first == name and name not in stored.entries
+        }
+        self.entries: Mapping[str, Any] = {**stored.entries, **self._made}
+
+    @property
+    def new_names(self) -> list[str]:
+        """The names of what the files lack."""
+        return sorted(self._made)
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of tensors read from files so far."""
+        return self._stored.num_bytes_read
+
+    def read(self, name: str, part: Part, start: int, out: memoryview) -> None:
+        """Fill `out` with elements of a part's line.
+
+        Args:
+            name: of the tensor.
+            part: which elements of the whole tensor.
+            start: place in its line where reading begins, in elements.
+            out: filled to its end, in the format of the entry.
+
+        Raises:
+            CheckpointError: where bytes of the files are missing or cannot be read.
+        """
+        if name not in self._made:
+            self._stored.read(name, part, start, out)
+            return
+        whole = self._whole(name)
+        target = np.frombuffer(out, whole.dtype)
+        target[:] = 0  # rows beyond the whole
+        for view in part.views(start, start + len(target)):
+            steps = tuple(stride * target.itemsize for stride in view.strides)
+            sizes = tuple(high - low for low, high in view.box)
+            there = np.lib.stride_tricks.as_strided(target[view.offset :], sizes, steps)
+            there[...] = whole[tuple(slice(low, high) for low, high in view.box)]
+
+    def _whole(self, name: str) -> np.ndarray:
+        """A new tensor; heads are small, and made again for each piece of them that is asked for."""
+        made = self._made[name]
+        if made.value is not None:
+            return made.value
+        found = torch.empty(made.shape, dtype=torch_formats()[made.dtype])
+        if found.ndim == 1 and name.endswith("weight"):  # of a norm, whatever its class is called
+            found.fill_(1.0)
+        elif found.ndim == 1:
+            found.zero_()
+        else:
+            initialise_parameter(found, name, nn.Module(), self._seed)
+            found.mul_(self._std / _USUAL_STD)
+        return found.numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class _MadeTensor:
+    """A tensor that no file has. value: of a buffer, which the model makes itself."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    value: np.ndarray | None
+
+
+# What tasks on a Hugging Face folder share: the model with its head, its weights, rows of texts, the run's files.
+
+#: Label of what is not counted.
+IGNORED = -100
+_ROWS = "rows.json"
+#: Why no plan cuts the sequences of these tasks.
+_NO_CP = Limit((1,), "context parallelism cuts packed causal texts, and this task pads whole ones")
+
+
+class FolderTask(Task):
+    """Trains a model of a Hugging Face folder, with a head of some kind, on the rows of tables."""
+
+    sections = ("model.path", "data.train", "data.eval", "data.holdout", "data.max_record_bytes",
+                "data.max_bad_fraction", "data.cache_dir", "data.batching", "data.microbatch_cost",
+                "train.seq_len")  # fmt: skip
+    identity = ("model", "data.holdout", "train.seq_len")
+
+    #: What transformers' AutoModelFor is followed by, and what that is called.
+    head: ClassVar[str]
+    head_words: ClassVar[str]
+    #: Options that do not change the rows.
+    free_options: ClassVar[tuple[str, ...]] = ("pad_multiple",)
+    pad_multiple: int = 8
+    #: Whether a head that the folder has is left out, so that it starts anew.
+    new_head: bool = False
+    #: What of a row is filled up.
+    padded_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
+
+    _folder: RunFolder | None = None
+    _tables: SplitTables | None = None
+    _notes: Sequence[str] = ()
+
+    # --- what a task says ---
+
+    def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        """Make rows of some records that follow one another. found: what `survey` returned of the training records."""
+        raise NotImplementedError
+
+    def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
+        """Look at all training records first, and return JSON values that their rows depend on."""
+        return {}
+
+    def settle(self, found: Mapping[str, Any]) -> None:
+        """Take what `survey` found, before anything asks for the model or a batch."""
+
+    def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the row without anything that counts, to fill up the last batch of an evaluation."""
+        raise NotImplementedError
+
+    def model_changes(self) -> Mapping[str, Any]:
+        """Return the fields of the model's config that the task decides."""
+        return {}
+
+    # --- preparing ---
+
+    def facts(self, world_size: int) -> Facts:
+        train = self.config.train
+        return Facts(
+            world_size=world_size, global_batch=train.global_batch, seq_len=train.seq_len, limits=self.limits()
+        )  # fmt: skip
+
+    def limits(self) -> dict[str, Limit]:
+        """Return which fields of a plan this task narrows, beside its model."""
+        return {"cp": _NO_CP, **cost_limits(self.config)}
+
+    def prepare(self, folder: RunFolder, report: Report | None) -> None:
+        """Check the weights' names and shapes, and make rows of the data.
+
+        Raises:
+            CheckpointError: for weights that are not those of the config, or cannot be read.
+            ConfigError: for longer texts than the model reads, and more tokens than it knows.
+            DataError: for what is wrong with the data, and for other data than the run was started with.
+        """
+        self._check_length()
+        tables = TableReader(self.config.data, self._row_key(), self.rows, self._surveyed, report).tables()
+        if (folder.path / _ROWS).is_file():
+            self._refuse_other(folder, tables)
+        self._take(tables)
+        costs_of(self, 1, 1)  # a text that no microbatch can hold
+        if self._needs_folder or not base_of(folder).is_dir():
+            self._notes = self._weight_notes()
+
+    def _surveyed(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
+        """What `survey` finds, and the tokens that batches are made with."""
+        tokenizer: Any = self.tokenizer()
+        model: Any = self.shapes()
+        entries, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
+        if entries > rows:
+            rule = f"its tokenizer has {entries} entries, and its embedding {rows} rows"
+            raise _wrong("model.path", self.config.model.path, f"{rule}. Give a tokenizer and weights of one model.")
+        # The config's first: heads find a text's last token by it, and RoBERTa the positions.
+        own = _own_pad(self._own_config(), rows)
+        pads = (own, tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+        return {"pad_id": next(one for one in pads if one is not None), **self.survey(records)}
+
+    def _own_config(self) -> Any:
+        from weft.models.inspect import hugging_face
+
+        return hugging_face.load_model_config(self._base)
+
+    def _weight_notes(self) -> list[str]:
+        from weft.train.tasks.published_weights import told_new, told_unexpected
+
+        source, unexpected = source_with_head(self.shapes(), self._path, self.config.seed, new_head=self.new_head)
+        return [*told_unexpected(unexpected), *told_new(source.new_names, self.config.seed)]
+
+    def _check_length(self) -> None:
+        from weft.models.inspect import hugging_face
+
+        length, longest = self.config.train.seq_len, hugging_face.longest_text(self.shapes())
+        if longest is not None and length > longest:
+            raise _wrong("train.seq_len", length, f"the model reads at most {longest} tokens. Use {longest} or less.")
+
+    def _row_key(self) -> list[Any]:
+        hasher = hashlib.blake2b(digest_size=16)
+        for file in sorted({file for pattern in COMPANIONS for file in self._base.glob(pattern)}):
+            if file.name.startswith(("tokenizer", "vocab", "merges", "special", "added", "spiece", "sentencepiece")):
+                hasher.update(file.name.encode() + read_regular(file, self._base))
+        options = {key: value for key, value in self.config.task.options.items() if key not in self.free_options}
+        return [self.config.task.name, options, self.config.train.seq_len, hasher.hexdigest()]
+
+    def _refuse_other(self, folder: RunFolder, tables: SplitTables) -> None:
+        if SplitTables.from_json(folder.text(_ROWS)).digests != tables.digests:
+            raise DataError(
+                f"data: the rows are not those that the run in {str(folder.path)!r} was started with. Use "
+                f"{free_name(folder)} for a new run, or bring the old data back to resume."
+            )
+
+    def _take(self, tables: SplitTables) -> None:
+        self._tables = tables
+        self.settle(tables.found)
+
+    def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
+        """Copy what lies beside the weights, with the task's own fields in config.json."""
+        self.keep_base(folder)
+        tables = self.tables
+        return {_ROWS: replace(tables, summary=(*tables.summary, *notes, *self._notes)).to_json()}
+
+    def keep_base(self, folder: RunFolder) -> None:
+        """Copy what lies beside the weights, with the task's own fields in config.json."""
+        folder.path.mkdir(parents=True, exist_ok=True)
+        keep_base(folder, self._path)
+        file = base_of(folder) / "config.json"
+        fields = json.loads(file.read_text("utf-8"))
+        from weft.models.inspect import hugging_face
+
+        changes = {
+            "architectures": [type(self.shapes()).__name__],
+            **self._changed(hugging_face.load_model_config(self._path)),  # what the folder says, not the changed model
+        }
+        file.write_text(json.dumps({**fields, **changes}, indent=1) + "\n", "utf-8")
+
+    def open(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._take(SplitTables.from_json(folder.text(_ROWS)))
+
+    @property
+    def tables(self) -> SplitTables:
+        """The rows, after `prepare` or `open`."""
+        assert self._tables is not None
+        return self._tables
+
+    @property
+    def _needs_folder(self) -> bool:
+        """Whether the run always reads the folder's weights: checkpoints of an adapter hold no base."""
+        return bool(self.config.adapter.rank)
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.config.model.path).expanduser()
+
+    @property
+    def _base(self) -> Path:
+        """Config and tokenizer: the run's own copy, or the folder's while there is none."""
+        own = base_of(self._folder if self._folder is not None else run_folder(self.config))
+        return own if own.is_dir() and (self._folder is not None or not self._path.is_dir()) else self._path
+
+    def own_labels(self) -> Mapping[Any, str] | None:
+        """Return the classes that the folder's config names."""
+        return getattr(self._own_config(), "id2label", None)
+
+    def tokenizer(self, **options: Any) -> Any:
+        """Return the folder's tokenizer, as transformers has it with such options."""
+        from weft.models.inspect import hugging_face
+
+        return hugging_face.load_tokenizer(self._base, **options)
+
+    def encoded(
+        self, texts: Any, pairs: Any = None, *, is_split: bool = False, most: int | None = None
+    ) -> Iterator[Any]:
+        """Yield the rows of texts, cut at a number of tokens: ids, kinds of tokens, whether it was cut.
+
+        Args:
+            texts: each a text; or a list of words.
+            pairs: second texts, one for each.
+            is_split: whether they are words; the rows then say which word each token is of, -1: of none.
+            most: tokens of a row; None: train.seq_len.
+        """
+        tokenizer = self.tokenizer(**({"add_prefix_space": True} if is_split else {}))
+        found = self.tokenised(
+            tokenizer, texts, pairs, max_length=most or self.config.train.seq_len, is_split_into_words=is_split
+        )
+        for one in found.encodings:
+            row = {"input_ids": np.array(one.ids, np.int32), "is_cut": np.array([bool(one.overflowing)], np.uint8)}
+            if "token_type_ids" in tokenizer.model_input_names:
+                row["token_type_ids"] = np.array(one.type_ids, np.int8)
+            if is_split:
+                row["word_ids"] = np.array([-1 if word is None else word for word in one.word_ids], np.int64)
+            yield row
+
+    def tokenised(self, tokenizer: Any, texts: Any, pairs: Any = None, **options: Any) -> Any:
+        """Return what a tokenizer gives for some texts, cut to a length.
+
+        Args:
+            tokenizer: of transformers.
+            texts: each a text; or a list of words.
+            pairs: second texts, one for each.
+            options: further arguments of the tokenizer, such as max_length.
+
+        Raises:
+            DataError: when it takes too long, needs too much memory, or fails.
+        """
+        from weft.data.text.tokenizer_limits import bounded
+
+        num_chars = sum(len(one) if isinstance(one, str) else sum(map(len, one)) for one in (*texts, *(pairs or ())))
+        return bounded(lambda: tokenizer(texts, pairs, truncation=True, **options), num_chars)
+
+    # --- batches ---
+
+    def samples(self, split: str) -> Sequence[Any] | None:
+        if split == "train":
+            return self.tables.train
+        table = self.tables.eval
+        return None if table is None else FilledUp(table, self.config.train.global_batch, self.blank)
+
+    def samples_per_epoch(self) -> int:
+        return len(self.tables.train)
+
+    def lengths(self) -> Sequence[int] | np.ndarray | None:
+        """Return what each text is filled up to where it stands alone, int64 (rows, columns that are filled up)."""
+        most, table = self.config.train.seq_len, self.tables.train
+        columns = [table.lengths(name) for name in self.padded_columns]
+        multiple = self.pad_multiple
+        return np.stack([np.maximum(one, np.minimum(-(-one // multiple) * multiple, most)) for one in columns], axis=1)
+
+    def length_costs(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the FLOPs of texts, divided by those of one token: of all weights but tables, and of attention."""
+        from weft.models.inspect import hugging_face
+
+        config: Any = hugging_face.load_model_config(self._base)
+        costs = TokenCosts.of(self.shapes(), config.num_hidden_layers, config.hidden_size)
+        return costs.work(lengths) / costs.work(1)
+
+    def sample_lines(self, place: int) -> Sequence[str]:
+        """Show the text that the model reads, beside what else a row holds."""
+        from weft.data.order.loader import visible
+        from weft.train.tasks.indexed import sample_in_order  # here, since it loads torch
+
+        lines, (_, row) = super().sample_lines(place), sample_in_order(self.samples("train"), self.config.seed, place)
+        if not isinstance(row, Mapping) or "input_ids" not in row:
+            return lines
+        return [*lines, *visible(self.tokenizer().decode(row["input_ids"].tolist())).split("\n")]
+
+    def padded_inputs(self, samples: Sequence[Mapping[str, np.ndarray]], pad_id: int) -> dict[str, torch.Tensor]:
+        """Return ids, mask and kinds of tokens, filled up to the longest.
+
+        Args:
+            samples: rows with `input_ids`, and `token_type_ids` where the model reads them.
+            pad_id: the id that is filled in.
+        """
+        import torch
+
+        lengths = [len(one["input_ids"]) for one in samples]
+        length = padded_length(max(lengths), self.pad_multiple, self.config.train.seq_len)
+        batch = {"input_ids": padded([one["input_ids"] for one in samples], pad_id, length)}
+        batch["attention_mask"] = (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
+        if "token_type_ids" in samples[0]:
+            batch["token_type_ids"] = padded([one["token_type_ids"] for one in samples], 0, length)
+        return batch
+
+    @property
+    def pad_id(self) -> int:
+        """The id that texts are filled up with."""
+        return self._found.get("pad_id", 0)
+
+    @property
+    def _found(self) -> Mapping[str, Any]:
+        return {} if self._tables is None else self._tables.found
+
+    # --- model ---
+
+    def build(self) -> nn.Module:
+        from weft.models.inspect import hugging_face
+
+        config = hugging_face.load_model_config(self._base)
+        for name, value in self._changed(config).items():
+            setattr(config, name, value)
+        return hugging_face.headed_model(config, self.head, self.head_words)
+
+    def shapes(self) -> nn.Module:
+        from weft.models.decoder import as_shapes
+
+        with as_shapes(vectors=True):
+            return self.build()
+
+    def initial_model(self, plan: Plan) -> nn.Module:
+        return self.shapes()
+
+    def initial_weights(self, model: nn.Module) -> StateSource | None:
+
+        if not (self._needs_folder or self._path.is_dir()):
+            return None
+        return source_with_head(model, self._path, self.config.seed, new_head=self.new_head)[0]
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return self.called(model, batch).logits
+
+    def called(self, model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Any:
+        """Return the model's output for all of a batch but its labels.
+
+        Args:
+            model: plain, or laid over ranks.
+            batch: by the names of the model's inputs.
+            options: further arguments of its forward.
+        """
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return model(**inputs, **options)
+
+    def _changed(self, config: Any) -> dict[str, Any]:
+        """The task's fields of a config, and the padding of batches if the config has none that a batch can hold."""
+        changes = dict(self.model_changes())
+        if "pad_id" in self._found and _own_pad(config, self.pad_id + 1) != self.pad_id:
+            changes["pad_token_id"] = self.pad_id
+        return changes
+
+    # --- planner ---
+
+    def describe(self) -> PlannedModel:
+        """Describe the model from a trace of it, on ids alone: a mask would be asked for its values."""
+        from weft.planner.search.model_source import read_model
+        from weft.train.tasks.description import describe_by_tracing
+        from weft.train.tasks.indexed import adapter_size
+
+        traced = describe_by_tracing(self.shapes())
+        if traced.reads_sequence:  # a text of the task, and not the longest that the model reads
+            traced = replace(traced, default_seq_len=self.text_len())
+        limits = {**dict(traced.limits), **self.limits()}
+        found = read_model(replace(traced, name=self.name(), limits=tuple(limits.items())))
+        adapter = adapter_size(self.shapes(), self.config, traced.num_layers)
+        return replace(found, config=self.config, sample_unit=self.sample_unit, counted_adapter=adapter)
+
+    def text_len(self) -> int:
+        """Return the tokens of a text, for the planner."""
+        return self.config.train.seq_len
+
+    # --- what people see ---
+
+    def name(self) -> str:
+        return self._path.resolve().name
+
+    def model_line(self) -> str:
+        model = self.shapes()
+        size = format_count(sum(param.numel() for param in model.parameters()))
+        return f"{self.name()}: {type(model).__name__}, {size} parameters"
+
+    def data_lines(self) -> Sequence[str]:
+        return self.tables.summary
+
+
+def _own_pad(config: Any, rows: int) -> int | None:
+    """The padding id of a config; None if it names none, or one outside of an embedding with so many rows."""
+    found = getattr(config.get_text_config(), "pad_token_id", None)
+    return found if isinstance(found, int) and 0 <= found < rows else None
+
+
+def _wrong(key: str, value: object, rule: str) -> ConfigError:
+    return ConfigError([Problem(key, f"{key}={value}: {rule}")])

@@ -1,0 +1,380 @@
+"""Text out of a trained model: the sample at the end of a run, and `weft generate`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from weft.checkpoint.load import load_checkpoint, newest_checkpoint
+from weft.checkpoint.object_store import Location
+from weft.comm.gpu_settings import pick_device
+from weft.config.hugging_face_config import number
+from weft.config.run_config import SampleSection
+from weft.config.setting_types import TRAINS
+from weft.data.store.data_prompt import FirstPrompt, first_prompt, is_chat
+from weft.data.store.prepare import stop_ids
+from weft.data.text.tokenizer import Tokenizer, import_tokenizer
+from weft.data.text.turns import Turn
+from weft.errors import CheckpointError, ConfigError, DataError
+from weft.models.adapters import merge_adapter
+from weft.models.decoder import Decoder
+from weft.models.inspect import hugging_face
+from weft.models.registry import build_decoder
+from weft.models.sampling import generate
+from weft.train.folder import RunFolder
+from weft.train.model_state import restore_model
+from weft.train.tasks.decoder_files import base_of, data_of, decoder_of, tokenizer_of
+from weft.train.tasks.indexed import with_adapter
+from weft.train.tasks.published_weights import load_pretrained
+
+
+class _Completes(Protocol):
+    """A loaded model."""
+
+    tokenizer: Tokenizer
+    max_positions: int
+
+    def complete(self, ids: Sequence[int], section: SampleSection, seed: int, stops: Collection[int]) -> list[int]:
+        """Return the ids that follow."""
+        ...
+
+
+class _DecoderText:
+    """One of Weft's decoders that continues token ids."""
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer):
+        self._model, self.tokenizer = model.eval(), tokenizer
+        self.max_positions = model.spec.max_seq_len
+
+    def complete(self, ids: Sequence[int], section: SampleSection, seed: int, stops: Collection[int]) -> list[int]:
+        with torch.no_grad():
+            return generate(
+                self._model,
+                ids,
+                max_tokens=section.max_tokens,
+                temperature=section.temperature,
+                top_k=section.top_k,
+                seed=seed,
+                stop_ids=stops,
+                num_ids=self.tokenizer.vocab_size,
+            )
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model that writes text.
+
+    Args:
+        path: the folder it was read from.
+        model: continues token ids.
+        run: the run folder, or None for a Hugging Face folder.
+    """
+
+    path: Path
+    model: _Completes
+    run: RunFolder | None = None
+
+    @cached_property
+    def is_chat(self) -> bool:
+        """Whether it was trained on conversations. A Hugging Face folder has a chat template then."""
+        tokenizer = self.model.tokenizer
+        if self.run is None:
+            return tokenizer.template is not None
+        try:
+            return is_chat(data_of(self.run), tokenizer)
+        except DataError:  # the tokens of preferences are gone
+            return tokenizer.template is not None
+
+    def first_prompt(self) -> FirstPrompt:
+        """Return a prompt of the data that the run holds out.
+
+        Raises:
+            ConfigError: without a run, or if its tokenised data is gone.
+        """
+        try:
+            found = first_prompt(data_of(self.run), self.model.tokenizer) if self.run is not None else None
+        except DataError as error:
+            raise ConfigError(f"--prompt: {error} Give a prompt.") from error
+        if found is None:
+            raise ConfigError(
+                f"--prompt: {self.path} is no run, so it has no data to take a prompt from. Give a prompt."
+            )
+        return found
+
+    def continue_text(self, prompt: str, section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
+        """Return the text that follows a prompt.
+
+        Args:
+            prompt: used as it is.
+            section: how many tokens, temperature and top_k.
+            seed: of sampling.
+            stop: texts that end the result, and are not part of it.
+        """
+        tokenizer = self.model.tokenizer
+        return self.continue_ids(tokenizer.encode(prompt) or [tokenizer.end_id], section, seed, stop)
+
+    def reply(
+        self, turns: Sequence[Turn], section: SampleSection, seed: int = 0, stop: Sequence[str] = (), tools: str = ""
+    ) -> str:
+        """Return the assistant's next turn.
+
+        Args:
+            turns: the conversation so far.
+            section: how many tokens, temperature and top_k.
+            seed: of sampling.
+            stop: texts that end the result, and are not part of it.
+            tools: JSON of what the assistant may call, or "".
+
+        Raises:
+            ConfigError: if the tokenizer has no chat template.
+            DataError: if the template refuses the conversation.
+        """
+        tokenizer = self.model.tokenizer
+        if not tokenizer.has_chat:
+            raise ConfigError(
+                f"RUN={self.path}: its tokenizer has no chat template and no ChatML tokens, so it takes no messages. "
+                "Give a prompt and --raw."
+            )
+        return self.continue_ids(tokenizer.encode_prompt(turns, tools).tolist(), section, seed, stop)
+
+    def continue_ids(self, ids: Sequence[int], section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
+        """Return the text that follows token ids; the arguments are those of `continue_text`.
+
+        Raises:
+            ConfigError: if the prompt fills all positions of the model.
+        """
+        room = self.model.max_positions - len(ids)
+        if room < 1:
+            raise ConfigError(
+                f"--prompt: it has {len(ids)} tokens, and the model reads at most {self.model.max_positions}. "
+                "Give a shorter prompt."
+            )
+        section = replace_tokens(section, min(section.max_tokens, room))
+        tokenizer = self.model.tokenizer
+        text = tokenizer.decode(self.model.complete(ids, section, seed, frozenset(stop_ids(tokenizer))))
+        ends = [place for one in stop if one and (place := text.find(one)) >= 0]
+        return text[: min(ends)] if ends else text
+
+
+def replace_tokens(section: SampleSection, max_tokens: int) -> SampleSection:
+    """Return the section with another limit on tokens."""
+    return section.model_copy(update={"max_tokens": max_tokens})
+
+
+def open_text_model(run: RunFolder | Path | str, step: int | None = None) -> TextModel:
+    """Load the model of a run, or of a Hugging Face folder.
+
+    Args:
+        run: a run, the path of its folder, or a folder with config.json, weights and tokenizer.
+        step: which checkpoint of a run; None is the newest valid one.
+
+    Raises:
+        CheckpointError: if there is no such checkpoint, or the folder's weights cannot be read.
+        ConfigError: if the run's task is no decoder on text.
+    """
+    if not isinstance(run, RunFolder):
+        path = Path(run)
+        if (path / "config.json").is_file() and not (path / "config.toml").is_file():
+            return TextModel(path, pretrained_of_folder(path))
+        run = RunFolder(path)
+    config = run.config()
+    task = config.task.name
+    if task is not None and TRAINS.get(task) != "decoder" and not (run.path / "model.json").exists():
+        raise ConfigError(
+            f"RUN={run.path}: task.name={task} does not train a text decoder, so it cannot "
+            "generate. Give a run that trains one."
+        )
+    if base_of(run).is_dir():
+        return TextModel(run.path, pretrained_of_run(run, _find(run, step)), run)
+    # An adapter's checkpoint has no base.
+    model = with_adapter(build_decoder(decoder_of(run), seed=config.seed), config)
+    restore_model(model, load_checkpoint(_find(run, step)))
+    model.to(pick_device("auto", 0))
+    return TextModel(run.path, _DecoderText(model, Tokenizer.load(tokenizer_of(run))), run)
+
+
+def generate_text(
+    run: RunFolder | Path | str,
+    prompt: str,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    step: int | None = None,
+) -> str:
+    """Continue `prompt` with the model of a run, without a chat template; returns prompt and continuation.
+
+    Args:
+        run: what `prepare_run` gave, or the path of its folder.
+        prompt: text.
+        max_tokens: at most this many are added.
+        temperature: of sampling; 0 takes the likeliest token each time.
+        top_k: sample from this many likeliest tokens.
+        seed: of sampling.
+        step: which checkpoint; None takes the newest valid one.
+
+    Raises:
+        CheckpointError: when there is no such checkpoint.
+        ConfigError: for a run whose task is no decoder on text.
+    """
+    section = SampleSection(max_tokens=max_tokens, temperature=temperature, top_k=top_k)
+    return prompt + open_text_model(run, step).continue_text(prompt, section, seed)
+
+
+def write_sample(folder: RunFolder, section: SampleSection, step: int) -> str:
+    """Write samples/step_N.txt from the checkpoint of a step and return its text; empty when no sample is asked for.
+
+    It is read from disk, not from the running model: under a plan that shards weights one rank alone has only a part.
+    """
+    if section.prompt == "" or _positions(folder) < 2:
+        return ""
+    try:
+        text = sample_text(open_text_model(folder, step), section)
+    except (ConfigError, DataError):  # the stored tokens are gone, or the template takes no such question
+        return ""
+    if not text:
+        return ""
+    samples = folder.path / "samples"
+    samples.mkdir(exist_ok=True)
+    (samples / f"step_{step:08d}.txt").write_text(text + "\n")
+    return text
+
+
+def sample_text(model: TextModel, section: SampleSection, seed: int = 0, stop: Sequence[str] = ()) -> str:
+    """Return a prompt and what the model writes after it; "" if the prompt leaves no room.
+
+    Args:
+        model: a run's.
+        section: prompt (None takes one from the data), number of tokens, temperature and top_k.
+        seed: of sampling.
+        stop: texts that end the result.
+    """
+    prompt, tokenizer = section.prompt, model.model.tokenizer
+    if prompt is None:
+        found = model.first_prompt()
+        ids, words = found.ids, found.words
+    elif model.is_chat:
+        ids, words = tokenizer.encode_prompt([Turn("user", prompt)]).tolist(), prompt
+    else:
+        ids, words = tokenizer.encode(prompt) or [tokenizer.end_id], prompt
+    if len(ids) >= model.model.max_positions:
+        return ""
+    text = model.continue_ids(ids, section, seed, stop)
+    return f"> {words}\n{text}" if model.is_chat and words else words + text
+
+
+def _positions(folder: RunFolder) -> int:
+    """Positions of a run's model."""
+    if base_of(folder).is_dir():
+        return run_positions(folder)
+    return decoder_of(folder).max_seq_len
+
+
+def _find(folder: RunFolder, step: int | None) -> Location:
+    if step is None:
+        found = newest_checkpoint(folder.checkpoints)
+        if found is None:
+            raise CheckpointError(
+                f"run folder {str(folder.path)!r}: it has no checkpoint yet. Train until the first one is saved."
+            )
+        return found.path
+    return folder.checkpoint(step)
+
+
+# Text out of a Hugging Face model, by transformers' own generation.
+
+
+class PretrainedText:
+    """A model of transformers that continues token ids.
+
+    Args:
+        model: with its weights.
+        tokenizer: of the model.
+        config: of the model, which gives the longest text.
+    """
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, config: Any):
+        self.tokenizer = tokenizer
+        self.max_positions = longest_text(config)
+        self._device = pick_device("auto", 0)
+        self._model = model.to(self._device).eval()
+
+    def complete(self, ids: Sequence[int], section: SampleSection, seed: int, stops: Collection[int]) -> list[int]:
+        """Return the ids that follow.
+
+        Args:
+            ids: of the prompt.
+            section: how many tokens, temperature and top_k.
+            seed: of sampling.
+            stops: ids that end the text, and are not part of it.
+        """
+        given = torch.tensor([list(ids)], device=self._device)
+        chance = {"temperature": section.temperature, "top_k": section.top_k} if section.temperature else {}
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            found = self._model.generate(
+                given,
+                attention_mask=torch.ones_like(given),
+                do_sample=bool(section.temperature),
+                max_new_tokens=section.max_tokens,
+                eos_token_id=sorted(stops),
+                pad_token_id=self.tokenizer.pad_id,
+                **chance,
+            )
+        new_ids = found[0, given.shape[1] :].tolist()
+        return next((new_ids[:place] for place, token in enumerate(new_ids) if token in stops), new_ids)
+
+
+def longest_text(config: Any) -> int:
+    """Return how many positions a model of this config has."""
+    return number(config.get_text_config(decoder=True), "positions") or 2**20
+
+
+def run_positions(folder: RunFolder) -> int:
+    """Return how many positions the model of a run has."""
+    config: Any = hugging_face.load_model_config(base_of(folder))
+    return longest_text(config)
+
+
+def pretrained_of_run(folder: RunFolder, path: Location) -> PretrainedText:
+    """Load the model of a checkpoint.
+
+    Args:
+        folder: of the run.
+        path: of the checkpoint.
+    """
+    model_config: Any = hugging_face.load_model_config(Path(base_of(folder)))
+    model: Any = hugging_face.causal_model(model_config)
+    config = folder.config()
+    if config.adapter.rank:  # its checkpoints have no base
+        load_pretrained(model, Path(config.model.path).expanduser())
+    restore_model(with_adapter(model, config), load_checkpoint(path))
+    if config.adapter.base != "stored":  # else each token unpacks all weights; they were here whole before, too
+        merge_adapter(model)
+    return PretrainedText(model, Tokenizer.load(tokenizer_of(folder)), model_config)
+
+
+def pretrained_of_folder(folder: Path) -> PretrainedText:
+    """Load the model and the tokenizer of a Hugging Face folder.
+
+    Raises:
+        ConfigError: for a folder that holds an adapter alone.
+        CheckpointError, DataError, ModelError: if a part of the folder is missing or damaged.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"RUN={folder}: this folder holds an adapter without its base. Give the run's folder, or write the merged "
+            "model with weft export RUN FOLDER --merge."
+        )
+    config: Any = hugging_face.load_model_config(folder)
+    model: Any = hugging_face.causal_model(config)
+    load_pretrained(model, folder)
+    with tempfile.TemporaryDirectory() as draft:
+        tokenizer = import_tokenizer(Path(draft) / "tokenizer", str(folder), template=True)
+    return PretrainedText(model, tokenizer, config)

@@ -1,0 +1,289 @@
+"""The adapter that a config asks for, on a task's model, and its size for the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from weft.config import partitioning as shares
+from weft.config.run_config import RunConfig
+from weft.data.batches import map_tensors
+from weft.data.order.loader import Prefetch
+from weft.data.order.stream import permutation
+from weft.errors import ConfigError, DataError, ModelError, Problem
+from weft.train.batching_by_cost import Costs, StepPlaces
+from weft.train.microbatches import Microbatches
+from weft.train.tasks.data_share import MapDataset, Share
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from weft.planner.space.trained_part import AdapterSize
+
+Model = TypeVar("Model", bound="nn.Module")
+
+
+def with_adapter(model: Model, config: RunConfig) -> Model:
+    """Add the adapter of the config's section to a task's model, in place, where it has one; the same model.
+
+    Raises:
+        ConfigError: for targets that fit no layer of it, or one that takes no adapter.
+    """
+    section = config.adapter
+    if not section.rank:
+        return model
+    from weft.models.adapters import add_adapter
+
+    settings = {"targets": section.targets, "dropout": section.dropout, "kind": section.kind, "base": section.base}
+    try:
+        add_adapter(model, rank=section.rank, alpha=section.alpha, seed=config.seed, **settings)
+    except ModelError as error:
+        named = next((key for key in ("targets", "base") if str(error).startswith(f"{key}=")), None)
+        key = f"adapter.{named or 'rank'}"
+        said = f"adapter.{error}" if named else f"{key}={section.rank}: {error}"
+        raise ConfigError([Problem(key, said)]) from error
+    return model
+
+
+def adapter_size(shapes: nn.Module, config: RunConfig, num_layers: int) -> AdapterSize | None:
+    """Return the size of the adapter that the config asks for, by the model's own layers; None where it asks for none.
+
+    Args:
+        shapes: the task's model on the meta device. It gets the adapter.
+        config: of the run.
+        num_layers: that the planner counts in it, over which the mean is taken.
+
+    Raises:
+        ConfigError: as `with_adapter` raises it.
+    """
+    from weft.models.adapters import adapted
+    from weft.planner.space.trained_part import AdapterSize
+
+    record = adapted(with_adapter(shapes, config))
+    if record is None:
+        return None
+    pairs = [(shapes.get_parameter(f"{path}.lora_A"), shapes.get_parameter(f"{path}.lora_B")) for path in record.layers]
+    chosen = [(float(a.shape[1]), float(b.shape[0])) for a, b in pairs]
+    frozen = [(float(width), float(_weight(shapes, path).shape[0])) for path, width in record.packed.items()]
+    return AdapterSize.of_widths(record.kind.rank, num_layers, chosen, record.base, frozen)
+
+
+def _weight(model: nn.Module, path: str) -> torch.Tensor:
+    """That of a layer, packed or not."""
+    from torch import Tensor
+
+    weight = model.get_submodule(path).weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+# Batches of samples that have an index: the order is a pure function of (seed, epoch, index).
+
+Collate = Callable[[list[Any]], Any]
+
+
+class IndexedBatches:
+    """The microbatches of one rank.
+
+    Step s takes its `places` of an endless row of epochs, each a permutation of all samples: by default s *
+    global_batch + [0, global_batch). `microbatch_samples` shares them out, or with `costs` what they cost. Samples are
+    read in a thread, two steps ahead.
+    """
+
+    def __init__(
+        self,
+        samples: MapDataset,
+        share: Share,
+        collate: Collate,
+        *,
+        seed: int,
+        costs: Costs | None = None,
+        places: StepPlaces | None = None,
+    ):
+        if not len(samples):
+            raise DataError("task: it has no training samples. Let samples('train') return some.")
+        self._samples, self._share, self._collate, self._seed = samples, share, collate, seed
+        self._costs = costs
+        self.places: StepPlaces = places or StepPlaces.of(None, share.global_batch)
+        self._divided: dict[int, Sequence[Sequence[int]]] = {}
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self._samples)
+
+    def batches(self, step: int) -> list[Any]:
+        return self._cut(step, None)
+
+    def batches_ahead(self, step: int) -> list[Any]:
+        """Return the same, read at once and with the next step's in view where the samples can."""
+        if not hasattr(self._samples, "many"):
+            return self._cut(step, None)
+        own, coming = ([number for part in self._own(one) for number in part] for one in (step, step + 1))
+        first, second = self.places.first(step), self.places.first(step + 1)
+        place = {number: self.locate(first + number) for number in own}
+        soon = [self.locate(second + number) for number in coming]
+        return self._cut(step, _reader(self._samples, place, soon))
+
+    def _cut(self, step: int, read: Callable[[int], Any] | None) -> list[Any]:
+        first = self.places.first(step)
+        read = read or (lambda number: self.sample(first + number))
+        total = self.places.first(step + 1) - first
+        return _microbatches(read, self._own(step), total, self._share, self._collate)
+
+    def _own(self, step: int) -> Sequence[Sequence[int]]:
+        """Numbers in the global batch of each microbatch's samples."""
+        share = self._share
+        if self._costs is None:
+            return _own_parts(share)
+        found = self._divided.get(step)
+        if found is None:
+            indices = [self.locate(place)[1] for place in range(self.places.first(step), self.places.first(step + 1))]
+            found = self._costs.divide(indices, share.size)[share.rank]
+            # Who reads ahead asks for a step twice.
+            self._divided = {**{one: own for one, own in self._divided.items() if one == step - 1}, step: found}
+        return found
+
+    def iterate(self, start_step: int, end_step: int) -> Prefetch:
+        return _Ahead(self, start_step, end_step)
+
+    def close(self) -> None:
+        """End the processes that samples may have."""
+        _close(self._samples)
+
+    def state_at(self, num_samples: int) -> dict[str, int]:
+        epoch, index = divmod(num_samples, len(self._samples))
+        return {"epoch": epoch, "index": index}
+
+    def locate(self, place: int) -> tuple[int, int]:
+        """Return (epoch, index) of the sample at a place of the endless row."""
+        return sample_place(len(self._samples), self._seed, place)
+
+    def sample(self, place: int) -> Any:
+        """Return the sample at a place of the endless row."""
+        epoch, index = self.locate(place)
+        in_epoch = getattr(self._samples, "in_epoch", None)
+        return self._samples[index] if in_epoch is None else in_epoch(epoch, index)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the indices of all samples in the order of an epoch, int64 (samples,)."""
+    return permutation(num_samples, "task", seed, epoch).take(np.arange(num_samples))
+
+
+def sample_place(num_samples: int, seed: int, place: int) -> tuple[int, int]:
+    """Return (epoch, index) of the sample at a place of the order of training.
+
+    Args:
+        num_samples: of one epoch.
+        seed: of the run.
+        place: in the order of training.
+    """
+    epoch, rest = divmod(place, num_samples)
+    return epoch, permutation(num_samples, "task", seed, epoch)(rest)
+
+
+def sample_in_order(samples: MapDataset | None, seed: int, place: int) -> tuple[str, Any]:
+    """Return where a sample of the order of training is among a task's own, in words, and the sample.
+
+    Args:
+        samples: of the task.
+        seed: of the run.
+        place: in the order of training.
+    """
+    row = IndexedBatches(samples or (), Share(1), list, seed=seed)
+    epoch, index = row.locate(place)
+    return f"epoch {epoch}, number {index} of {row.samples_per_epoch}", row.sample(place)
+
+
+class _EvalBatches:
+    """The first samples of an evaluation set, in whole global batches, in order."""
+
+    def __init__(self, samples: MapDataset, share: Share, collate: Collate, num_batches: int):
+        self._samples, self._share, self._collate, self._num_batches = samples, share, collate, num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        size, parts = self._share.global_batch, _own_parts(self._share)
+        own = [number for part in parts for number in part]
+        try:
+            for start in range(0, self._num_batches * size, size):
+                place = {number: (0, start + number) for number in own}
+                is_last = start + size == self._num_batches * size
+                soon = [] if is_last else [(0, start + size + number) for number in own]
+                read = _reader(self._samples, place, soon) or (
+                    lambda number, first=start: self._samples[first + number]
+                )
+                yield from _microbatches(read, parts, size, self._share, self._collate)
+        finally:
+            _close(self._samples)
+
+
+def evaluation_batches(samples: MapDataset | None, share: Share, collate: Collate, most: int) -> Iterable[Any] | None:
+    """At most `most` global batches of the samples, the same ones at any number of ranks; None of no samples.
+
+    Raises DataError where there are fewer than one global batch.
+    """
+    if samples is None or not len(samples):
+        return None
+    if len(samples) < share.global_batch:
+        raise DataError(
+            f"task: it has {len(samples)} evaluation samples, and an evaluation reads whole batches of "
+            f"train.global_batch={share.global_batch}. Give at least as many, or return None."
+        )
+    return _EvalBatches(samples, share, collate, min(most, len(samples) // share.global_batch))
+
+
+class _Ahead(Prefetch):
+    """Batches built in a thread; with it end the processes that samples may have."""
+
+    def __init__(self, loader: IndexedBatches, start_step: int, end_step: int):
+        self._loader = loader
+        super().__init__(_AtOnce(loader), start_step, end_step)
+
+    def close(self) -> None:
+        super().close()
+        self._loader.close()
+
+
+class _AtOnce:
+    """Gives each step's microbatches with what comes next in view."""
+
+    def __init__(self, loader: IndexedBatches):
+        self.batches = loader.batches_ahead
+
+
+def _close(samples: MapDataset) -> None:
+    close = getattr(samples, "close", None) if hasattr(samples, "many") else None
+    if close is not None:
+        close()
+
+
+def _own_parts(share: Share) -> list[range]:
+    """Numbers in the global batch of the samples of each microbatch, all of them equally large."""
+    return shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
+
+
+def _reader(samples: MapDataset, place: dict[int, Any], soon: list[Any]) -> Callable[[int], Any] | None:
+    """Samples by their numbers, read all at once; None where they are read one by one.
+
+    place: (epoch, index) by number. soon: of those that come next.
+    """
+    many = getattr(samples, "many", None)
+    if many is None or not place:
+        return None
+    found = dict(zip(place, many(list(place.values()), soon), strict=True))
+    return found.__getitem__
+
+
+def _microbatches(
+    sample_at: Callable[[int], Any], own: Sequence[Sequence[int]], total: int, share: Share, collate: Collate
+) -> list[Any]:
+    """The rank's microbatches of a global batch of `total` samples, marked with the samples that they hold."""
+    cut = Microbatches.of_samples(sample_at, own, collate, total)
+    return (cut.map(_pinned) if share.pin else cut).marked()
+
+
+def _pinned(batch: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.pin_memory(), batch)

@@ -1,0 +1,509 @@
+"""Pixels as networks read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.data.media.audio import Hearing
+from weft.data.media.audio_features import LogMel
+from weft.data.media.audio_source import Sounds
+from weft.data.media.class_folder import ClassFolder, find_pictures
+from weft.data.media.decode_workers import DecodedAhead, usual_workers
+from weft.data.media.files import RecordColumns
+from weft.data.media.image_source import Pictures, parse_source
+from weft.data.media.images import Look
+from weft.data.media.media_records import MediaRecords, find_records, record_files, with_classes
+from weft.data.media.records import SOUND
+from weft.data.store.prepare import cache_folder
+from weft.env import rank_env
+from weft.errors import CheckpointError, DataError, ModelError
+from weft.models.speech import build_speech_model
+from weft.models.vision import build_image_model
+from weft.monitor.plots import SheetEntry
+from weft.train.folder import RunFolder, free_name
+from weft.train.tasks.base import Metric, Report, Task
+from weft.train.tasks.token_costs import TokenCosts
+from weft.units import format_count
+
+#: Mean and deviation of each channel over ImageNet, which published weights were trained with (0 to 255).
+_MEAN, _STD = np.array(((123.675, 116.28, 103.53), (58.395, 57.12, 57.375)), np.float32)[..., None, None]
+
+
+def normalised(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return pictures with ImageNet's mean and deviation taken out.
+
+    With numpy: in the thread that builds batches, torch would start threads that take cores from the step.
+
+    pixels: (N, 3, side, side).
+    """
+    values = pixels.astype(np.float32)
+    values -= _MEAN
+    values /= _STD
+    return values
+
+
+# What tasks on pictures and sound share: the samples of a run, found once, kept with it, and decoded ahead of use.
+
+Source = ClassFolder | MediaRecords
+
+
+class MediaTask(Task):
+    """Trains on media of a folder of classes or of records. A subclass says how they are found and what they become.
+
+    data, eval: of the options, what the user named. holdout: share of the samples that is held out without `eval`.
+    """
+
+    sections = ("data.cache_dir", "data.workers")
+    #: What the run folder keeps the samples in.
+    media_file: ClassVar[str]
+
+    data: str
+    eval: str = ""
+    holdout: float = 0.1
+
+    _media: Mapping[str, Source] | None = None
+
+    # --- what a task says ---
+
+    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> Source:
+        """Find the samples of a path.
+
+        Args:
+            option: that names the path.
+            path: as the user typed it.
+            told: of (done, all).
+        """
+        raise NotImplementedError
+
+    def made(self, source: Any, split: str) -> Any:
+        """Return what is made of the samples of a split: something that processes can decode."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Take note of the samples, before anything asks for the model or a batch."""
+
+    # --- the samples ---
+
+    def check_share(self) -> None:
+        """Check that `holdout` is a share.
+
+        Raises:
+            DataError: where it is not.
+        """
+        if not 0.0 < self.holdout < 1.0:
+            raise DataError(
+                f"holdout={self.holdout}: it is a share of the {self.sample_unit}. Use a number between 0 and 1."
+            )
+
+    def prepare(self, folder: RunFolder, report: Report | None) -> None:
+        """Find the samples, or those that the run began with.
+
+        Raises:
+            CheckpointError: where the run trains on another path.
+            DataError: for what is wrong with the data, and for other records than the run was started with.
+        """
+        kept = folder.path / self.media_file
+        if not kept.exists():
+            self._find(report)
+            return
+        self._take(_read(kept))
+        train = self.media("train")
+        if Path(self.data).absolute() != Path(train.root).absolute():
+            raise CheckpointError(
+                f"task.options.data={self.data}: this run trains on {train.root}. Use it, or another run.name."
+            )
+        if any(isinstance(self.media(split), MediaRecords) for split in ("train", "eval")):
+            self._refuse_other(folder, report)
+
+    def _refuse_other(self, folder: RunFolder, report: Report | None) -> None:
+        """Look at records again, where the cache does not know them, and refuse others than the run began with."""
+        begun = {split: self.media(split) for split in ("train", "eval")}
+        self._find(report)
+        for split, source in begun.items():
+            now = self.media(split)
+            if isinstance(source, MediaRecords) and not (isinstance(now, MediaRecords) and _same(source, now)):
+                raise DataError(
+                    f"task.options.data={source.root}: the records are not those that the run in {str(folder.path)!r} "
+                    f"was started with. Use {free_name(folder)} for a new run, or bring the old data back to resume."
+                )
+
+    def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
+        return {self.media_file: "".join(f"{self.media(split).format()}\n" for split in ("train", "eval"))}
+
+    def open(self, folder: RunFolder) -> None:
+        self._take(_read(folder.path / self.media_file))
+
+    def media(self, split: str, report: Report | None = None) -> Any:
+        """Return the samples of "train" or "eval", which are found when they are first asked for."""
+        if self._media is None:
+            self._find(report)
+        assert self._media is not None
+        return self._media[split]
+
+    def _find(self, report: Report | None) -> None:
+        whole = self.source("data", self.data, _told(report, self.data))
+        if self.eval:
+            self._take({"train": whole, "eval": self._held(whole, report)})
+            return
+        self._take(dict(zip(("train", "eval"), whole.split(self.holdout), strict=True)))
+
+    def _take(self, found: Mapping[str, Source]) -> None:
+        self._media = found
+        self.settle()
+
+    def _held(self, whole: Source, report: Report | None) -> Source:
+        held = self.source("eval", self.eval, _told(report, self.eval))
+        if isinstance(held, MediaRecords):
+            return with_classes(held, whole.classes, "task.options.eval")
+        if held.classes != whole.classes:
+            odd = sorted({*held.classes} ^ {*whole.classes})
+            raise DataError(
+                f"task.options.eval={self.eval}: class {odd[0]!r} is in one of the two folders only. Give both the "
+                "same classes."
+            )
+        return held
+
+    def samples(self, split: str) -> DecodedAhead:
+        return DecodedAhead(self.made(self.media(split), split), self._workers())
+
+    def samples_per_epoch(self) -> int:
+        return len(self.media("train"))
+
+    def _workers(self) -> int:
+        place = rank_env()
+        asked = self.config.data.workers
+        return usual_workers(place.local_world_size if place is not None else 1) if asked is None else asked
+
+    # --- what people see ---
+
+    def shown(self, place: int, split: str = "train") -> tuple[int, int]:
+        """Return (epoch, index) of the sample at a place of the order of training, or of an evaluation."""
+        from weft.train.tasks.indexed import sample_place
+
+        samples = self.media(split)
+        return sample_place(len(samples), self.config.seed, place) if split == "train" else (0, place % len(samples))
+
+    def described(self, index: int, split: str = "train") -> str:
+        """Say where a sample lies, and what is learnt of it."""
+        source = self.media(split)
+        return f"{source.file(index)}, class {source.classes[source.label(index)]!r}"
+
+    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+        """Return the sample at a place as it is drawn on a sheet: what the model gets, and what it learns."""
+        raise NotImplementedError
+
+    def sheet_title(self, place: int, split: str) -> str:
+        """Say which sample stands at a place, and where it lies."""
+        epoch, index = self.shown(place, split)
+        return f"sample {place}, epoch {epoch}: {self.media(split).file(index)}"
+
+    def sample_lines(self, place: int) -> Sequence[str]:
+        """Say which sample it is and what is learnt of it, beside what is made of it."""
+        where, *made = super().sample_lines(place)
+        return [where, self.described(self.shown(place)[1]), *made]
+
+    def data_lines(self) -> Sequence[str]:
+        train, held = self.media("train"), self.media("eval")
+        of = f" of {len(train.classes)} classes" if train.classes else ""
+        lines = [
+            f"{train.root}: {format_count(len(train))} {self.sample_unit}{of}; {format_count(len(held))} for evaluation"
+        ]
+        return [*lines, *(f"left out: {reason}" for reason in train.unreadable[:3])]
+
+
+def _told(report: Report | None, what: str) -> Callable[[int, int], None] | None:
+    return None if report is None else lambda done, total: report(f"looking at {what}", done, total)
+
+
+def _same(begun: MediaRecords, now: MediaRecords) -> bool:
+    """Whether these are the same records, wherever they lie."""
+    one, other = (replace(source, root="", folder="", files=()) for source in (begun, now))
+    return one == other
+
+
+def _read(path: Path) -> dict[str, Source]:
+    lines = path.read_text().splitlines()
+    return dict(zip(("train", "eval"), map(parse_source, lines), strict=True))
+
+
+# Classification of pictures: folders of classes, networks by name, crops that follow the sample.
+
+
+@dataclass(eq=False)
+class ImageClassTask(MediaTask):
+    """Trains a network to name the class of a picture.
+
+    data: a folder with a folder of pictures for each class; or records: a file, a folder or a glob of .tar shards,
+    .jsonl or .parquet files, whose columns `picture` and `label` are found by the usual names. eval: the same for
+    other pictures of these classes; by default a share `holdout` of the pictures. model: resnet18, resnet34,
+    resnet50, vgg11, vgg16 ("vgg16_bn": with batch norm), vit-tiny, vit-base. side: pictures become squares of so many
+    pixels. augment: crop and mirror at random, by (seed, epoch, picture). colour: change brightness, contrast and
+    saturation by up to this share. noise: deviation of what is added to each value of 0 to 255. weights: a
+    safetensors file with torchvision's names, or those of transformers for vit-*, to start from; a head for other
+    classes starts new.
+    """
+
+    data: str
+    eval: str = ""
+    holdout: float = 0.1
+    model: str = "resnet18"
+    side: int = 224
+    augment: bool = True
+    weights: str = ""
+    colour: float = 0.0
+    noise: float = 0.0
+    picture: str = ""
+    label: str = ""
+
+    unit = sample_unit = "pictures"
+    media_file = "pictures.json"
+    metrics = (
+        Metric("accuracy", "", "Share of the pictures whose class the model names."),
+        Metric("top5", "", "Share of the pictures whose class is among the five that the model finds likeliest."),
+    )
+    sum_names = ("right", "among_five")
+
+    def __post_init__(self) -> None:
+        self.check_share()
+        if self.side < 8:
+            raise DataError(f"side={self.side}: pictures need at least 8 pixels to a side. Use 8 or more.")
+        if not 0.0 <= self.colour < 1.0:
+            raise DataError(f"colour={self.colour}: it is a share of the brightness. Use 0 or more, and less than 1.")
+        if not 0.0 <= self.noise <= 255.0:
+            raise DataError(f"noise={self.noise}: it is added to values of 0 to 255. Use a number between them.")
+
+    # --- the pictures ---
+
+    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> ClassFolder | MediaRecords:
+        """Find the pictures of a path: records where it names files of them, else folders of classes.
+
+        Args:
+            option: that names the path.
+            path: as the user typed it.
+            told: of (done, all).
+
+        Raises:
+            DataError: for what is wrong with the data.
+        """
+        files = record_files(path)
+        if files:
+            cache = cache_folder(self.config.data)
+            return find_records(path, files, RecordColumns(self.picture, self.label), cache, told)
+        if self.picture or self.label:
+            name = "picture" if self.picture else "label"
+            raise DataError(
+                f"task.options.{name}={getattr(self, name)}: it names a column of records, and {option}={path} has no "
+                ".tar, .jsonl or .parquet file. Leave it out."
+            )
+        return find_pictures(Path(path), told)
+
+    def made(self, source: ClassFolder | MediaRecords, split: str) -> Pictures:
+        look = Look(self.side)
+        if split == "train":
+            look = Look(self.side, self.augment, self.augment, self.colour, self.noise)
+        return Pictures(source, look, self.config.seed)
+
+    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+        source, (epoch, index) = self.media(split), self.shown(place, split)
+        said = [(f"class {source.classes[source.label(index)]!r}", 1.0)]
+        pixels = self.made(source, split).decoded(epoch, index)
+        return SheetEntry(self.sheet_title(place, split), picture=pixels, text=said)
+
+    def collate(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
+        values = normalised(np.stack([pixels for pixels, _ in samples]))
+        return torch.from_numpy(values), torch.tensor([label for _, label in samples])
+
+    # --- the model ---
+
+    def build(self) -> nn.Module:
+        model = build_image_model(self.model, len(self.media("train").classes), self.side)
+        if self.weights and next(model.parameters()).device.type != "meta":
+            _load(model, Path(self.weights))
+        return model
+
+    def loss(self, output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return F.cross_entropy(output.float(), batch[1], reduction="sum"), len(batch[1])
+
+    def sums(self, output: Tensor, batch: Any) -> Mapping[str, Tensor | float]:
+        places = output.topk(min(5, output.shape[1])).indices == batch[1][:, None]
+        return {"right": places[:, 0].sum(), "among_five": places.sum()}
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        return {"accuracy": sums["right"] / sums["count"], "top5": sums["among_five"] / sums["count"]}
+
+    # --- what people see ---
+
+    def name(self) -> str:
+        return self.model
+
+
+def _load(model: nn.Module, path: Path) -> None:
+    """Fill a model from published weights; a head of another size keeps its own."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if path.suffix != ".safetensors":
+        raise ModelError(f"weights={path}: Weft reads safetensors alone. Convert it with safetensors.torch.save_file.")
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"weights={path}: it cannot be read ({error}). Give a file of safetensors.") from error
+    own = model.state_dict()
+    heads = {name for name in own if name.rpartition(".")[0] == _head(model)}
+    missing = sorted(own.keys() - found.keys() - heads)
+    other = sorted(n for n in own.keys() & found.keys() - heads if own[n].shape != found[n].shape)
+    if missing or other:
+        names = (missing or other)[:3]
+        what = "is missing" if missing else "has another shape"
+        raise ModelError(f"weights={path}: {', '.join(names)} {what}. Give the weights of the same network.")
+    fits = {n: found[n] for n in own if n in found and own[n].shape == found[n].shape}
+    model.load_state_dict(own | fits)
+
+
+def _head(model: nn.Module) -> str:
+    return [path for path, module in model.named_modules() if isinstance(module, nn.Linear)][-1]
+
+
+# Classification of recordings: folders of classes or records, log-mel bands, noise that follows the sample.
+
+
+@dataclass(eq=False)
+class AudioClassTask(MediaTask):
+    """Trains a network to name the class of a recording.
+
+    data: a folder with a folder of recordings for each class; or records: a file, a folder or a glob of .tar shards,
+    .jsonl or .parquet files, whose columns `audio` and `label` are found by the usual names. eval: the same for other
+    recordings of these classes; by default a share `holdout` of the recordings. model: speech-tiny. rate: samples a
+    second that recordings are resampled to. mels: bands of pitch. seconds: heard of a recording at most; of a longer
+    one training hears a random part with `augment`, and evaluation the middle. gain: dB by which recordings become
+    louder or softer at most. noise: white noise up to this share of a recording's own level. masks: so many stretches
+    of time and as many of pitch are hidden. dropout: rate within the network. pad_multiple: what the frames of a batch
+    are rounded up to.
+    """
+
+    data: str
+    eval: str = ""
+    holdout: float = 0.1
+    model: str = "speech-tiny"
+    rate: int = 16_000
+    mels: int = 80
+    seconds: float = 4.0
+    augment: bool = True
+    gain: float = 0.0
+    noise: float = 0.0
+    masks: int = 0
+    dropout: float = 0.1
+    pad_multiple: int = 16
+    audio: str = ""
+    label: str = ""
+
+    unit = sample_unit = "recordings"
+    media_file = "recordings.json"
+    metrics = (Metric("accuracy", "", "Share of the recordings whose class the model names."),)
+    sum_names = ("right",)
+    sections = (*MediaTask.sections, "data.batching", "data.microbatch_cost")
+    fills_seq_len = False
+
+    def __post_init__(self) -> None:
+        self.check_share()
+        for name, least, most, rule in (
+            ("rate", 4000, 96_000, "recordings are resampled to 4000 to 96000 samples a second"),
+            ("mels", 8, 128, "a model reads 8 to 128 bands of pitch"),
+            ("seconds", 0.1, 600.0, "0.1 to 600 seconds are heard of a recording"),
+            ("gain", 0.0, 60.0, "it is a change of 0 to 60 dB"),
+            ("noise", 0.0, 10.0, "it is a share of a recording's own level, 0 to 10"),
+            ("masks", 0, 16, "0 to 16 stretches are hidden"),
+            ("dropout", 0.0, 0.99, "it is a share, 0 or more and less than 1"),
+            ("pad_multiple", 1, 4096, "frames are rounded up to a multiple of 1 to 4096"),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise DataError(f"{name}={value}: {rule}. Use a number between.")
+
+    # --- the recordings ---
+
+    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> MediaRecords:
+        """Find the recordings of a path: records where it names files of them, else a folder of classes.
+
+        Args:
+            option: that names the path.
+            path: as the user typed it.
+            told: of (done, all).
+
+        Raises:
+            DataError: for what is wrong with the data.
+        """
+        files = record_files(path, SOUND)
+        for name in ("audio", "label"):
+            if getattr(self, name) and not files:
+                raise DataError(
+                    f"task.options.{name}={getattr(self, name)}: it names a column of records, and {option}={path} has "
+                    "no .tar, .jsonl or .parquet file. Leave it out."
+                )
+        columns = RecordColumns(self.audio, self.label, SOUND)
+        return find_records(path, files or [Path(path)], columns, cache_folder(self.config.data), told)
+
+    def made(self, source: MediaRecords, split: str) -> Sounds:
+        hearing = Hearing(self.rate, self.seconds)
+        if split == "train":
+            hearing = Hearing(self.rate, self.seconds, self.augment, self.gain, self.noise, self.masks)
+        scale = self.rate / 16_000  # windows of 25 ms, 10 ms apart
+        features = LogMel(self.rate, self.mels, 2 * round(200 * scale), round(160 * scale))
+        return Sounds(source, hearing, features, self.config.seed)
+
+    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+        source, (epoch, index) = self.media(split), self.shown(place, split)
+        said, sounds = [(f"class {source.classes[source.label(index)]!r}", 1.0)], self.made(source, split)
+        wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)
+        return SheetEntry(self.sheet_title(place, split), wave=wave, rate=self.rate, bands=bands, text=said)
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        frames = [made.shape[1] for made, _ in samples]
+        length = -(-max(frames) // self.pad_multiple) * self.pad_multiple
+        features = np.zeros((len(samples), self.mels, length), np.float32)
+        for row, (made, _) in zip(features, samples, strict=True):
+            row[:, : made.shape[1]] = made
+        labels = torch.tensor([label for _, label in samples])
+        return {"features": torch.from_numpy(features), "frames": torch.tensor(frames), "labels": labels}
+
+    # --- what samples cost ---
+
+    def lengths(self) -> np.ndarray:
+        """Return the frames that each recording is filled up to where it stands alone, int64 (samples,)."""
+        frames, rates = self.media("train").sizes_of_all()[:, :2].T
+        heard = np.minimum(frames / np.maximum(1, rates), self.seconds) * self.rate
+        found = np.maximum(1, heard.astype(np.int64) // round(self.rate / 100))
+        return -(-found // self.pad_multiple) * self.pad_multiple
+
+    def length_costs(self, lengths: np.ndarray) -> np.ndarray:
+        """Return what frames cost, in frames: of four of them the network makes a token."""
+        model: Any = self.shapes()
+        costs = TokenCosts.of(model, len(model.blocks), model.norm.normalized_shape[0])
+        return 4.0 * costs.work(np.asarray(lengths) / 4.0) / costs.work(1)
+
+    # --- the model ---
+
+    def build(self) -> nn.Module:
+        return build_speech_model(self.model, len(self.media("train").classes), self.mels, dropout=self.dropout)
+
+    def loss(self, output: Tensor, batch: Any) -> tuple[Tensor, int]:
+        logits = output if output.itemsize == 8 else output.float()
+        return F.cross_entropy(logits, batch["labels"], reduction="sum"), len(batch["labels"])
+
+    def sums(self, output: Tensor, batch: Any) -> Mapping[str, Tensor | float]:
+        return {"right": (output.argmax(1) == batch["labels"]).sum()}
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        return {"accuracy": sums["right"] / sums["count"]}
+
+    def name(self) -> str:
+        return self.model

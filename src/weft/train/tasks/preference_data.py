@@ -1,0 +1,406 @@
+"""Objectives of preference training, as losses of pairs and answers.
+
+Written with c and r for log p(chosen) and log p(rejected) given the prompt, summed over the answer, a prime for
+those of the reference, n for numbers of tokens, s for the logistic function, b for beta.
+
+    dpo     -log s(b ((c - c') - (r - r')))                       Rafailov et al. 2023, arXiv 2305.18290, eq. 7
+            smoothing e: (1 - e) of that, and e of it with the sign turned      Mitchell 2023 (conservative DPO)
+    ipo     ((c - c') / n_c - (r - r') / n_r - 1 / (2 b))^2       Azar et al. 2023, arXiv 2310.12036, eq. 17, on means
+    kto     w (1 - s(b (c - c' - z)))        of a wanted answer   Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8
+            u (1 - s(b (z - (r - r'))))      of another one; z = max(0, mean over the global batch of log p - log p' of
+            answers behind prompts that they are not of), without a gradient
+    orpo    -c / n_c - b log s(odds(c / n_c) - odds(r / n_r)),    Hong et al. 2024, arXiv 2403.07691, eq. 6 and 7
+            where odds(x) = x - log(1 - exp x)
+    simpo   -log s(b (c / n_c - r / n_r) - margin)                Meng et al. 2024, arXiv 2405.14734, eq. 6
+
+A pair counts once, whatever its length, and the mean is over all pairs of the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.checkpoint.load import list_checkpoints
+from weft.data.store.prepared import PreparedSource
+from weft.data.token_files import SplitReader
+from weft.errors import DataError
+from weft.parallel.layers.index_check import check_labels
+from weft.parallel.tensor.language_head import HeadLogProbs
+from weft.train.folder import RunFolder, free_name
+from weft.train.tasks.decoder_loss import IGNORE
+from weft.train.tasks.description import Forwards
+
+#: By objective, the beta that its paper or its users take where none is given.
+DEFAULT_BETAS = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "orpo": 0.1, "simpo": 2.0}
+#: Objectives that compare with a reference.
+WITH_REFERENCE = ("dpo", "ipo", "kto")
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """Numbers of an objective: see the head of this file. wanted, unwanted: w and u of kto."""
+
+    beta: float = 0.1
+    smoothing: float = 0.0
+    margin: float = 1.0
+    wanted: float = 1.0
+    unwanted: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Of one answer of each pair: its log-probability, that by the reference, and its number of tokens, (P,) each."""
+
+    policy: Tensor
+    reference: Tensor
+    tokens: Tensor
+
+    @property
+    def gain(self) -> Tensor:
+        """How much more likely the answer is than by the reference."""
+        return self.policy - self.reference
+
+    @property
+    def mean(self) -> Tensor:
+        """Its log-probability for each token."""
+        return self.policy / self.tokens
+
+
+def _dpo(chosen: Answers, rejected: Answers, weighing: Weighing) -> Tensor:
+    logits = weighing.beta * (chosen.gain - rejected.gain)
+    return -(1 - weighing.smoothing) * F.logsigmoid(logits) - weighing.smoothing * F.logsigmoid(-logits)
+
+
+def _ipo(chosen: Answers, rejected: Answers, weighing: Weighing) -> Tensor:
+    return (chosen.gain / chosen.tokens - rejected.gain / rejected.tokens - 0.5 / weighing.beta).square()
+
+
+def _orpo(chosen: Answers, rejected: Answers, weighing: Weighing) -> Tensor:
+    ratio = _log_odds(chosen.mean) - _log_odds(rejected.mean)
+    return -chosen.mean - weighing.beta * F.logsigmoid(ratio)
+
+
+def _simpo(chosen: Answers, rejected: Answers, weighing: Weighing) -> Tensor:
+    return -F.logsigmoid(weighing.beta * (chosen.mean - rejected.mean) - weighing.margin)
+
+
+#: (chosen, rejected, numbers) to the loss of each pair, (P,).
+PAIR_LOSSES: dict[str, Callable[[Answers, Answers, Weighing], Tensor]] = {
+    "dpo": _dpo, "ipo": _ipo, "orpo": _orpo, "simpo": _simpo,
+}  # fmt: skip
+
+
+def kto_losses(answers: Answers, is_wanted: Tensor, z: Tensor, weighing: Weighing) -> Tensor:
+    """Return the loss of each answer, (P,).
+
+    Args:
+        answers: one for each prompt.
+        is_wanted: bool, (P,).
+        z: of the global batch, 0-d.
+        weighing: beta, and the weights of wanted and other answers.
+    """
+    logits = weighing.beta * (answers.gain - z)
+    wanted = weighing.wanted * (1 - torch.sigmoid(logits))
+    return wanted.where(is_wanted, weighing.unwanted * (1 - torch.sigmoid(-logits)))
+
+
+def _log_odds(log_p: Tensor) -> Tensor:
+    """log(p / (1 - p)). Of a p that rounds to 1 the odds are those of the largest number below it."""
+    largest = -torch.finfo(log_p.dtype).eps
+    log_p = log_p.clamp(max=largest)
+    return log_p - torch.log(-torch.expm1(log_p))
+
+
+# Stored preferences as samples: a pair of rows, or a row with a verdict, and batches of them.
+
+#: Rows are as long as a multiple of this, so that few shapes come up.
+_UNIT = 32
+_IGNORED = -100
+
+
+class StoredAnswers:
+    """Documents of some sources, each one answer with the prompt before it."""
+
+    def __init__(self, sources: Sequence[PreparedSource], seq_len: int):
+        self._readers = [(SplitReader(source.folder, source.counts), source.counts.weight_table) for source in sources]
+        self._ends = np.cumsum([source.num_documents for source in sources], dtype=np.int64)
+        self._seq_len = seq_len
+        self.pad_id = sources[0].pad_id if sources else 0
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a document up to its last trained token, and their weights, which are below 0 for unwanted answers."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        reader, table = self._readers[number]
+        first = index - int(self._ends[number - 1]) if number else index
+        start, end = (int(reader.offsets[first + more]) for more in (0, 1))
+        ids, mask = reader.tokens(start, end - start), reader.trained(start, end - start)
+        weights = np.ones(end - start, np.float32) if mask is None else table[mask]
+        used = int(np.flatnonzero(weights)[-1]) + 1 if weights.any() else end - start
+        return ids[:used].astype(np.int64), weights[:used]
+
+    def row(self, ids: np.ndarray, trained: np.ndarray, leave_out: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels of a row without its first tokens, at most the longest that is read.
+
+        Args:
+            ids: of a document.
+            trained: bool, of the same.
+            leave_out: so many of its first tokens.
+        """
+        ids, trained = ids[leave_out:], trained[leave_out:]
+        labels = np.where(trained[1:], ids[1:], _IGNORED)
+        return ids[:-1][: self._seq_len], labels[: self._seq_len]
+
+    def too_long(self, ids: np.ndarray, weights: np.ndarray) -> tuple[int, int]:
+        """How many tokens a document has too many, and how many of them its prompt can do without."""
+        excess = max(0, ids.size - 1 - self._seq_len)
+        prompt = int(np.flatnonzero(weights)[0]) if weights.any() else 0
+        return excess, min(excess, max(0, prompt - 1))
+
+
+class PairSamples:
+    """Pairs by index: neighbours of the stored documents. reference: (N, 2), or None while nobody has computed it."""
+
+    rows_each = 2
+
+    def __init__(self, answers: StoredAnswers, reference: np.ndarray | None = None):
+        self._answers, self.reference = answers, reference
+
+    def __len__(self) -> int:
+        return len(self._answers) // 2
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        both = [self._answers.tokens(2 * index + place) for place in (0, 1)]
+        # The prompt of both begins at the same place.
+        leave_out = max(self._answers.too_long(*one)[1] for one in both)
+        leave_out = min(leave_out, *(max(0, int(np.argmax(weights != 0)) - 1) for _, weights in both))
+        rows = [self._answers.row(ids, weights != 0, leave_out) for ids, weights in both]
+        return {"rows": rows, **_known(self.reference, index)}
+
+
+class VerdictSamples:
+    """Answers by index, each with what is wanted of it, and a second row: its prompt with the answer to another one.
+
+    The other is the next stored one's. From it kto estimates how far the model is from its reference.
+    """
+
+    rows_each = 2
+
+    def __init__(self, answers: StoredAnswers, reference: np.ndarray | None = None):
+        self._answers, self.reference = answers, reference
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids, weights = self._answers.tokens(index)
+        other_ids, other_weights = self._answers.tokens(self._other(index, ids, weights))
+        begins, other_begins = (int(np.argmax(one != 0)) for one in (weights, other_weights))
+        mixed_ids = np.concatenate([ids[:begins], other_ids[other_begins:]])
+        mixed = np.concatenate([weights[:begins], other_weights[other_begins:]])
+        rows = [
+            self._answers.row(one, trained != 0, self._answers.too_long(one, trained)[1])
+            for one, trained in ((ids, weights), (mixed_ids, mixed))
+        ]
+        wanted = bool(weights.max(initial=0.0) > 0)
+        return {"rows": rows[:1], "mixed": rows[1:], "wanted": wanted, **_known(self.reference, index)}
+
+    def _other(self, index: int, ids: np.ndarray, weights: np.ndarray) -> int:
+        """The next answer, or of a pair's answers the next pair's: one with another prompt, where there is any."""
+        begins = int(np.argmax(weights != 0))
+        for step in (1, 2):
+            found = (index + step) % len(self)
+            other_ids, other_weights = self._answers.tokens(found)
+            if int(np.argmax(other_weights != 0)) != begins or not np.array_equal(other_ids[:begins], ids[:begins]):
+                return found
+        return (index + 1) % len(self)
+
+
+class _Repeated(Sequence[Any]):
+    """Samples read several times."""
+
+    def __init__(self, samples: PairSamples | VerdictSamples, size: int):
+        self._samples, self._size = samples, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._samples[index % len(self._samples)]
+
+
+def whole_batches(samples: PairSamples | VerdictSamples, batch: int) -> Sequence[Any]:
+    """Return a small set repeated until it fills whole batches, each sample as often as the others.
+
+    Args:
+        samples: at least one.
+        batch: samples of a global batch.
+    """
+    return _Repeated(samples, math.lcm(len(samples), batch))
+
+
+def _known(reference: np.ndarray | None, index: int) -> dict[str, Any]:
+    return {} if reference is None else {"reference": reference[index]}
+
+
+def collate_answers(samples: Sequence[dict[str, Any]], pad_id: int, longest: int) -> dict[str, Any]:
+    """Make a batch: input_ids, labels and positions, int64 (R, T), and the answers' numbers of tokens, (R,).
+
+    Of verdicts `wanted` is bool (R,), and `mixed` a batch of the second rows.
+
+    Args:
+        samples: of one kind.
+        pad_id: fills up rows.
+        longest: no row is longer.
+    """
+    batch = _rows([row for sample in samples for row in sample["rows"]], pad_id, longest)
+    if "wanted" in samples[0]:
+        batch["wanted"] = torch.tensor([sample["wanted"] for sample in samples])
+        batch["mixed"] = _rows([row for sample in samples for row in sample["mixed"]], pad_id, longest)
+    if "reference" in samples[0]:
+        known = torch.from_numpy(np.stack([sample["reference"] for sample in samples]))  # (samples, 2)
+        if "wanted" in samples[0]:
+            batch["reference"], batch["mixed"]["reference"] = known[:, 0].contiguous(), known[:, 1].contiguous()
+        else:
+            batch["reference"] = known.reshape(-1)
+    return batch
+
+
+def _rows(rows: Sequence[tuple[np.ndarray, np.ndarray]], pad_id: int, longest: int) -> dict[str, Any]:
+    length = max(1, *(ids.size for ids, _ in rows))
+    length = max(length, min(longest, -(-length // _UNIT) * _UNIT))
+    input_ids = np.full((len(rows), length), pad_id, np.int64)
+    labels = np.full((len(rows), length), _IGNORED, np.int64)
+    for number, (ids, wanted) in enumerate(rows):
+        input_ids[number, : ids.size], labels[number, : ids.size] = ids, wanted
+    tokens = (labels != _IGNORED).sum(1)
+    positions = np.broadcast_to(np.arange(length), labels.shape).copy()
+    arrays = {"input_ids": input_ids, "labels": labels, "positions": positions, "tokens": tokens}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+# Log-probabilities of answers: of a batch's rows, and the reference's, computed once and kept in the run folder.
+
+_FILE = "reference.safetensors"
+#: Batches that a pipeline gets at a time.
+_AT_ONCE = 8
+
+
+def row_log_probs(output: Any, batch: Any) -> torch.Tensor:
+    """Return the log-probability of each row's labels, summed, (R,), fp64.
+
+    Args:
+        output: logits (R, T, V), or what the head gave in their place.
+        batch: with labels, (R, T), already shifted.
+    """
+    labels = batch["labels"]
+    if isinstance(output, HeadLogProbs):
+        return output.log_probs.sum(1, dtype=torch.float64)
+    check_labels(labels, output.shape[-1], IGNORE)
+    logits = output if output.dtype == torch.float64 else output.float()
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+    return -losses.view(labels.shape).sum(1, dtype=torch.float64)
+
+
+def ready_reference(
+    forwards: Forwards,
+    folder: RunFolder,
+    key: str,
+    sets: Mapping[str, Any],
+    collate: Callable[[list[Any]], Any],
+    at_once: int,
+) -> dict[str, np.ndarray]:
+    """Return (N, 2) log-probabilities of each set by the model as it is now, or as the run folder keeps them.
+
+    Args:
+        forwards: of the model before the first step.
+        folder: of the run; the first rank reads and writes it.
+        key: names the data.
+        sets: samples by name.
+        collate: makes a batch of samples.
+        at_once: samples of a batch.
+
+    Raises:
+        DataError: where a run goes on whose cache is gone or of other data: the model is no longer the reference.
+    """
+    path = folder.path / _FILE
+
+    def state() -> str:
+        if _key_of(path) == key:
+            return "kept"
+        return "lost" if list_checkpoints(folder.checkpoints) else "new"
+
+    found = forwards.on_first(state)
+    if found == "lost":
+        raise DataError(
+            f"{path}: the reference's log-probabilities of this run are not there, and the model has been trained "
+            f"since. Bring the file back, or use {free_name(folder)} for a new run."
+        )
+    if found == "new":
+        values = {name: _computed(forwards, samples, collate, at_once) for name, samples in sets.items()}
+        forwards.on_first(lambda: _write(path, key, values))
+        return values
+    kept = forwards.on_first(lambda: {name: _read(path, name).tolist() for name in sets})
+    return {name: np.array(rows, np.float64).reshape(-1, 2) for name, rows in kept.items()}
+
+
+def _computed(forwards: Forwards, samples: Any, collate: Callable[[list[Any]], Any], at_once: int) -> np.ndarray:
+    """Each rank takes every so many-th sample, in equally many batches: what is beyond the end is left out."""
+    total, size = len(samples), forwards.data_size
+    if not total:
+        return np.zeros((0, 2))
+    values = torch.zeros(total, 2, dtype=torch.float64)
+    per_rank = -(-total // size)
+    starts = range(0, per_rank, at_once)
+    for first in range(0, len(starts), _AT_ONCE):
+        runs = [
+            [number * size + forwards.data_rank for number in range(start, min(start + at_once, per_rank))]
+            for start in starts[first : first + _AT_ONCE]
+        ]
+        made = [collate([samples[index if index < total else 0] for index in run]) for run in runs]
+        mixed = [batch["mixed"] for batch in made if "mixed" in batch]
+        rows = forwards.rows(made, row_log_probs, of="base")
+        if mixed:
+            both = zip(rows, forwards.rows(mixed, row_log_probs, of="base"), strict=True)
+            rows = [torch.stack(pair, 1) for pair in both]
+        for run, found in zip(runs, rows, strict=True):
+            for index, pair in zip(run, found.reshape(-1, 2).cpu(), strict=True):
+                if index < total:
+                    values[index] = pair
+    return forwards.total(values).cpu().numpy()
+
+
+def _key_of(path: Path) -> str | None:
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return (file.metadata() or {}).get("key")
+    except Exception:  # missing or damaged: the library raises its own errors
+        return None
+
+
+def _read(path: Path, name: str) -> np.ndarray:
+    from safetensors.numpy import load_file
+
+    return load_file(path)[name]
+
+
+def _write(path: Path, key: str, values: Mapping[str, np.ndarray]) -> None:
+    from safetensors.numpy import save_file
+
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    save_file({name: np.ascontiguousarray(one) for name, one in values.items()}, draft, metadata={"key": key})
+    os.replace(draft, path)

@@ -1,0 +1,395 @@
+"""Records of files as rows of numbers: columns by name, shares held out for evaluation, each mistake with its place."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from weft.config.run_config import DataSection, SourceSection
+from weft.data.order.stream import derive_key
+from weft.data.store.prepare import cache_folder
+from weft.data.store.prepared import content_digests
+from weft.data.store.row_table import RowTable, RowWriter, ready_table
+from weft.data.text.records import Broken, RecordReader
+from weft.data.text.source import FileSet, find_files
+from weft.errors import ConfigError, DataError, Problem, did_you_mean
+from weft.train.tasks.class_counts import ordered_labels
+from weft.units import counted
+
+#: Part of the key of stored rows: another number, and they are made again.
+_VERSION = 2
+_AT_ONCE = 512
+#: Fewer records are all trained on where none are given for evaluation.
+_FEWEST = 10
+
+Report = Callable[[str, int, int], None]
+Rows = Iterator[Mapping[str, np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True)
+class TableRecord:
+    """One record of a file: its columns by name, and where it stands."""
+
+    file: str
+    number: int
+    values: Mapping[str, Any]
+
+    def refuse(self, rule: str) -> NoReturn:
+        """Raise the DataError of this record."""
+        raise DataError(f"{self.file}, record {self.number}: {rule}")
+
+    def value(self, column: str, option: str) -> Any:
+        """Return what a column holds.
+
+        Args:
+            column: its name.
+            option: of the task, that names it.
+
+        Raises:
+            DataError: where the record has no such column.
+        """
+        if column not in self.values:
+            names = sorted(map(str, self.values))
+            hint = did_you_mean(column, names)
+            self.refuse(
+                f"it has no column {column!r}; it has {', '.join(map(repr, names))}.{hint} Give the column's name "
+                f"with task.options.{option}=NAME."
+            )
+        return self.values[column]
+
+    def text(self, column: str, option: str) -> str:
+        """Return the text of a column.
+
+        Args:
+            column: its name.
+            option: of the task, that names it.
+
+        Raises:
+            DataError: where there is none, or it is empty.
+        """
+        found = self.value(column, option)
+        if not isinstance(found, str):
+            self.refuse(f"column {column!r} holds {json.dumps(found, default=str)[:80]}, and a text belongs there.")
+        if not found.strip():
+            self.refuse(f"column {column!r} is empty. Leave the record out, or give it a text.")
+        return found
+
+
+@dataclass(frozen=True)
+class SplitTables:
+    """The rows of a run, in folders that are opened when rows are asked for. eval_folder: None, nothing is evaluated.
+
+    found: what the task's survey returned. digests: names of the content of both. summary: lines for people.
+    """
+
+    train_folder: Path
+    eval_folder: Path | None
+    found: Mapping[str, Any]
+    digests: tuple[str | None, ...]
+    summary: tuple[str, ...]
+
+    @cached_property
+    def train(self) -> RowTable:
+        """The rows of training."""
+        return RowTable(self.train_folder)
+
+    @cached_property
+    def eval(self) -> RowTable | None:
+        """The rows of evaluations."""
+        return RowTable(self.eval_folder) if self.eval_folder is not None else None
+
+    def to_json(self) -> str:
+        """Return JSON text that `from_json` reads."""
+        return json.dumps(asdict(self), indent=1, default=str) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> SplitTables:
+        """Read what `to_json` wrote.
+
+        Raises:
+            DataError: where it cannot be read.
+        """
+        try:
+            read = json.loads(text)
+            kept = read["eval_folder"]
+            return cls(
+                Path(read["train_folder"]), Path(kept) if kept else None, dict(read["found"]), tuple(read["digests"]),
+                tuple(read["summary"]),
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"rows.json: it cannot be read ({error}). Repeat the weft train command, which rewrites it."
+            ) from error
+
+
+class TableReader:
+    """Reads a config's sources for a task, and keeps the rows that it makes of them in the cache.
+
+    Args:
+        data: the config's section.
+        key: JSON values that decide the rows, beside the files.
+        rows: makes rows of some records that follow one another; the second argument is the notes of the training
+            rows, None while these are made.
+        survey: looks at every training record first, and returns the notes.
+        report: called with (stage, done, total) while files are read.
+    """
+
+    def __init__(
+        self,
+        data: DataSection,
+        key: Sequence[Any],
+        rows: Callable[[list[TableRecord], Mapping[str, Any]], Rows],
+        survey: Callable[[Iterator[TableRecord]], Mapping[str, Any]],
+        report: Report | None,
+    ):
+        self._data, self._key, self._rows, self._survey, self._report = data, key, rows, survey, report
+        self._summary: list[str] = []
+
+    def tables(self) -> SplitTables:
+        """Return the rows of training and evaluation.
+
+        Raises:
+            DataError: for everything that is wrong with the files.
+        """
+        train = self._files("data.train", self._data.train)
+        kept = self._files("data.eval", self._data.eval)
+        share = 0.0 if kept else self._data.holdout
+        trained = self._table("train", train, share)
+        evaluated = None
+        if kept:
+            evaluated = self._table("eval", kept, 0.0, trained.notes)
+        elif trained.notes["num_held_out"]:
+            evaluated = self._table("held out", train, share, trained.notes)
+        elif share:
+            self._summary.append("evaluation: none; there are too few records to hold one out (give data.eval)")
+        else:
+            self._summary.append("evaluation: none (data.holdout=0 and no data.eval)")
+        digests = (trained.digest, evaluated.digest if evaluated is not None else None)
+        kept = evaluated.folder if evaluated is not None else None
+        return SplitTables(trained.folder, kept, trained.notes["found"], digests, tuple(self._summary))
+
+    def _files(self, key: str, sources: Sequence[SourceSection]) -> list[FileSet]:
+        for number, source in enumerate(sources):
+            usual = SourceSection(path=source.path)
+            for name in ("weight", "schema_", "columns"):
+                if getattr(source, name) != getattr(usual, name):
+                    shown = name.rstrip("_")
+                    raise DataError(
+                        f"{key}.{number}.{shown}={getattr(source, name)}: this task reads columns that task.options "
+                        f"name, of all records once an epoch. Leave {shown} out."
+                    )
+        return [find_files(source.path, f"{key}.{number}") for number, source in enumerate(sources)]
+
+    def _table(
+        self, split: str, sources: list[FileSet], share: float, notes: Mapping[str, Any] | None = None
+    ) -> RowTable:
+        cache = cache_folder(self._data)
+        contents = [content_digests(cache, files, self._report) for files in sources]
+        limits = [self._data.max_record_bytes, self._data.max_bad_fraction]
+        of_train = None if notes is None else notes.get("found")
+        key = ["rows", _VERSION, *self._key, split, contents, limits, share, of_train]
+
+        def write(writer: RowWriter) -> Mapping[str, Any]:
+            return self._write(writer, split, sources, share, of_train)
+
+        def waiting() -> None:
+            if self._report is not None:
+                self._report("wait for another process to prepare the data", 0, 0)
+
+        table = ready_table(cache, key, write, waiting)
+        if not len(table):
+            names = ", ".join(files.path for files in sources)
+            raise DataError(f"data: the files of {names} hold no records. Give files with data in them.")
+        bad = f", {counted(table.notes['num_broken'], 'broken record')} left out" if table.notes["num_broken"] else ""
+        cut = f", {number} cut to fit" if (number := table.total("is_cut")) else ""
+        names = ", ".join(files.path for files in sources)
+        self._summary.append(f"{split}: {names}; {counted(len(table), 'row')}{cut}{bad}")
+        return table
+
+    def _write(
+        self, writer: RowWriter, split: str, sources: list[FileSet], share: float, found: Mapping[str, Any] | None
+    ) -> Mapping[str, Any]:
+        draws = array("d")
+        if share:
+            draws.extend(_draw(record) for record in self._records(sources, []))
+        most = _highest_draw(draws, share)
+        wants_kept = split == "held out"
+
+        def wanted(broken: list[str]) -> Iterator[TableRecord]:
+            for record in self._records(sources, broken):
+                if (bool(share) and _draw(record) <= most) is wants_kept:
+                    yield record
+
+        if found is None:
+            found = self._survey(wanted([]))
+        broken, chunk = list[str](), list[TableRecord]()
+        for record in wanted(broken):
+            chunk.append(record)
+            if len(chunk) == _AT_ONCE:
+                self._add(writer, chunk, found)
+                chunk = []
+        self._add(writer, chunk, found)
+        number = writer.num_rows + len(broken)
+        if len(broken) > self._data.max_bad_fraction * number:
+            raise DataError(
+                f"data.max_bad_fraction={self._data.max_bad_fraction:g}: {len(broken)} of {number} records cannot be "
+                f"read; the first is {broken[0]}. Repair the file, or allow more."
+            )
+        kept = sum(draw <= most for draw in draws)
+        return {"found": dict(found), "num_broken": len(broken), "num_held_out": kept}
+
+    def _add(self, writer: RowWriter, chunk: list[TableRecord], found: Mapping[str, Any]) -> None:
+        for row in self._rows(chunk, found) if chunk else ():
+            writer.add(row)
+
+    def _records(self, sources: list[FileSet], broken: list[str]) -> Iterator[TableRecord]:
+        total, done = sum(files.size_bytes for files in sources), 0
+        for files in sources:
+            for file in files.files:
+                reader = RecordReader(file, max_record_bytes=self._data.max_record_bytes)
+                for count, record in enumerate(reader):
+                    if self._report is not None and not count % 4096:
+                        self._report(f"read {files.path}", done + reader.position(), total)
+                    if isinstance(record, Broken):
+                        broken.append(f"{record.file}, record {record.number}: {record.reason}")
+                    else:
+                        value = {"text": record.value} if files.format == "text" else record.value
+                        yield TableRecord(record.file, record.number, value)
+                done += file.size_bytes
+
+
+def _draw(record: TableRecord) -> float:
+    """A number between 0 and 1 from the record's content, so that equal records go to the same side."""
+    return derive_key("held out", json.dumps(dict(record.values), sort_keys=True, default=str)) / 2**64
+
+
+def _highest_draw(draws: array[float], share: float) -> float:
+    """The draw up to which records are held out, the asked share of them and at least one; -1: none are."""
+    if len(draws) < _FEWEST or not share:
+        return -1.0
+    ordered = sorted(draws)
+    highest = ordered[max(1, round(share * len(ordered))) - 1]
+    return highest if highest < ordered[-1] else -1.0
+
+
+# Classes by name: from the task's options, the folder's own config, or the training data.
+
+_MOST = 10_000
+
+
+def label_text(record: TableRecord, value: Any, column: str) -> str:
+    """Return a label as its name.
+
+    Args:
+        record: that it stands in.
+        value: what the column holds.
+        column: its name.
+
+    Raises:
+        DataError: where that is no label.
+    """
+    if isinstance(value, float) and not value.is_integer():
+        record.refuse(
+            f"column {column!r} holds the number {value}, and a class is a name or a whole number. To learn numbers, "
+            "use task.name=classify_text with task.options.regression=true."
+        )
+    if isinstance(value, float):
+        value = int(value)
+    text = str(value).strip() if isinstance(value, str | int) else ""
+    if not text:
+        shown = json.dumps(value, default=str)[:80]
+        record.refuse(f"column {column!r} holds {shown}, and a label belongs there. Leave the record out.")
+    return text
+
+
+def settled_labels(
+    option: str, seen: Iterable[str], own: Mapping[Any, str] | None, *, new_head: bool = False
+) -> dict[str, Any]:
+    """Return the classes in their order, and the number of each label of the data.
+
+    Names are equal if they differ only in case and in what separates their words.
+
+    Args:
+        option: names joined by commas; "": none are given.
+        seen: the labels of the training data.
+        own: `id2label` of the folder's config.
+        new_head: whether the folder's head is left out, so that its classes do not count.
+
+    Raises:
+        ConfigError: for fewer than two classes, for more than a head may have, and for names other than those of the
+            folder's head.
+    """
+    known = [own[key] for key in sorted(own, key=int)] if own and not new_head else []
+    if known == [f"LABEL_{index}" for index in range(len(known))]:
+        known = []  # transformers' names of classes without names
+    found = ordered_labels(list(seen))
+    names = [name.strip() for name in option.split(",")] if option else found
+    if known and (ids := _matched(names, known)) is not None and (not option or len(names) == len(known)):
+        return {"labels": known, "ids": {**ids, **{name: index for index, name in enumerate(known)}}}
+    if known and not option and all(name.isdecimal() and int(name) < len(known) for name in found):
+        return {"labels": known, "ids": {str(index): index for index in range(len(known))}}
+    if not 2 <= len(names) <= _MOST or len(set(names)) != len(names):
+        shown = ", ".join(names[:8])
+        rule = f"there are {len(set(names))} classes ({shown}), and a classifier takes 2 to {_MOST} that differ"
+        raise ConfigError([Problem("task.options.labels", f"task.options.labels={option}: {rule}. Name all of them.")])
+    if len(known) == len(names) and not option:
+        rule = (
+            f"the data has the classes {_shown(names)}, and the folder's head {_shown(known)}. Name the data's classes "
+            "in the order of the head, or set task.options.new_head=true for a head that starts anew"
+        )
+        raise ConfigError([Problem("task.options.labels", f"task.options.labels: {rule}.")])
+    return {"labels": names, "ids": {name: index for index, name in enumerate(names)}}
+
+
+def _matched(names: Iterable[str], known: list[str]) -> dict[str, int] | None:
+    """The number of each name among the known ones, or None if one is not among them."""
+    numbers = {_normal(name): index for index, name in enumerate(known)}
+    exact = {name: index for index, name in enumerate(known)}
+    if len(numbers) < len(known):  # some known names differ in case alone
+        numbers = {}
+    found = {name: exact.get(name, numbers.get(_normal(name), -1)) for name in names}
+    return None if -1 in found.values() else found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[\s_\-]+", " ", unicodedata.normalize("NFKC", name).casefold()).strip()
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+def label_id(record: TableRecord, name: str, ids: Mapping[str, int]) -> int:
+    """Return the number of a label.
+
+    Args:
+        record: the record that holds it.
+        name: name of the label.
+        ids: number of each known name.
+
+    Raises:
+        DataError: for another label.
+    """
+    if name in ids:
+        return ids[name]
+    alike = {index for known, index in ids.items() if _normal(known) == _normal(name)}
+    if len(alike) != 1:
+        record.refuse(
+            f"label {name!r} is not one of the known labels ({_shown(list(ids))}). Correct it, or name all labels with "
+            "task.options.labels=FIRST,SECOND."
+        )
+    return alike.pop()
+
+
+def label_fields(labels: list[str]) -> dict[str, Any]:
+    """Return the fields of a config that name the classes."""
+    return {"id2label": dict(enumerate(labels)), "label2id": {name: index for index, name in enumerate(labels)}}

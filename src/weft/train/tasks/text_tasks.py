@@ -1,0 +1,416 @@
+"""Masked language modelling: `task.name = "masked_lm"` (Devlin et al. 2018, arXiv 1810.04805)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from weft.config.traced_model import Limit
+from weft.data.order.stream import derive_key
+from weft.data.store.row_table import RowTable
+from weft.errors import ConfigError, Problem
+from weft.train.tasks import class_counts
+from weft.train.tasks.base import Metric, Task
+from weft.train.tasks.folder_task import IGNORED, FilledUp, FolderTask, padded, padded_length
+from weft.train.tasks.table_data import Rows, TableRecord
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from weft.planner.search.model_source import PlannedModel
+    from weft.train.losses import WholeBatchLoss
+
+#: Of the chosen tokens: those below the first number become the mask token, those up to the second any token.
+_MASKED, _REPLACED = 0.8, 0.9
+
+
+@dataclass(eq=False)
+class MaskedTask(FolderTask):
+    """Guessing the tokens that were masked. Long texts become several rows.
+
+    Of each row a share of the tokens is chosen, by (seed, epoch, row, position). 80 % of them become the mask token,
+    10 % any token, and 10 % stay as they are.
+
+    text: column of the text.
+    share: of the tokens that are chosen, at least one of each row.
+    pad_multiple: what the length of a batch's rows is rounded up to.
+    """
+
+    text: str = "text"
+    share: float = 0.15
+    pad_multiple: int = 8
+
+    unit, sample_unit = "masked_tokens", "rows"
+    head, head_words = "MaskedLM", "masked language model"
+    free_options = ("pad_multiple", "share")
+    metrics = (Metric("perplexity", "", "e to the mean loss over masked tokens"),)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            rule = "a share above 0 and below 1 is masked. Use 0.15."
+            raise ConfigError([Problem("task.options.share", f"task.options.share={self.share:g}: {rule}")])
+
+    def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
+        tokenizer: Any = self.tokenizer()
+        if tokenizer.mask_token_id is None:
+            rule = "its tokenizer has no mask token. Give the folder of a masked language model."
+            raise ConfigError([Problem("model.path", f"model.path={self.config.model.path}: {rule}")])
+        return {"mask_id": tokenizer.mask_token_id, "num_entries": len(tokenizer)}
+
+    def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        tokenizer: Any = self.tokenizer()
+        texts = [one.text(self.text, "text") for one in records]
+        length = self.config.train.seq_len
+        cut = self.tokenised(tokenizer, texts, max_length=length, return_overflowing_tokens=True)
+        for one in cut.encodings:
+            is_text = 1 - np.array(one.special_tokens_mask, np.uint8)
+            if is_text.any():
+                yield {
+                    "input_ids": np.array(one.ids, np.int32),
+                    "is_text": is_text,
+                    "is_cut": np.zeros(1, np.uint8),
+                }
+
+    def samples(self, split: str) -> Sequence[Any] | None:
+        table = self.tables.train if split == "train" else self.tables.eval
+        if table is None:
+            return None
+        masked = _MaskedRows(table, self._found, self.share, self.config.seed, split)
+        return masked if split == "train" else FilledUp(masked, self.config.train.global_batch, self.blank)
+
+    def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**row, "labels": np.full_like(row["labels"], IGNORED)}
+
+    def collate(self, samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        batch = self.padded_inputs(samples, self.pad_id)
+        labels = padded([one["labels"] for one in samples], IGNORED, batch["input_ids"].shape[1])
+        return {**batch, "labels": labels}
+
+    def nominal_count(self) -> int:
+        return max(1, round(self.share * self.config.train.global_batch * self.config.train.seq_len))
+
+    def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        from weft.train.tasks.decoder_loss import token_cross_entropy
+
+        return token_cross_entropy(output, batch)
+
+    loss.takes_head_loss = True
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        return {"perplexity": class_counts.perplexity(sums)}
+
+
+class _MaskedRows(Sequence[dict[str, np.ndarray]]):
+    """Rows with tokens masked. Each epoch of training has masks of its own; evaluations have one."""
+
+    def __init__(self, table: RowTable, found: Mapping[str, Any], share: float, seed: int, split: str):
+        self._table, self._found, self._share = table, found, share
+        self._seed, self._split = seed, split
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.in_epoch(0, index)
+
+    def in_epoch(self, epoch: int, index: int) -> dict[str, np.ndarray]:
+        """Return a row as an epoch has it."""
+        row = self._table[index]
+        ids, is_text = row["input_ids"], row["is_text"].astype(bool)
+        # Numbers of a position come from its place in the stream alone.
+        stream = np.random.Generator(np.random.Philox(key=derive_key("mask", self._seed, self._split, epoch, index)))
+        draws = stream.random((len(ids), 3))
+        draw = np.where(is_text, draws[:, 0], 2.0)
+        chosen = draw < max(self._share, draw.min() + 1e-12)
+        tokens = ids.copy()
+        tokens[chosen & (draws[:, 1] < _MASKED)] = self._found["mask_id"]
+        replaced = chosen & (draws[:, 1] >= _MASKED) & (draws[:, 1] < _REPLACED)
+        tokens[replaced] = (draws[replaced, 2] * self._found["num_entries"]).astype(np.int32)
+        return {"input_ids": tokens, "labels": np.where(chosen, ids, IGNORED).astype(np.int32)}
+
+
+# A text from a text, with an encoder and a decoder: `task.name = "seq2seq"`.
+
+
+@dataclass(eq=False)
+class Seq2SeqTask(FolderTask):
+    """Translation, summaries, and whatever else turns one text into another.
+
+    The decoder reads the target moved by one place, behind the token that the model's config starts with.
+
+    source: column of the text that is read.
+    target: column of the text that is written.
+    prefix: put before every source, such as "summarize: ".
+    target_len: tokens of a target; train.seq_len is for sources.
+    pad_multiple: what lengths are rounded up to.
+    """
+
+    source: str = "source"
+    target: str = "target"
+    prefix: str = ""
+    target_len: int = 128
+    pad_multiple: int = 8
+
+    unit, sample_unit = "tokens", "pairs"
+    head, head_words = "Seq2SeqLM", "model for sequence to sequence"
+    padded_columns = ("input_ids", "labels")
+    sum_names = ("right",)
+    metrics = (
+        Metric("perplexity", "", "e to the mean loss over target tokens"),
+        Metric("token_accuracy", "", "share of the target tokens that the model names, given those before"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.target_len < 2:
+            rule = "a target has at least 2 tokens. Use 128."
+            raise ConfigError(
+                [Problem("task.options.target_len", f"task.options.target_len={self.target_len}: {rule}")]
+            )
+
+    def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
+        from weft.models.inspect import hugging_face
+
+        start, config = hugging_face.decoder_start(self.shapes()), self._own_config()
+        if start == "last":  # of the target itself (mBART), where tokenizers put the language
+            return {"start_id": None}
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            start = getattr(config, name, None) if start is None else start
+        if start is None:
+            rule = "its config has no decoder_start_token_id. Add it to config.json."
+            raise ConfigError([Problem("model.path", f"model.path={self.config.model.path}: {rule}")])
+        return {"start_id": start}
+
+    def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        from weft.data.text.tokenizer_limits import bounded
+
+        sources = [self.prefix + one.text(self.source, "source") for one in records]
+        tokenizer: Any = self.tokenizer()
+        targets = [one.text(self.target, "target") for one in records]
+        wanted: Any = bounded(
+            lambda: tokenizer(text_target=targets, truncation=True, max_length=self.target_len), sum(map(len, targets))
+        )
+        for row, target in zip(self.encoded(sources), wanted.encodings, strict=True):
+            yield {
+                **row,
+                "labels": np.array(target.ids, np.int32),
+                "is_cut": row["is_cut"] | np.uint8(bool(target.overflowing)),
+            }
+
+    def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**row, "is_blank": np.ones(1, np.uint8)}
+
+    def collate(self, samples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        batch = self.padded_inputs(samples, self.pad_id)
+        targets = [one["labels"] for one in samples]
+        length = padded_length(max(map(len, targets)), self.pad_multiple, self.target_len)
+        start = self._found["start_id"]
+        read = [np.concatenate(([one[-1] if start is None else start], one[:-1])) for one in targets]
+        counted = [
+            one * 0 + IGNORED if "is_blank" in sample else one for one, sample in zip(targets, samples, strict=True)
+        ]
+        return {
+            **batch,
+            "decoder_input_ids": padded(read, self.pad_id, length),
+            "labels": padded(counted, IGNORED, length),
+        }
+
+    def nominal_count(self) -> int:
+        return self.config.train.global_batch * self.target_len
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        return self.called(model, batch, use_cache=False).logits
+
+    def loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        from weft.train.tasks.decoder_loss import token_cross_entropy
+
+        return token_cross_entropy(output, batch)
+
+    def sums(self, output: Any, batch: Any) -> Mapping[str, torch.Tensor]:
+        return {"right": (output.argmax(-1) == batch["labels"]).sum()}
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        share = sums["right"] / sums["count"] if sums["count"] else None
+        return {"perplexity": class_counts.perplexity(sums), "token_accuracy": share}
+
+
+# Texts as vectors, near where they belong together: `task.name = "embed"`.
+
+Pooling = Literal["mean", "cls", "last"]
+_NO_PP = Limit(
+    (1,), "the loss compares all texts of the global batch, and a pipeline goes backward before they are there"
+)
+
+
+@dataclass(eq=False)
+class EmbedTask(FolderTask):
+    """An embedding model, trained on pairs that belong together.
+
+    query: column of the first text.
+    positive: column of the text that belongs to it.
+    negative: column of a text that does not; "": there is none.
+    pooling: how a text's vector comes from its tokens' (mean, cls: the first, last).
+    normalise: whether vectors have length 1.
+    temperature: what the products of vectors are divided by.
+    pad_multiple: what the length of a batch's texts is rounded up to.
+    """
+
+    query: str = "query"
+    positive: str = "positive"
+    negative: str = ""
+    pooling: str = "mean"
+    normalise: bool = True
+    temperature: float = 0.05
+    pad_multiple: int = 8
+
+    unit = sample_unit = "pairs"
+    head, head_words = "", "model"
+    free_options = ("pad_multiple", "pooling", "normalise", "temperature")
+    sum_names = ("within_1", "within_10")
+    metrics = (
+        Metric("recall_at_1", "", "share of the queries whose own text is the nearest of the evaluation set"),
+        Metric("recall_at_10", "", "share of the queries whose own text is among the nearest ten"),
+    )
+
+    #: None are said: the loss compares all texts of a batch, in their order.
+    lengths = Task.lengths
+
+    def __post_init__(self) -> None:
+        if self.pooling not in get_args(Pooling):
+            rule = f"not one of {', '.join(get_args(Pooling))}. Use mean."
+            raise ConfigError([Problem("task.options.pooling", f"task.options.pooling={self.pooling}: {rule}")])
+        if self.temperature <= 0:
+            rule = "a temperature is above 0. Use 0.05."
+            key = "task.options.temperature"
+            raise ConfigError([Problem(key, f"{key}={self.temperature:g}: {rule}")])
+
+    def limits(self) -> dict[str, Limit]:
+        return {**super().limits(), "pp": _NO_PP}
+
+    def survey(self, records: Iterator[TableRecord]) -> Mapping[str, Any]:
+        from weft.models.inspect import hugging_face
+
+        config: Any = hugging_face.load_model_config(self._base)
+        if getattr(config, "is_encoder_decoder", False):
+            rule = "it is an encoder with a decoder, and embed takes one of them. Give the folder of an encoder."
+            raise ConfigError([Problem("model.path", f"model.path={self.config.model.path}: {rule}")])
+        return {}
+
+    def rows(self, records: list[TableRecord], found: Mapping[str, Any]) -> Rows:
+        options = {"query": self.query, "positive": self.positive}
+        options |= {"negative": self.negative} if self.negative else {}
+        columns = {
+            option: list(self.encoded([one.text(column, option) for one in records]))
+            for option, column in options.items()
+        }
+        for number in range(len(records)):
+            texts = {option: rows[number] for option, rows in columns.items()}
+            row = {f"{name}.{option}": one[name] for option, one in texts.items() for name in one if name != "is_cut"}
+            yield {**row, "is_cut": np.max([one["is_cut"] for one in texts.values()], axis=0)}
+
+    def blank(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**row, "is_blank": np.ones(1, np.uint8)}
+
+    def collate(self, samples: Sequence[_Pair]) -> dict[str, torch.Tensor]:
+        """Lay the texts of a pair one below the other, pair by pair."""
+        import torch
+
+        rows = [one.row for one in samples]
+        options = [name.partition(".")[2] for name in rows[0] if name.startswith("input_ids.")]
+        names = {name.partition(".")[0] for name in rows[0] if "." in name}
+        texts = [{name: one[f"{name}.{option}"] for name in names} for one in rows for option in options]
+        counted = torch.tensor([0 if "is_blank" in one else 1 for one in rows])
+        return {**self.padded_inputs(texts, self.pad_id), "is_counted": counted}
+
+    def samples(self, split: str) -> Sequence[Any] | None:
+        found = super().samples(split)
+        return None if found is None else _Pairs(found)
+
+    # --- planner ---
+
+    def describe(self) -> PlannedModel:
+        """Describe the model, of which a pair takes two or three texts."""
+        return replace(super().describe(), texts=3 if self.negative else 2)
+
+    # --- model and step ---
+
+    def build(self) -> nn.Module:
+        model = super().build()
+        for name, param in model.named_parameters():
+            if "pooler." in name:  # nothing calls it, and weight decay would wear it away
+                param.requires_grad_(False)
+        return model
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        """Return the vectors of queries, of their texts, of negatives, and which pairs count."""
+        from torch.nn import functional as F
+
+        inputs = {name: value for name, value in batch.items() if name != "is_counted"}
+        states, mask = self.called(model, inputs).last_hidden_state, batch["attention_mask"]
+        if self.pooling == "cls":
+            pooled = states[:, 0]
+        elif self.pooling == "last":
+            last = mask.sum(1) - 1
+            pooled = states.gather(1, last[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
+        else:
+            weights = mask[..., None].to(states.dtype)
+            pooled = (states * weights).sum(1) / weights.sum(1)
+        wide = pooled if pooled.itemsize == 8 else pooled.float()
+        vectors = F.normalize(wide, dim=-1) if self.normalise else wide
+        counted = batch["is_counted"]
+        each = vectors.unflatten(0, (len(counted), -1))
+        return (*each.unbind(1), counted)
+
+    @property
+    def loss(self) -> WholeBatchLoss:  # pyright: ignore[reportIncompatibleMethodOverride] - a loss of the whole batch is an object
+        from weft.train.losses import WholeBatchLoss
+
+        return WholeBatchLoss(self._compare, self._score)
+
+    def _compare(self, own: Any, every: Any, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """InfoNCE of some queries: their own text among all texts and all negatives of the batch."""
+        import torch
+        from torch.nn import functional as F
+
+        texts, counted = torch.cat(every[1:-1]), every[-1].repeat(len(every) - 2)
+        products = own[0] @ texts.T / self.temperature
+        products = products.masked_fill(counted == 0, -torch.inf)
+        is_own = own[-1] != 0
+        losses = F.cross_entropy(products[is_own], places[is_own], reduction="sum")
+        return losses, is_own.sum()
+
+    def _score(self, own: Any, every: Any, places: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """Of how many queries at most 0 or 9 texts of the set are nearer than their own."""
+        import torch
+
+        products = (own[0] @ every[1].T).masked_fill(every[-1] == 0, -torch.inf)
+        mine = products.gather(1, places[:, None])
+        nearer, is_own = (products > mine).sum(1), own[-1] != 0
+        return {"within_1": ((nearer < 1) & is_own).sum(), "within_10": ((nearer < 10) & is_own).sum()}
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        count = sums["count"]
+        return {f"recall_at_{most}": sums[f"within_{most}"] / count if count else None for most in (1, 10)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A row, closed: dropout counts as many rows of a batch for each pair, whatever the lengths of its texts."""
+
+    row: Mapping[str, np.ndarray]
+
+
+class _Pairs(Sequence[_Pair]):
+    """Rows as pairs."""
+
+    def __init__(self, rows: Sequence[Mapping[str, np.ndarray]]):
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return _Pair(self._rows[index])

@@ -1,0 +1,356 @@
+"""What is said in a recording, written by a model of the kind of Whisper: `task.name = "transcribe"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.config.rule import Facts
+from weft.config.traced_model import Limit
+from weft.data.media.audio import Hearing
+from weft.data.media.audio_features import folder_features
+from weft.data.media.audio_source import Sounds
+from weft.data.media.files import RecordColumns
+from weft.data.media.media_records import MediaRecords, Survey, find_records, record_files
+from weft.data.media.records import SOUND
+from weft.data.store.prepare import cache_folder
+from weft.errors import ConfigError, DataError, Problem
+from weft.monitor.plots import SheetEntry
+from weft.parallel.pipeline.runtime import pipeline_of
+from weft.train.folder import RunFolder
+from weft.train.tasks.base import Metric, Report
+from weft.train.tasks.captioning import LOOK_EVERY, any_goes_on
+from weft.train.tasks.decoder_files import base_of
+from weft.train.tasks.decoder_loss import token_cross_entropy
+from weft.train.tasks.description import Forwards
+from weft.train.tasks.edit_distance import edit_distance
+from weft.train.tasks.folder_task import IGNORED, FolderTask, padded, padded_length
+from weft.train.tasks.media import MediaTask
+from weft.train.tasks.token_costs import TokenCosts
+
+#: Why no plan shares out the tokens of a text between layers.
+_NO_SP = Limit((0,), "evaluations write token by token, which is none to share out; task.options.generate=0 leaves it")
+
+
+@dataclass(eq=False)
+class TranscribeTask(MediaTask, FolderTask):
+    """Trains a Hugging Face model that reads bands of pitch and writes text.
+
+    data: records: a file, a folder or a glob of .tar shards, .jsonl or .parquet files, whose columns `audio` and `text`
+    are found by the usual names. eval: other records; by default a share `holdout` of them. language: of the texts, for
+    tokenizers that mark it, such as "en". gain: dB by which recordings become louder or softer at most. noise: white
+    noise up to this share of a recording's own level. masks: so many stretches of time and as many of pitch are hidden.
+    target_len: tokens of a text at most. generate: tokens that evaluations write of each text, to count wrong letters;
+    0: none. pad_multiple: what the tokens of a batch are rounded up to.
+    """
+
+    data: str
+    eval: str = ""
+    holdout: float = 0.1
+    language: str = ""
+    gain: float = 0.0
+    noise: float = 0.0
+    masks: int = 0
+    target_len: int = 128
+    generate: int = 64
+    pad_multiple: int = 8
+    audio: str = ""
+    text: str = ""
+
+    unit, sample_unit = "tokens", "recordings"
+    head, head_words = "SpeechSeq2Seq", "model that writes what it hears"
+    media_file = "recordings.json"
+    sections = ("model.path", "data.cache_dir", "data.workers", "data.batching", "data.microbatch_cost")
+    identity = ("model",)
+    sum_names = ("right", "edits", "letters")
+    metrics = (
+        Metric("token_accuracy", "", "share of the tokens that the model names, given those before"),
+        Metric("character_error_rate", "", "letters to change in what the model writes, for each that was said"),
+    )
+
+    _forwards: Forwards | None = field(default=None, init=False, repr=False)
+
+    fills_seq_len = False
+
+    def __post_init__(self) -> None:
+        self.check_share()
+        for name, least, most in (
+            ("gain", 0.0, 60.0), ("noise", 0.0, 10.0), ("masks", 0, 16), ("target_len", 2, 2**16),
+            ("generate", 0, 2**16), ("pad_multiple", 1, 4096),
+        ):  # fmt: skip
+            if not least <= getattr(self, name) <= most:
+                raise DataError(f"{name}={getattr(self, name)}: it is {least:g} to {most:g}. Use a number between.")
+
+    # --- the recordings and their texts ---
+
+    def prepare(self, folder: RunFolder, report: Report | None) -> None:
+        """Check the model and its weights, and find the recordings.
+
+        Raises:
+            CheckpointError: for weights that are not those of the config, or cannot be read.
+            ConfigError: for a model that does not read bands of pitch, or reads fewer tokens.
+            DataError: for what is wrong with the data, and for other data than the run was started with.
+        """
+        self._check_model()
+        super().prepare(folder, report)
+        if self._needs_folder or not base_of(folder).is_dir():
+            self._notes = self._weight_notes()
+
+    def keep(self, folder: RunFolder, notes: Sequence[str]) -> Mapping[str, str]:
+        self.keep_base(folder)
+        return super().keep(folder, notes)
+
+    def open(self, folder: RunFolder) -> None:
+        self._folder = folder
+        super().open(folder)
+
+    def _check_model(self) -> None:
+        from weft.models.inspect import hugging_face
+
+        path = self.config.model.path
+        if not path:
+            raise _wrong("model.path", "", "this task trains a model of a folder. Give that of a Whisper")
+        features, _ = self._heard
+        shapes: Any = self.shapes()
+        wanted = hugging_face.input_shapes(shapes, 1).get("input_features")
+        if wanted is None or not getattr(shapes.config, "is_encoder_decoder", False):
+            raise _wrong("model.path", path, f"a {type(shapes).__name__} does not write text of input_features. Give "
+                         "the folder of a Whisper")  # fmt: skip
+        found = features.shape(round(self._heard[1] * features.rate))
+        if features.name != "input_features" or tuple(wanted) != tuple(found):
+            raise _wrong("model.path", path, f"its feature extractor gives {_times(found)} numbers, and its model "
+                         f"reads {_times(wanted)}. Give files that belong together")  # fmt: skip
+        most = getattr(shapes.config, "max_target_positions", None)
+        if most is not None and self.target_len > most:
+            raise _wrong("task.options.target_len", self.target_len, f"the model writes at most {most} tokens. Use "
+                         f"{most} or less")  # fmt: skip
+
+    @cached_property
+    def _heard(self) -> tuple[Any, float]:
+        """What makes features, and the seconds that they reach over."""
+        features, seconds = folder_features(self._base)
+        return features, 30.0 if seconds is None else float(seconds)
+
+    @cached_property
+    def _words(self) -> _Words:
+        options = {"language": self.language, "task": "transcribe"} if self.language else {}
+        return _Words(self.tokenizer(**options), self._start_id())
+
+    def _start_id(self) -> int:
+        from weft.models.inspect import hugging_face
+
+        config: Any = hugging_face.load_model_config(self._base)
+        found = [getattr(config, name, None) for name in ("decoder_start_token_id", "bos_token_id")]
+        start = next((one for one in found if one is not None), None)
+        if start is None:
+            raise _wrong("model.path", self.config.model.path, "its config has no decoder_start_token_id. Add it to "
+                         "config.json")  # fmt: skip
+        return int(start)
+
+    def source(self, option: str, path: str, told: Callable[[int, int], None] | None) -> MediaRecords:
+        """Find the recordings of a path and the tokens of their texts.
+
+        Args:
+            option: that names the path.
+            path: as the user typed it.
+            told: of (done, all).
+
+        Raises:
+            DataError: for what is wrong with the data.
+        """
+        files = record_files(path, SOUND)
+        if not files:
+            raise DataError(
+                f"{option}={path}: it names no .tar, .jsonl or .parquet file, which a text for each recording would "
+                "stand in. Give such a file."
+            )
+        features, seconds = self._heard
+
+        def refuse(size: tuple[int, ...]) -> str:
+            lasts = size[0] / size[1]
+            return "" if lasts <= seconds else f"it lasts {lasts:.1f} s, and the model hears {seconds:g} s. Cut it up."
+
+        def tokens(text: str) -> Sequence[int] | str:
+            found = self._words.tokens(text)
+            most = self.target_len
+            return found if len(found) <= most else f"its text has {len(found)} tokens, more than target_len={most}"
+
+        key = (self._row_key(), features.told(), seconds)
+        columns = RecordColumns(self.audio, self.text, SOUND, is_text=True)
+        survey = Survey(key, refuse, tokens)
+        return find_records(path, files, columns, cache_folder(self.config.data), told, survey)
+
+    free_options = ("data", "eval", "holdout", "gain", "noise", "masks", "generate", "pad_multiple", "audio", "text")
+
+    def made(self, source: MediaRecords, split: str) -> Sounds:
+        features, seconds = self._heard
+        hearing = Hearing(features.rate, seconds)
+        if split == "train":
+            hearing = Hearing(features.rate, seconds, False, self.gain, self.noise, self.masks)
+        return Sounds(source, hearing, features, self.config.seed)
+
+    def described(self, index: int, split: str = "train") -> str:
+        source = self.media(split)
+        return f"{source.file(index)}, text {source.text(index)!r}"
+
+    def sheet_entry(self, place: int, split: str) -> SheetEntry:
+        source, (epoch, index) = self.media(split), self.shown(place, split)
+        sounds = self.made(source, split)
+        wave, bands = sounds.wave(epoch, index), sounds.decoded(epoch, index)
+        said = [(self._words.whole([self._words.start]), 0.0), (self._words.whole(source.tokens(index).tolist()), 1.0)]
+        title = self.sheet_title(place, split)
+        return SheetEntry(title, wave=wave, rate=sounds.hearing.rate, bands=bands, text=said)
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        texts = [np.asarray(tokens) for _, tokens in samples]
+        length = padded_length(max(map(len, texts)), self.pad_multiple, self.target_len)
+        read = [np.concatenate(([self._words.start], one[:-1])) for one in texts]
+        return {
+            "input_features": torch.from_numpy(np.stack([made for made, _ in samples])),
+            "decoder_input_ids": padded(read, self._words.pad, length),
+            "labels": padded(texts, IGNORED, length),
+        }
+
+    def facts(self, world_size: int) -> Facts:
+        return Facts(
+            world_size=world_size, global_batch=self.config.train.global_batch, seq_len=self.target_len,
+            limits=self.limits(),
+        )  # fmt: skip
+
+    def limits(self) -> dict[str, Limit]:
+        return {**super().limits(), **({"sp": _NO_SP} if self.generate else {})}
+
+    def text_len(self) -> int:
+        return self.target_len
+
+    def nominal_count(self) -> int:
+        return self.config.train.global_batch * self.target_len
+
+    # --- what samples cost ---
+
+    def lengths(self) -> np.ndarray:
+        """Return what each text is filled up to where it stands alone, int64 (samples,)."""
+        counts, multiple = self.media("train").token_counts(), self.pad_multiple
+        return np.maximum(counts, np.minimum(-(-counts // multiple) * multiple, self.target_len))
+
+    def length_costs(self, lengths: np.ndarray) -> np.ndarray:
+        costs, _ = self._costs
+        return costs.work(lengths) / costs.work(1)
+
+    def costs_beside(self) -> np.ndarray:
+        """Return what the encoder costs for each sample: it hears all its seconds, whatever a recording lasts."""
+        costs, encoder = self._costs
+        return np.full(len(self.media("train")), encoder / float(costs.work(1)))
+
+    @cached_property
+    def _costs(self) -> tuple[TokenCosts, float]:
+        """What tokens of a text cost, and the encoder."""
+        model: Any = self.shapes()
+        config, encoder = model.config, model.get_encoder()
+        heard = int(config.max_source_positions)
+        text = TokenCosts.of(model, config.decoder_layers, config.d_model)
+        sound = TokenCosts.of(encoder, config.encoder_layers, config.d_model)
+        # A token of the text looks at all that was heard, too.
+        weights = text.weights - sound.weights + text.per_pair * heard
+        return TokenCosts(weights, text.per_pair), float(sound.work(heard))
+
+    # --- the model ---
+
+    def begin(self, forwards: Forwards) -> None:
+        self._forwards = forwards
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        """Return logits; in an evaluation with `generate`, also the tokens that the model writes by itself."""
+        logits = self.called(model, batch, use_cache=False).logits
+        if model.training or not self.generate or pipeline_of(model) is not None:
+            return logits
+        return logits, self.written(model, batch["input_features"])
+
+    @torch.no_grad()
+    def written(self, model: Any, features_BMT: Tensor) -> Tensor:
+        """Return the likeliest token after token that the model writes of features, (B, at most `generate`).
+
+        All ranks call the model equally often: where its weights are spread over them, each call is a collective.
+        """
+        from weft.models.inspect import hugging_face
+
+        words, rows, cache = self._words, len(features_BMT), hugging_face.cache_name(model)
+        given = torch.tensor([words.start, *words.prefix], device=features_BMT.device).expand(rows, -1)
+        has_ended = torch.zeros(rows, dtype=torch.bool, device=given.device)
+        found: list[Tensor] = []
+        options: dict[str, Any] = {"input_features": features_BMT}
+        for place in range(self.generate):
+            output = model(**options, decoder_input_ids=given, use_cache=True)
+            said = output.logits[:, -1].argmax(-1).masked_fill(has_ended, words.end)
+            found.append(said)
+            has_ended = has_ended | (said == words.end)
+            if place % LOOK_EVERY == LOOK_EVERY - 1 and not any_goes_on(self._forwards, has_ended):
+                break
+            given = said[:, None]
+            encoded = (output.encoder_last_hidden_state,)
+            options = {"encoder_outputs": encoded, cache: getattr(output, cache)}
+        return torch.stack(found, 1)
+
+    def loss(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        return token_cross_entropy(output[0] if isinstance(output, tuple) else output, batch)
+
+    def sums(self, output: Any, batch: Any) -> Mapping[str, Tensor | float]:
+        logits, written = output if isinstance(output, tuple) else (output, None)
+        labels, edits, letters = batch["labels"], 0, 0
+        for row, said in enumerate(() if written is None else written.tolist()):
+            true = self._words.text(labels[row][labels[row] != IGNORED].tolist())
+            edits, letters = edits + edit_distance(self._words.text(said), true), letters + len(true)
+        return {"right": (logits.argmax(-1) == labels).sum(), "edits": float(edits), "letters": float(letters)}
+
+    def measure(self, sums: Mapping[str, float]) -> Mapping[str, float | None]:
+        share = sums["right"] / sums["count"] if sums["count"] else None
+        rate = sums["edits"] / sums["letters"] if sums["letters"] else None
+        return {"token_accuracy": share, "character_error_rate": rate}
+
+
+class _Words:
+    """A tokenizer as the decoder's texts need it: prefix, text, end."""
+
+    def __init__(self, tokenizer: Any, start: int):
+        self._tokenizer, self.start = tokenizer, start
+        empty = list(tokenizer("").input_ids)
+        ends = [one for one in (tokenizer.eos_token_id, *empty[-1:]) if one is not None]
+        if not ends:
+            raise DataError("model.path: its tokenizer has no eos_token, which ends a text. Add it to its files.")
+        self.end = int(ends[0])
+        pads = (tokenizer.pad_token_id, self.end)
+        self.pad = int(next(one for one in pads if one is not None))
+        #: What stands before every text, behind the token that the decoder starts with.
+        self.prefix = self._inner(empty)
+
+    def _inner(self, ids: list[int]) -> list[int]:
+        """Tokens without the one that the decoder starts with, and the one that ends a text."""
+        ids = ids[1:] if ids and ids[0] == self.start else ids
+        return ids[:-1] if ids and ids[-1] == self.end else ids
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens that are learnt of a text, the last one its end."""
+        return [*self._inner(list(self._tokenizer(text).input_ids)), self.end]
+
+    def whole(self, ids: list[int]) -> str:
+        """Return what tokens are, the special ones among them."""
+        return self._tokenizer.decode(ids)
+
+    def text(self, ids: list[int]) -> str:
+        """Return what tokens say, up to their end."""
+        known = ids[: ids.index(self.end)] if self.end in ids else ids
+        return self._tokenizer.decode(known, skip_special_tokens=True).strip()
+
+
+def _times(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _wrong(key: str, value: object, rule: str) -> ConfigError:
+    return ConfigError([Problem(key, f"{key}={value}: {rule}.")])

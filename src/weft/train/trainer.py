@@ -1,0 +1,399 @@
+"""The loop: batches in, steps done, evaluated and saved when due. Everything that shows or writes is a hook."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.config.run_config import RunConfig
+from weft.errors import TrainingHalted
+from weft.monitor.alerts import Wish
+from weft.monitor.events import StepRecord
+from weft.monitor.guards import GarbageTurns, NonFiniteGuard, SpikeWatch, mfu
+from weft.monitor.step_times import StepTimes, TimeBook, busy_seconds, memory_bytes, own_seconds
+from weft.optim.build import lr_factor
+from weft.train.batching_by_cost import StepPlaces
+from weft.train.engine import Engine, LateResult, StepResult, TraceKind
+from weft.train.hooks import Hook, Progress, SaveEnd, stretches
+from weft.train.tasks.base import Task
+
+#: Why a run ended that a signal or a hook stopped.
+ASKED_TO_STOP = "asked to stop"
+#: Why a run ended whose other replicas, worlds of their own, had ended.
+OTHERS_ENDED = "the other replicas have ended"
+#: Wishes after which the next start goes on from an older checkpoint.
+GOES_BACK = ("roll_back", "skip_data")
+#: Of bad steps in a row so many are traced: the others go wrong for the same reason.
+_TRACED_IN_A_ROW = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that the engine was told to take. number: from 1. data_s: that the loop waited for its batches."""
+
+    number: int
+    lr: float
+    result: StepResult | LateResult
+    times: StepTimes
+    data_s: float
+
+
+@dataclass
+class Trainer:
+    """One run on one rank: what to train, on what, and who watches.
+
+    save: begins to write a checkpoint of the progress given, or says why it does not; its other arguments: an
+    evaluation of these weights gave a finite loss; no step follows. ended: what became of saves; where told to, it
+    waits for the one under way. copy: as save, into the memory of the hosts; False where another is under way, and
+    after the next step it is asked again. confirm: the weights after so many steps gave a finite loss. halted: where
+    the same command resumes after a first bad step, in words. All are called on every rank. left_out: steps, counted
+    from 1, that are passed over with their data. wishes: on the first rank, gives what the run is asked for; None: it
+    cannot be asked. parting: the wish that ended training, where one did. moved: hears, after a meeting, that training
+    goes on from another step (before, after). is_unsaved: the weights that training begins with are in no checkpoint.
+    """
+
+    task: Task
+    engine: Engine
+    save: Callable[[Progress, bool, bool], str | None]
+    copy: Callable[[Progress], bool] = lambda progress: True
+    ended: Callable[[bool], Sequence[SaveEnd]] = lambda wait: ()
+    confirm: Callable[[int], None] = lambda step: None
+    halted: Callable[[int], str] = lambda first_bad: "it resumes from the last checkpoint"
+    hooks: Sequence[Hook] = ()
+    left_out: Collection[int] = ()
+    wishes: Callable[[], Sequence[Wish]] | None = None
+    moved: Callable[[int, int], None] = lambda before, step: None
+    is_unsaved: bool = False
+    progress: Progress = field(default_factory=Progress)
+    book: TimeBook = field(default_factory=TimeBook)
+    garbage: GarbageTurns = field(init=False)
+    parting: Wish | None = field(default=None, init=False)
+    _spikes: SpikeWatch = field(default_factory=SpikeWatch, init=False)
+    _flops: float | None = None
+    _peak_flops: float | None = None
+    _saved_step: int = 0
+    _sound_step: int | None = None
+    _data_s: float = 0.0
+    _unread: _Launched | None = None
+    _copy_waits: bool = False
+    _save_asked: bool = False
+    _has_moved: bool = False
+
+    def __post_init__(self) -> None:
+        self.garbage = GarbageTurns(self.config.train.collect_every)
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's settings."""
+        return self.task.config
+
+    def fit(self) -> str:
+        """Train until the last step or a reason to stop; returns "finished" or the reason."""
+        num_steps = self.config.train.steps
+        guard = NonFiniteGuard(self.config.train.max_bad_steps)
+        self._peak_flops = self.engine.peak_flops()
+        self._flops = self.task.flops_per_count() if self._peak_flops else None
+        self._saved_step, self._sound_step = -1 if self.is_unsaved else self.progress.step, None
+        self.book.start()
+        for hook in self.hooks:
+            hook.on_start(self.progress.step)
+            hook.on_phase("compiling" if self.engine.plan.compile else "first step")
+        with self.garbage:
+            reason = self._train_until(num_steps, guard) or "finished"
+        if self.parting is not None and self.parting.action in GOES_BACK:
+            self._wait_for_saves()  # what follows trains on from an older checkpoint: these weights are not wanted
+        elif (why := self._save_last(guard)) and self._must_be_saved():
+            # However it came to its end: "asked to stop" promises that everything is saved.
+            raise self._halt(f"the run ended at step {self.progress.step}, which is not saved: {why}", guard)
+        self._end(reason)
+        return reason
+
+    def _train_until(self, num_steps: int, guard: NonFiniteGuard) -> str | None:
+        """All steps that are left, from wherever meetings lead; a reason to stop before, or None."""
+        while True:
+            self._has_moved, stop = False, None
+            for first, end in stretches(self.progress.step, num_steps, self.left_out):
+                self.progress.step = first
+                if (stop := self._train_stretch(end, guard)) or self._has_moved:
+                    break
+            if stop or not self._has_moved:
+                return stop
+
+    def _train_stretch(self, end: int, guard: NonFiniteGuard) -> str | None:
+        """All steps up to `end`; a reason to stop before, or None."""
+        with self.engine.batches.iterate(self.progress.step, end) as steps:
+            for batches in self._awaited(steps):
+                if (stop := self._advance(batches, guard)) or self._has_moved:
+                    return stop
+        stop = self._see_last(guard)
+        self.progress.step = end
+        return stop
+
+    def _advance(self, batches: list[Any], guard: NonFiniteGuard) -> str | None:
+        """One step, and what is due after it; a reason to stop, or None.
+
+        Where the engine does not wait for its device, the step before this one is seen now, and this one only if
+        something is due that must know it.
+        """
+        before, self._unread = self._unread, self._launch(self.progress.step, batches)
+        self.progress.step += 1
+        self.garbage.after_step(self.progress.step)
+        stop = self._see(before, guard) if before else None
+        launched = self._unread.result
+        if stop or self._save_asked or not isinstance(launched, LateResult) or self._is_something_due():
+            stop = self._see_last(guard) or stop
+        self._follow(launched)
+        self._tell_ended(self.ended(False))
+        stop = stop or self._evaluate_if_due()
+        self._copy_waits = self._copy_waits or self._due(self.config.checkpoint.peer_every)
+        if not stop and (self._due(self.config.checkpoint.every) or self._is_best_now() or self._save_asked):
+            self._copy_waits = self._save_asked = False
+            self._save(guard)
+        elif self._copy_waits and not (stop or guard.num_bad or self._is_last()):
+            with self.engine.pulse.doing("copies its state"), self.book.spend("checkpoint"):
+                self._copy_waits = not self.copy(self.progress)
+        return stop
+
+    def _follow(self, result: StepResult | LateResult) -> None:
+        """Go on from where a meeting after this step led, if it did; engines that meet others know their results."""
+        if isinstance(result, StepResult) and result.goes_to is not None:
+            before, self.progress.step = self.progress.step, result.goes_to
+            self._has_moved, self._saved_step = True, -1
+            self.moved(before, result.goes_to)
+            for hook in self.hooks:
+                hook.on_moved(before, result.goes_to)
+
+    def _see_last(self, guard: NonFiniteGuard) -> str | None:
+        """Wait for the last step, where nobody has seen it yet."""
+        unread, self._unread = self._unread, None
+        return self._see(unread, guard) if unread else None
+
+    def _see(self, launched: _Launched, guard: NonFiniteGuard) -> str | None:
+        """Show a step and judge it; a reason to stop, or None."""
+        result = launched.result.read() if isinstance(launched.result, LateResult) else launched.result
+        usual = self._spikes.observe(result.loss)
+        self._show_step(self._record(launched, result, usual))
+        if guard.num_bad < _TRACED_IN_A_ROW and (kind := _wrong(result, usual)) is not None:
+            self._trace(kind, launched.number)
+        try:
+            guard.observe(launched.number, result.loss, result.grad_norm, loss_scale=result.loss_scale)
+        except TrainingHalted as halt:
+            raise self._halt(str(halt), guard) from None
+        if not guard.num_bad:
+            self.confirm(launched.number - 1)
+        stop = self._heed() if result.wants_stop else None
+        return OTHERS_ENDED if result.is_over else stop
+
+    def _trace(self, kind: TraceKind, number: int) -> None:
+        """Find out where a step went wrong. All ranks come here: they judge by the same numbers."""
+        with self._phase("tracing", "tracing", "traces a step that went wrong"):
+            event = self.engine.trace(kind, number)
+        if event is not None:
+            for hook in self.hooks:
+                hook.on_trace(event)
+
+    def _heed(self) -> str | None:
+        """Some rank asked for something, and all ranks know it: a reason to stop, or None."""
+        if self.wishes is None:
+            return ASKED_TO_STOP
+        engine, wishes = self.engine, self.wishes
+        engine.asks = False  # before the wishes are taken: one that comes now is heard after the next step
+        said = engine.gather(b"stop" if engine.wants_stop else b"")
+        found = engine.on_first(lambda: [b"stop" in said, [wish.as_json() for wish in wishes()]])
+        for wish in map(Wish.from_json, found[1]):
+            self._do(wish)
+        if found[0]:
+            self.parting = None
+            return ASKED_TO_STOP
+        return None if self.parting is None else f"asked to {self.parting.action} by {self.parting.by}"
+
+    def _do(self, wish: Wish) -> None:
+        """What the run is asked for; all ranks, after the same step."""
+        for hook in self.hooks:
+            hook.on_action(self.progress.step, wish)
+        if wish.action == "checkpoint":
+            self._save_asked = True
+        elif wish.action == "lower_lr":
+            self.progress.lr_factor *= wish.factor
+        elif wish.action != "tell" and self.parting is None:
+            self.parting = wish
+
+    def _must_be_saved(self) -> bool:
+        """A run that is held may wait with an older checkpoint: a person looks at it."""
+        return self.parting is None or self.parting.action != "hold"
+
+    def _awaited(self, steps: Iterable[list[Any]]) -> Iterator[list[Any]]:
+        """The steps' batches; waiting for them is counted."""
+        batches = iter(steps)
+        while True:
+            start = time.perf_counter()
+            with self.engine.pulse.doing("waits for its data", may_take_long=False):
+                try:
+                    found = next(batches, None)
+                except Exception as error:
+                    # For the launcher, which may leave this step's data out.
+                    error.__dict__.update(in_data=True, step=self.progress.step + 1)
+                    raise
+            self._data_s += time.perf_counter() - start
+            if found is None:
+                return
+            yield found
+
+    @contextmanager
+    def _phase(self, name: str, kind: str, doing: str) -> Iterator[None]:
+        """Tell the hooks, and ranks that wait for this one, what it does; count the time under this kind."""
+        for hook in self.hooks:
+            hook.on_phase(name)
+        with self.engine.pulse.doing(doing), self.book.spend(kind):
+            yield
+        for hook in self.hooks:
+            hook.on_phase("")
+
+    def _halt(self, sentence: str, guard: NonFiniteGuard) -> TrainingHalted:
+        """The end of a run that went wrong: nothing more is saved."""
+        self._wait_for_saves()
+        text = f"{sentence}: {self.halted(guard.first_bad or self.progress.step + 1)}."
+        self._end(text)
+        halt = TrainingHalted(text)
+        halt.__dict__.update(step=self.progress.step, first_bad=guard.first_bad)
+        return halt
+
+    def _save_last(self, guard: NonFiniteGuard) -> str | None:
+        """See to it that the last step is saved; why it is not, or None."""
+        failed = self._wait_for_saves()
+        if self._saved_step == self.progress.step:
+            return failed
+        return self._save(guard, last=True) or self._wait_for_saves()
+
+    def _wait_for_saves(self) -> str | None:
+        """Until the save under way is over; why this step's was not committed, or None."""
+        with self._phase("saving", "checkpoint", "saves a checkpoint"):
+            return self._tell_ended(self.ended(True))
+
+    def _tell_ended(self, ends: Sequence[SaveEnd]) -> str | None:
+        """Tell the hooks what became of saves; why this step's was not committed, or None."""
+        failed = None
+        for end in ends:
+            for hook in self.hooks:
+                if end.path is not None:
+                    hook.on_checkpoint(end)
+                else:
+                    hook.on_warning(end.step, end.note or f"step {end.step} is not saved: {end.why}")
+            if end.why and end.step == self.progress.step:
+                failed = end.why
+        return failed
+
+    def _save(self, guard: NonFiniteGuard, last: bool = False) -> str | None:
+        """Begin to save what is sound; why it is not, or None. Weights of a bad step wait for a good one."""
+        is_good = self._sound_step == self.progress.step
+        if guard.num_bad and not is_good:
+            why: str | None = f"no step since {guard.first_bad} had a finite loss and gradient"
+        else:
+            with self._phase("saving", "checkpoint", "saves a checkpoint"):
+                why = self.save(self.progress, is_good, last)
+                self._tell_ended(self.ended(False))
+        if why is None:
+            self._saved_step = self.progress.step
+        else:
+            for hook in self.hooks:
+                hook.on_warning(self.progress.step, f"step {self.progress.step} is not saved: {why}")
+        return why
+
+    def _end(self, reason: str) -> None:
+        self.book.stop()
+        for hook in self.hooks:
+            hook.on_end(self.progress.step, reason)
+
+    def _launch(self, step: int, batches: list[Any]) -> _Launched:
+        meter = self.engine.meter
+        meter.begin_step()
+        factor = lr_factor(step, self.config.train.steps, self.config.schedule) * self.progress.lr_factor
+        result = self.engine.step(batches, step, factor)
+        data_s, self._data_s = self._data_s, 0.0
+        return _Launched(step + 1, self.config.optimizer.lr * factor, result, meter.end_step(), data_s)
+
+    def _record(self, launched: _Launched, result: StepResult, usual_loss: float | None) -> StepRecord:
+        """What is told of a step; waits until the device has done it."""
+        meter, times = self.engine.meter, launched.times
+        meter.count(times, result.count)
+        self.engine.pulse.step_took(times.total_s)
+        self.book.add_step(times, launched.data_s)
+        first = StepPlaces.of(self.engine.batches, self.config.train.global_batch).first
+        speed, samples = meter.count_per_s, (first(launched.number) - first(launched.number - 1)) * result.share
+        busy_s, exposed = busy_seconds(times)
+        return StepRecord(
+            step=launched.number,
+            loss=result.loss,
+            lr=launched.lr,
+            grad_norm=result.grad_norm,
+            count=result.count,
+            count_per_s=speed,
+            seconds={**times.phases, "total": times.total_s},
+            memory_bytes=memory_bytes(self.engine.device)[1],
+            mfu=mfu(self._flops, speed, self._peak_flops, self.engine.plan.world_size)
+            if self._flops and self._peak_flops
+            else None,
+            loss_scale=result.loss_scale,
+            update_ratio=result.update_ratio,
+            skipped=result.skipped,
+            unit=self.task.unit,
+            samples_per_s=speed * samples / result.count if result.count and self.task.unit != "samples" else None,
+            busy_s=busy_s,
+            exposed=exposed,
+            data_s=launched.data_s,
+            own=own_seconds(times, launched.data_s),
+            usual_loss=usual_loss,
+        )
+
+    def _show_step(self, record: StepRecord) -> None:
+        for hook in self.hooks:
+            if hook.on_step(record):
+                # Only this rank may know the reason: the next step tells the others.
+                self.engine.wants_stop = True
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.progress.step % every == 0
+
+    def _is_last(self) -> bool:
+        return self.progress.step == self.config.train.steps
+
+    def _is_something_due(self) -> bool:
+        """Whether what comes after this step must know how it went."""
+        evaluates = self.engine.evaluates and self._due(self.config.eval.every)
+        return self._is_last() or evaluates or self._due(self.config.checkpoint.every)
+
+    def _is_best_now(self) -> bool:
+        return self.config.checkpoint.keep_best and self.progress.best_step == self.progress.step
+
+    def _evaluate_if_due(self) -> str | None:
+        """Evaluate when due or at the end; a reason to stop early, or None."""
+        if not self.engine.evaluates or not (self._due(self.config.eval.every) or self._is_last()):
+            return None
+        with self._phase("evaluating", "evaluation", "evaluates"):
+            evaluation = self.engine.evaluate()
+        rule = self.config.train.early_stop
+        if math.isfinite(evaluation.loss):
+            self._sound_step = self.progress.step
+        self.progress.note_evaluation(evaluation.loss, rule.min_delta)
+        by, kind = self.config.checkpoint.best_by, self.config.checkpoint.best_is
+        value = evaluation.loss if by == "loss" else evaluation.metrics.get(by)
+        self.progress.note_best(self.progress.step, by, value, highest=kind == "highest")
+        for hook in self.hooks:
+            if hook.on_evaluation(self.progress.step, evaluation):
+                self.engine.wants_stop = True
+        if rule.patience is not None and self.progress.evaluations_without_gain >= rule.patience:
+            return f"no better evaluation loss in {rule.patience} evaluations"
+        return None
+
+
+def _wrong(result: StepResult, usual_loss: float | None) -> TraceKind | None:
+    """Which number of a step is to be traced; None of a good step, and of a loss scale that is being searched for."""
+    if not math.isfinite(result.loss):
+        return "loss" if result.count else None
+    if not math.isfinite(result.grad_norm):
+        return None if result.loss_scale is not None and result.loss_scale > 1 else "gradient"
+    return None if usual_loss is None else "spike"

@@ -1,0 +1,131 @@
+"""Which plans are tried: listed from the rules, so that a plan that becomes legal is tested without being asked for.
+
+`legal` lists every legal plan of N ranks; `covering` chooses few rows of a table in which all pairs still occur.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.legal_plans import legal_plans
+from weft.config.plan import PLAN_FIELDS, Plan, plan_fields
+from weft.config.plan_rules import RULES
+from weft.config.rule import Facts, Rule
+
+#: Fields that say how ranks divide the work; the others say how one rank does its part.
+LAYOUT_FIELDS = tuple(name for name, field in PLAN_FIELDS.items() if field.divides_work)
+
+Row = Mapping[str, Hashable]
+
+
+def values_tried(num_ranks: int, passes: Sequence[int] = (1, 4)) -> dict[str, Sequence[object]]:
+    """The values of each field that tests try."""
+    return {name: field.tried(num_ranks, passes) for name, field in PLAN_FIELDS.items()}
+
+
+def legal(
+    num_ranks: int,
+    *,
+    model: DecoderSpec | None = None,
+    global_batch: int | None = None,
+    seq_len: int | None = None,
+    passes: Sequence[int] = (1, 4),
+    rules: Sequence[Rule] = RULES,
+    **only: Sequence[object],
+) -> list[Plan]:
+    """Return every legal plan of `num_ranks`, in a fixed order.
+
+    Args:
+        num_ranks: size of the world.
+        model: what the rules may look at; None breaks no rule.
+        global_batch: sequences of a step; None breaks no rule.
+        seq_len: tokens of a sequence; None breaks no rule.
+        passes: numbers of microbatches that are tried.
+        rules: those that count.
+        **only: other values of single fields, such as zero=(3,).
+    """
+    facts = Facts(model=model, world_size=num_ranks, global_batch=global_batch, seq_len=seq_len)
+    return list(legal_plans({**values_tried(num_ranks, passes), **only}, facts, rules))
+
+
+def row_of(plan: Plan, **more: Hashable) -> dict[str, Hashable]:
+    """A plan as a row for `covering`: each field, its layout as one value, and `more` columns."""
+    fields = {name: getattr(plan, name) for name in plan_fields()}
+    return {**fields, "layout": layout_of(plan), **more}
+
+
+def layout_of(plan: Plan) -> str:
+    """Return how the plan's ranks divide the work, as text."""
+    return Plan(**{name: getattr(plan, name) for name in LAYOUT_FIELDS}).format() or "one rank"
+
+
+def pairs(columns: Sequence[str]) -> list[tuple[str, ...]]:
+    """All pairs of columns."""
+    return list(itertools.combinations(columns, 2))
+
+
+#: What a small choice of plans covers: all pairs of values of two fields, and every layout.
+USUAL_GROUPS = (*pairs(plan_fields()), ("layout",))
+
+
+def covering(
+    rows: Sequence[Row],
+    groups: Sequence[tuple[str, ...]] = USUAL_GROUPS,
+    seed: int = 0,
+    besides: Sequence[Row] = (),
+) -> list[int]:
+    """Choose few rows in which, for each group of columns, all values occur that occur in `rows`; as indices.
+
+    Greedy: next comes the row with the most that is new. The same rows and seed give the same choice everywhere.
+
+    Args:
+        rows: values by column.
+        groups: of columns. A pair as a group: every pair of their values that is in some row.
+        seed: decides among equals.
+        besides: rows that are tried anyway; what they have is not asked for again.
+    """
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    numbers = _numbered([*(rows[index] for index in order), *besides], groups)
+    numbers, tried = numbers[: len(rows)], numbers[len(rows) :]
+    missing = np.zeros(max(numbers.max(initial=-1), tried.max(initial=-1)) + 1, dtype=bool)
+    missing[numbers] = True
+    missing[tried] = False
+    chosen: list[int] = []
+    while missing.any():
+        best = int(missing[numbers].sum(axis=1).argmax())  # the first of equals
+        chosen.append(order[best])
+        missing[numbers[best]] = False
+    return sorted(chosen)
+
+
+def _numbered(rows: Sequence[Row], groups: Sequence[tuple[str, ...]]) -> npt.NDArray[np.int64]:
+    """Number what rows have of each group: equal numbers in a column are equal values, and columns share none."""
+    columns: dict[str, npt.NDArray[np.int64]] = {}
+    for name in {name for group in groups for name in group}:
+        known: dict[Hashable, int] = {}
+        columns[name] = np.array([known.setdefault(row[name], len(known)) for row in rows], dtype=np.int64)
+    numbers = np.zeros((len(rows), len(groups)), dtype=np.int64)
+    start = 0
+    for place, group in enumerate(groups):
+        mixed = np.zeros(len(rows), dtype=np.int64)
+        for name in group:
+            mixed = mixed * (int(columns[name].max(initial=0)) + 1) + columns[name]
+        values, inverse = np.unique(mixed, return_inverse=True)
+        numbers[:, place] = start + inverse
+        start += len(values)
+    return numbers
+
+
+def sample(plans: Sequence[Plan], count: int, seed: int = 0) -> list[Plan]:
+    """At most `count` of the plans, drawn by `seed`, in their order."""
+    if count >= len(plans):
+        return list(plans)
+    return [plans[index] for index in sorted(random.Random(seed).sample(range(len(plans)), count))]

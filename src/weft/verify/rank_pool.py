@@ -1,0 +1,209 @@
+"""Several gloo ranks on this machine, started once and given many cases."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from weft import env
+from weft.errors import CommError, WeftError
+
+#: Failures, those first that say most: a rank that raised, one that is gone, one that waits in vain for these.
+_TELLING = ("error", "dead", "late")
+#: What every rank imports: one process does, and ranks of gloo are forked off it. Imports by each take seconds.
+_IMPORTED = ["torch._dynamo", "weft.parallel", "weft.train", "weft.verify.parity"]
+#: How long (s) the other ranks may take once one has failed.
+_AFTER_FAILURE_S = 5.0
+
+
+class RankError(CommError):
+    """A rank failed, or did not answer. said: the text of its WeftError; empty for other errors. refusal: the same,
+    where it refused by itself and not for what another rank did."""
+
+    def __init__(self, message: str, said: str = "", refusal: str = ""):
+        super().__init__(message)
+        self.said, self.refusal = said, refusal
+
+
+class RankPool:
+    """`num_ranks` processes joined in one gloo group; `run` calls a function on all of them.
+
+    The first pool of a process costs seconds (torch is imported once for all ranks), so keep one pool for many cases:
+
+        with RankPool(2) as pool:
+            losses = pool.run(train_one_case, "dp_replicate=2")
+
+    The function must be importable from its module, and its arguments and results picklable.
+
+    Args:
+        num_ranks: how many processes.
+        timeout_s: seconds that a call may take.
+        backend: of the process group, as torch.distributed takes it.
+    """
+
+    def __init__(self, num_ranks: int, timeout_s: float = 120.0, backend: str = "gloo"):
+        self.num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._backend = backend
+        self._start()
+
+    def _start(self) -> None:
+        self._is_broken = False
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        # Where an import has asked CUDA anything, no child can use it: ranks with devices import for themselves.
+        if self._backend == "gloo":
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(_IMPORTED)
+        else:
+            context = multiprocessing.get_context("spawn")
+        store = Path(self._folder.name) / "store"
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(self.num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, self.num_ranks, str(store), theirs, self._backend, env.child_env()),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank; results in order of rank.
+
+        The next call has new ranks where one is stuck. A rank's refusal comes before what others make of it.
+
+        Args:
+            function: found by its module and name on the ranks.
+            *args: can be pickled.
+            **kwargs: can be pickled.
+
+        Raises:
+            RankError: with the traceback of the first rank that failed, or when one does not answer in time.
+        """
+        if self._is_broken:
+            # A rank that did not answer is still in the last call, or gone.
+            self.close()
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        answers = self._answers()
+        failures = [(_TELLING.index(kind), rank, value) for rank, (kind, value) in enumerate(answers) if kind != "done"]
+        self._is_broken = any(kind in ("late", "dead") for kind, _ in answers)
+        if failures:
+            _, rank, (text, *said) = min(failures, key=lambda one: (one[0], not one[2][2], one[1]))
+            raise RankError(f"rank {rank} of {self.num_ranks} failed in {function.__name__}:\n{text}", *said)
+        return [value for _, value in answers]
+
+    def _answers(self) -> list[tuple[str, Any]]:
+        """What each rank says, whoever says it first: ("done", result), or "error", "late", "dead" with a text and what
+        a `RankError` is told of it."""
+        answers: dict[int, tuple[str, Any]] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        limit_s = left_s = self._timeout_s
+        while waiting and left_s > 0:
+            # In slices: time in which this process was stopped, ranks and all, is nobody's silence.
+            slice_s = min(1.0, left_s)
+            ready = cast("list[Connection]", wait(list(waiting), slice_s))
+            left_s = left_s if ready else left_s - slice_s
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = ("dead", ("the process ended without an answer", "", ""))
+                if answers[rank][0] != "done" and limit_s == self._timeout_s:
+                    # Once one rank has failed the others may wait for it for ever: give them little time.
+                    limit_s = left_s = min(_AFTER_FAILURE_S, self._timeout_s)
+        answers |= dict.fromkeys(waiting.values(), ("late", (f"no answer within {limit_s:.0f} s", "", "")))
+        return [answers[rank] for rank in range(self.num_ranks)]
+
+    def close(self) -> None:
+        """End the ranks, in order where they still answer."""
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except (BrokenPipeError, OSError):
+                continue
+        for process in self._processes:
+            process.join(0.5 if self._is_broken else 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _serve(
+    rank: int, num_ranks: int, store: str, pipe: Connection, backend: str, environment: Mapping[str, str]
+) -> None:
+    """One rank's life: join, answer calls until None comes, part."""
+    env.take_over(environment)  # that of the process which imported is older than the pool
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    _send_tensors_whole()
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    while True:
+        try:
+            call = pipe.recv()
+        except EOFError:
+            break
+        if call is None:
+            break
+        function, args, kwargs = call
+        try:
+            # Results leave before anything else can fail: gloo may abort a process that parts out of order.
+            pipe.send(("done", function(*args, **kwargs)))
+        except BaseException as error:
+            said = str(error) if isinstance(error, WeftError) else ""
+            pipe.send(("error", (traceback.format_exc(), said, "" if isinstance(error, CommError) else said)))
+        # What a call left behind goes before the next; what outlives it is imports and caches: not looked at again.
+        gc.collect()
+        gc.freeze()
+    if num_ranks > 1:
+        # No parting barrier: another rank may be gone already, and nothing is left to lose.
+        os._exit(0)
+
+
+def _send_tensors_whole() -> None:
+    """Let results hold the bytes of tensors. torch opens a file and a socket for each: 1 ms a tensor and rank."""
+    import torch
+    from torch import nn
+
+    def reduce(tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            return tensor.__reduce_ex__(2)
+        plain = tensor.detach().cpu().contiguous()
+        values = plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        return _rebuild, (values, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    ForkingPickler.register(torch.Tensor, reduce)
+    ForkingPickler.register(nn.Parameter, reduce)
+
+
+def _rebuild(values: bytes, dtype: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    return torch.frombuffer(bytearray(values), dtype=kind).view(shape) if values else torch.empty(shape, dtype=kind)

@@ -1,0 +1,509 @@
+"""Which of a model's legal plans are tried, and in what order, when some of them the model itself refuses.
+
+Rules know shapes, not modules: only laying a model out shows that it has no layers for tensor parallelism or that its
+tokens meet outside of attention. Each technique is tried first in the plan that asks for least besides; what is refused
+there takes all plans that ask for at least as much out of the choice, so that the choice covers what can run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
+
+from weft.config import partitioning as shares
+from weft.config.decoder_shape import DecoderSpec
+from weft.config.files import load_config
+from weft.config.hugging_face_config import decoder_shape
+from weft.config.layout import Layout
+from weft.config.model_rules import shape_problems
+from weft.config.model_spec import decoder_spec, model_names, resolve_decoder
+from weft.config.plan import PLAN_FIELDS, Plan
+from weft.config.rule import Facts
+from weft.config.run_config import RunConfig
+from weft.config.sections import OptimizerSection
+from weft.data.batches import map_tensors
+from weft.errors import ConfigError, ModelError
+from weft.models.initialize import BATCH_NORMS
+from weft.models.inspect import dry_run, hugging_face
+from weft.models.inspect.dry_run import call_function
+from weft.models.registry import build_decoder
+from weft.optim.build import build_optimizer
+from weft.train.folder import RunFolder
+from weft.train.microbatches import Microbatches, call_model
+from weft.train.tasks.base import Task
+from weft.train.tasks.data_share import Share
+from weft.train.tasks.decoder_loss import model_forward, token_cross_entropy
+from weft.train.tasks.indexed import with_adapter
+from weft.train.tasks.published_weights import fill_whole
+from weft.train.tasks.registry import find_task
+from weft.verify.foreign_config import has_inputs, inputs_of, read_config, samples_with_images, token_labels
+from weft.verify.matrix import covering, row_of, sample
+from weft.verify.parity import SampleCase, local_microbatches
+
+#: What is tried by itself before anything else.
+_PROBED = frozenset(name for name, field in PLAN_FIELDS.items() if field.probed)
+
+
+def techniques_of(plan: Plan) -> frozenset[str]:
+    """What a plan asks of a model, as words: "tp", "cp_mode=ring", "zero=3", "recompute=full"."""
+    asked = {name: field for name, field in PLAN_FIELDS.items() if field.asks and getattr(plan, name) != field.default}
+    return frozenset(name if field.asks == "use" else f"{name}={getattr(plan, name)}" for name, field in asked.items())
+
+
+def covering_plans(plans: Sequence[Plan]) -> list[Plan]:
+    """Choose few of the plans, in which each layout and all pairs of settings occur."""
+    return [plans[index] for index in covering([row_of(plan) for plan in plans])]
+
+
+@dataclass
+class Sweep:
+    """Plans to try, one after the other; `refuse` says that the model cannot be laid out as the last one asks.
+
+    every: all legal plans. choose: which of the allowed ones are worth trying. limit: so many that are not refused,
+    drawn by `seed`. refused: what was refused, each with the reason that was given.
+    """
+
+    every: Sequence[Plan]
+    choose: Callable[[Sequence[Plan]], list[Plan]] = covering_plans
+    limit: int | None = None
+    seed: int = 0
+    refused: dict[frozenset[str], str] = field(default_factory=dict)
+    num_refused: int = 0
+
+    def refuse(self, plan: Plan, reason: str) -> None:
+        """Leave out all plans that ask for at least what this one asks for."""
+        self.num_refused += 1
+        if asked := techniques_of(plan):
+            self.refused.setdefault(asked, reason)
+
+    def is_refused(self, plan: Plan) -> bool:
+        """Return whether the plan asks for all of something that was refused."""
+        asked = techniques_of(plan)
+        return any(other <= asked for other in self.refused)
+
+    def reasons(self) -> dict[str, str]:
+        """Return why plans were refused, by what they ask for: only what asks for no more than another one."""
+        least = [asked for asked in self.refused if not any(other < asked for other in self.refused)]
+        return {" ".join(sorted(asked)): self.refused[asked] for asked in least}
+
+    def allowed(self) -> list[Plan]:
+        """Return the legal plans that ask for nothing that was refused."""
+        return [plan for plan in self.every if not self.is_refused(plan)]
+
+    def plans(self) -> Iterator[Plan]:
+        """Yield each technique by itself, then the chosen plans; say what was refused before asking for the next."""
+        done: dict[Plan, None] = {}
+        for plan in self._probes():
+            done[plan] = None
+            yield plan
+        left = self.limit
+        while rest := self._rest(done):
+            for plan in rest:
+                if left == 0:
+                    return
+                if not self.is_refused(plan):
+                    done[plan] = None
+                    yield plan
+                    left = left if left is None or self.is_refused(plan) else left - 1
+
+    def part(self, number: int, count: int) -> Iterator[Plan]:
+        """Yield each technique by itself, then every `count`-th of the plans that are chosen after that.
+
+        A model refuses the same in every part, so all parts together are the whole choice.
+        """
+        done = set[Plan]()
+        for plan in self._probes():
+            done.add(plan)
+            yield plan
+        chosen = [plan for plan in self.choose(self.allowed()) if plan not in done]
+        chosen = chosen if self.limit is None else sample(chosen, self.limit, self.seed)
+        for plan in chosen[number - 1 :: count]:
+            if not self.is_refused(plan):
+                yield plan
+
+    def _rest(self, done: Mapping[Plan, None]) -> list[Plan]:
+        rest = [plan for plan in self.choose(self.allowed()) if plan not in done]
+        if self.limit is not None:
+            random.Random(self.seed).shuffle(rest)
+        return rest
+
+    def _probes(self) -> Iterator[Plan]:
+        """For each technique, the plan that asks for least besides."""
+        asked = {plan: techniques_of(plan) for plan in self.every}
+        seen: set[str] = set()
+        for plan in sorted(self.every, key=lambda plan: len(asked[plan])):
+            new = {word for word in asked[plan] if word.partition("=")[0] in _PROBED and word != "zero=1"} - seen
+            if new and not self.is_refused(plan):
+                seen |= new
+                yield plan
+
+
+# What `weft verify` trains: the user's own model from wherever it is, as a case with data, loss and optimizer.
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32, "float16": torch.float32}
+
+#: Of AdamW where no config chooses the optimizer. Softmax does not see a key bias, so its gradient is rounding (1e-18
+#: beside 1e-2), and no plan repeats it; with the usual 1e-8 AdamW makes weights of it that differ by 4e-10.
+EPS = 1e-6
+
+#: Modules that draw random numbers in training, at a rate `p`.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is trained.
+
+    dtype: "float64", "float32", "bfloat16" or "float16". num_layers, dim, vocab_size: the model's own where None.
+    """
+
+    num_steps: int = 3
+    dtype: str = "float64"
+    seq_len: int = 32
+    global_batch: int = 8
+    seed: int = 0
+    num_layers: int | None = None
+    dim: int | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model by its source, so that each process builds its own.
+
+    kind: "decoder", "task", "hf" or "function". config: of a task. folder: of a task's run, where its data is ready.
+    """
+
+    source: str
+    kind: str
+    settings: Settings
+    shape: DecoderSpec | None = None
+    optimizer: OptimizerSection = field(default_factory=lambda: OptimizerSection(eps=EPS))
+    plan: str = ""
+    layout: Layout | None = None
+    config: RunConfig | None = None
+    folder: str = ""
+
+    def prepared(self, folder: Path) -> Subject:
+        """Return the same with a task's data made ready, and what ranks open of it in `folder`."""
+        if self.config is None:
+            return self
+        run = RunFolder(folder / "run")
+        task = find_task(self.config)
+        task.prepare(run, None)
+        run.path.mkdir(parents=True, exist_ok=True)
+        for name, text in task.keep(run, ()).items():
+            (run.path / name).write_text(text)
+        return replace(self, folder=str(run.path))
+
+    def facts(self, world_size: int | None = None) -> Facts:
+        """Return what the rules of plans may know."""
+        if self.config is not None and world_size is not None:
+            return find_task(self.config).facts(world_size)
+        return Facts(
+            model=self.shape, global_batch=self.even_batch, seq_len=self.settings.seq_len, world_size=world_size
+        )
+
+    @property
+    def even_batch(self) -> int | None:
+        """Samples of a step where they must come out even, as in `weft train`; None where ranks may differ."""
+        return self.settings.global_batch if self.kind in ("decoder", "task") else None
+
+    def build(self) -> BuiltCase:
+        """Return the model with its data and loss.
+
+        Raises:
+            ModelError: where it cannot be had.
+        """
+        torch.manual_seed(self.settings.seed)
+        dtype = DTYPES[self.settings.dtype]
+        if self.kind == "decoder":
+            assert self.shape is not None
+            model = build_decoder(self.shape, dtype=dtype, seed=self.settings.seed)
+            return BuiltCase(self, model, forward=model_forward, vocab_size=self.shape.vocab_size)
+        if self.kind == "task":
+            return self._build_task(dtype)
+        if self.kind == "hf":
+            return BuiltCase(self, hugging_face.model_of_config(_config(self.source, self.settings)).to(dtype))
+        model, rest = call_function(self.source)
+        self._check_parameters(model)
+        data, loss_fn = (*rest, None, None)[:2]
+        vocab_size = getattr(getattr(model, "spec", None), "vocab_size", None)
+        if data is None and vocab_size is None and not has_inputs(model):
+            raise ModelError(
+                f"model={self.source}: Weft cannot tell what its inputs are. Return (model, loader) with a "
+                "DataLoader, or (model, batch_fn), where batch_fn(step, size) gives "
+                f"{{'x': tensor, 'labels': tensor}}."
+            )
+        return BuiltCase(self, model.to(dtype), data=data, loss_fn=loss_fn, vocab_size=vocab_size)
+
+    def _check_parameters(self, model: nn.Module) -> None:
+        for name, param in model.named_parameters():
+            if is_lazy(param):
+                rule = f"parameter {name!r} has no shape yet. Run one batch through the model before you return it"
+            elif param.is_complex():
+                rule = f"parameter {name!r} is complex. Keep it as torch.view_as_real of it"
+            else:
+                continue
+            raise ModelError(f"model={self.source}: {rule}.")
+
+    def _build_task(self, dtype: torch.dtype) -> BuiltCase:
+        """The task's own model with the weights that it starts from, its training batches, forward and loss."""
+        assert self.config is not None
+        task = find_task(self.config)
+        if self.folder:
+            task.open(RunFolder(Path(self.folder)))
+        model = task.initial_model(Plan())
+        weights = task.initial_weights(model)
+        if weights is not None:  # each rank would read its slices into shapes; here one process has all
+            model = task.build()
+            fill_whole(model, weights)
+        model = with_adapter(model, self.config).to(dtype)
+        return BuiltCase(self, model, forward=task.forward, task=task, loss_fn=task.loss)
+
+
+class _Called(Exception):
+    """A forward was called, with these arguments."""
+
+
+class BuiltCase(SampleCase):
+    """A `Case` around a built model; `model()` gives that model once.
+
+    data: samples of a loader, or batch_fn(step, size). task: whose batches a rank asks for as in a run.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        model: nn.Module,
+        *,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+        data: Callable[[int, int], Any] | None = None,
+        task: Task | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        vocab_size: int | None = None,
+    ):
+        self.settings, self.num_steps, self.max_grad_norm = subject.settings, subject.settings.num_steps, 1.0
+        self.kind, self.source, self.layout = subject.kind, subject.source, subject.layout
+        if data is None and vocab_size is None and hugging_face.reads_images_as_tokens(model):
+            given = subject.settings
+            count = given.num_steps * given.global_batch
+            data = samples_with_images(model, count, given.global_batch, given.seq_len, given.seed)
+        self._built, self._forward, self._data, self._task = model, forward, data, task
+        self._loss_fn, self._vocab_size, self._optimizer = loss_fn, vocab_size, subject.optimizer
+        has_norms = any(isinstance(module, BATCH_NORMS) for module in model.modules())
+        self.norm_group = subject.settings.global_batch if has_norms else 0
+        self.notes = _quieten(model)
+        if subject.settings.dtype == "float64":
+            _loop_over_experts(model)
+        # The project's own loss, as a run has it: whatever hangs on it for plans hangs on it here.
+        own = token_cross_entropy if subject.kind == "decoder" else None if task is None else task.loss
+        self.loss = self._loss if own is None else own
+
+    def model(self) -> nn.Module:
+        return self._built
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model.named_parameters(), self._optimizer)
+
+    def batch(self, step: int) -> Any:
+        """Of the subject's own data; else random tokens or images, of which the last sample has no trained token, so
+        that counts are uneven."""
+        size, dtype = self.settings.global_batch, DTYPES[self.settings.dtype]
+        if self._task is not None:
+            return self.microbatches(step, Plan(), 0)[0]
+        if self._data is not None:
+            return _floats(self._data(step, size), dtype)
+        generator = torch.Generator().manual_seed(self.settings.seed * 1000 + step)
+        if self._vocab_size is None:
+            return inputs_of(self._built, size, self.settings.seq_len, dtype, generator)
+        shape = (size, self.settings.seq_len)
+        ids = torch.randint(self._vocab_size, shape, generator=generator)
+        labels = token_labels(self._vocab_size, shape, generator)
+        batch = {"input_ids": ids, "labels": labels}
+        if self.kind == "decoder":
+            batch["positions"] = torch.arange(shape[1]).repeat(size, 1)
+        return batch
+
+    def samples(self, step: int) -> list[Any]:
+        assert isinstance(self._data, dry_run.LoadedSamples)
+        return self._data.samples(step, self.settings.global_batch)
+
+    def collate(self, samples: list[Any]) -> Any:
+        assert isinstance(self._data, dry_run.LoadedSamples)
+        return _floats(self._data.collate(samples), DTYPES[self.settings.dtype])
+
+    def microbatches(self, step: int, plan: Plan, dp_rank: int) -> Microbatches:
+        if isinstance(self._data, dry_run.LoadedSamples):
+            return super().microbatches(step, plan, dp_rank)
+        if self._task is not None:
+            share = Share(self.settings.global_batch, plan.microbatches_per_step, dp_rank, plan.dp_size)
+            batches = self._task.batches(share).batches(step)
+            cut = Microbatches(batches)
+            if cut.samples is None:
+                own = shares.microbatch_samples(share.global_batch, share.size, share.microbatches, share.rank)
+                cut = Microbatches(batches, own, total=share.global_batch)
+            return cut.map(lambda batch: _floats(batch, DTYPES[self.settings.dtype]))
+        return local_microbatches(self.batch(step), plan, dp_rank)
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return self._forward(model, batch) if self._forward else call_model(model, batch)
+
+    def example(self, model: nn.Module) -> Any:
+        """Arguments of a forward, or None if they are given both by position and by name."""
+
+        def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+            raise _Called(args, kwargs)
+
+        handle = model.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self.forward(model, self.batch(0))
+        except _Called as called:
+            args, kwargs = called.args
+            return None if args and kwargs else args or kwargs
+        finally:
+            handle.remove()
+        return None
+
+    def _loss(self, output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor | int]:
+        if self._loss_fn is not None:
+            return self._loss_fn(output, batch)
+        output = _first_tensor(output)
+        labels = batch.get("labels") if isinstance(batch, dict) else None
+        if labels is None or labels.is_floating_point():
+            target = 0.5 if labels is None else labels
+            return (output - target).square().sum(), len(output)
+        if output.ndim == 3 and labels.shape == output.shape[:2]:
+            return token_cross_entropy(output, batch)
+        logits = output if output.dtype == torch.float64 else output.float()
+        return F.cross_entropy(logits, labels, reduction="sum"), len(output)
+
+
+def find_subject(source: str, settings: Settings) -> Subject:
+    """Return what `source` stands for; the table is at the top of the file.
+
+    Raises:
+        ModelError: where no model can be found or its sizes cannot be changed.
+        ConfigError: for a config file that breaks rules.
+    """
+    path = Path(source)
+    if path.suffix == ".toml":
+        config = load_config(path).config
+        if config.task.name is not None or config.model.path:
+            maker = f"the task {config.task.name}" if config.task.name else f"model.path={config.model.path}"
+            _refuse_reduction(maker, settings)
+            sizes = {"global_batch": settings.global_batch}
+            if "train.seq_len" in find_task(config).sections:
+                sizes["seq_len"] = settings.seq_len
+            train = config.train.model_copy(update=sizes)
+            config = config.model_copy(update={"seed": settings.seed, "train": train})
+            return Subject(source, "task", settings, None, config.optimizer, config.plan, layout_of(config), config)
+        shape = resolve_decoder(config.model, 1 if config.model.vocab_size else config.tokenizer.vocab_size)
+        shape = reduced(shape, settings)
+        return Subject(source, "decoder", settings, shape, config.optimizer, config.plan, layout_of(config))
+    if path.is_dir() and source not in model_names():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"model={source}: the folder has no config.json. Give the folder of a Hugging Face model.")
+        return Subject(source, "hf", settings, decoder_shape(_config(source, settings)))
+    if ":" in source:
+        _refuse_reduction(f"the function {source}", settings)
+        return Subject(source, "function", settings)
+    try:
+        return Subject(source, "decoder", settings, reduced(decoder_spec(source), settings))
+    except ModelError as error:
+        rule = str(error).removeprefix(f"model.name={source}: ")
+        raise ModelError(
+            f"model={source}: it names no file, folder or function, and {rule} Use a size, run.toml, a Hugging Face "
+            "folder, or package.module:function."
+        ) from None
+
+
+def layout_of(config: RunConfig) -> Layout | None:
+    """The layout that a config gives."""
+    return Layout.read(config.layout) if config.layout else None
+
+
+def _config(source: str, settings: Settings) -> Any:
+    return read_config(Path(source), settings.num_layers, settings.dim, settings.vocab_size)
+
+
+def _refuse_reduction(maker: str, settings: Settings) -> None:
+    asked = (("layers", settings.num_layers), ("width", settings.dim), ("vocab", settings.vocab_size))
+    for name, value in asked:
+        if value is not None:
+            raise ConfigError(f"{name}={value}: {maker} builds the model itself. Set the size there.")
+
+
+def reduced(shape: DecoderSpec, settings: Settings) -> DecoderSpec:
+    """The shape with the depth, width and vocabulary that the settings ask for; heads stay as many as they can."""
+    changes: dict[str, int] = {"max_seq_len": max(shape.max_seq_len, settings.seq_len)}
+    if settings.num_layers:
+        changes["num_layers"] = settings.num_layers
+    if settings.vocab_size:
+        changes["vocab_size"] = settings.vocab_size
+    if settings.dim:
+        heads = next(n for n in range(shape.num_heads, 0, -1) if settings.dim % (2 * n) == 0 or n == 1)
+        group = shape.num_heads // shape.num_kv_heads
+        kv_heads = heads // group if heads % group == 0 else heads
+        ffn_dim = max(heads, round(shape.ffn_dim * settings.dim / shape.dim / heads) * heads)
+        changes |= {"dim": settings.dim, "num_heads": heads, "num_kv_heads": kv_heads, "ffn_dim": ffn_dim}
+    found = replace(shape, **changes)
+    if problems := shape_problems(found):
+        raise ConfigError(problems)
+    return found
+
+
+def _quieten(model: nn.Module) -> list[str]:
+    """Take out what draws random numbers, and say so; say what is compared of batch norms."""
+    notes = []
+    dropouts = [module for module in model.modules() if isinstance(module, _DROPOUTS) and module.p]
+    for module in dropouts:
+        module.p = 0.0
+    by_function = 0
+    for module in model.modules() if hugging_face.is_hugging_face(model) else ():
+        rates = [name for name, rate in vars(module).items() if "drop" in name and isinstance(rate, float) and rate]
+        by_function += bool(rates)
+        for name in rates:
+            setattr(module, name, 0.0)
+    if dropouts or by_function:
+        number = len(dropouts) + by_function
+        notes.append(f"dropout of {number} modules is off: plain PyTorch draws other random numbers")
+    if any(isinstance(module, BATCH_NORMS) for module in model.modules()):
+        notes.append(
+            "batch norms take the statistics of the whole global batch, as PyTorch alone does; a plan with several "
+            "microbatches cannot, and is refused"
+        )
+    return notes
+
+
+def _loop_over_experts(model: nn.Module) -> None:
+    """Have transformers' experts multiplied one by one: the grouped product that it prefers refuses float64."""
+    for module in model.modules():
+        if (choose := getattr(module, "set_experts_implementation", None)) is not None:
+            choose("eager")  # of all models within, too
+            return
+
+
+def _floats(batch: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)
+
+
+def _first_tensor(output: Any) -> torch.Tensor:
+    """The logits, the agreement of each pair of a two-tower model, or the first tensor of what a model returns."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if getattr(output, "text_embeds", None) is not None and getattr(output, "image_embeds", None) is not None:
+        # Its logits compare all samples of a batch with each other, so they would depend on how a batch is cut.
+        return (output.text_embeds * output.image_embeds).sum(-1, keepdim=True)
+    if getattr(output, "logits", None) is not None:
+        return output.logits
+    values = output.values() if isinstance(output, dict) else output
+    return next(value for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,95 @@
+"""Language of docstrings and comments: counts of phrases that readers have to translate, against falling ceilings.
+
+`python tests/repo/test_prose.py PACKAGE` lists the marks of a package.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "weft"
+_NOUNS = "is|was|are|were|it|they|each|this|a|the|all|ranks?|of|one|its|comes|goes|stands|keeps|makes|lets|holds|says|has|follows"
+_SUBJECTS = "it|they|there|nothing|none|nobody|that|no|one|the|a|an|its|each|all|some|ranks|another"
+#: Phrases by name. docs/contributing/terms.md has the words to write instead.
+PHRASES = {
+    "'What X does' as a noun": rf"\b[Ww]hat (?:{_NOUNS})\b",
+    "'where' for 'if' or 'when'": rf"\b[Ww]here (?:{_SUBJECTS})\b",
+    "'x: of the ...'": r"[a-z_]+: of (?:the|this|a|an|all|each|its|what|one)\b",
+    "people words for code": r"\b(?:[Ww]ho(?:ever)?|nobody|somebody|no one|people|persons?)\b",
+    "says, tells, hears, sees": r"\b(?:say|says|said|tell|tells|told|hears?|heard|knows?|known|sees?|seen)\b",
+    "lies, stands, goes on": r"\b(?:lie|lies|lay|stand|stands|stood|goes on|go on|comes? (?:back|out|first))\b",
+    "beside, anew, alike, at once": r"\b(?:beside|besides|anew|alike|at once|so many|so much|equally often)\b",
+    "of its own, by itself, that of": r"\b(?:of (?:its|their) own|by (?:itself|themselves)|that of|those of)\b",
+    "has none": r"\b(?:is|are|has|have|had) none\b",
+    "travel, meet, owe, settle, wish": r"\b(?:travels?|meets?|meetings?|owe[sd]?|debts?|settle[sd]?|wish(?:es)?)\b",
+    "place, way, word, piece, stretch": r"\b(?:places?|ways?|words?|pieces?|stretch(?:es)?)\b",
+}
+#: Marks per 1,000 words that a package may have. Lower a number when a package improves. Never raise one.
+CEILINGS: dict[str, float] = {
+    ".": 31.7,
+    "calibrate": 46.3,
+    "checkpoint": 41.5,
+    "cli": 47.0,
+    "comm": 55.7,
+    "config": 40.5,
+    "data": 39.9,
+    "gpu_sim": 45.6,
+    "interop": 55.7,
+    "memory": 40.5,
+    "models": 36.7,
+    "monitor": 44.3,
+    "optim": 32.9,
+    "parallel": 47.8,
+    "planner": 43.6,
+    "train": 45.9,
+    "verify": 39.0,
+}
+
+
+def texts_of(package: str) -> Iterator[tuple[Path, str]]:
+    """Yield the docstrings and comments of a package; "." is the modules at the root."""
+    paths = SOURCE.glob("*.py") if package == "." else (SOURCE / package).rglob("*.py")
+    nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in sorted(paths):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, nodes) and (doc := ast.get_docstring(node)):
+                yield path, doc
+        yield from ((path, line.strip().lstrip("#: ")) for line in source.splitlines() if line.strip().startswith("#"))
+
+
+def marks_in(text: str) -> list[str]:
+    """Return the names of the phrases in a text, one for each occurrence."""
+    return [name for name, pattern in PHRASES.items() for _ in re.findall(pattern, text)]
+
+
+def rate(package: str) -> float:
+    """Return the marks per 1,000 words."""
+    texts = [text for _, text in texts_of(package)]
+    num_words = sum(len(re.findall(r"[A-Za-z']+", text)) for text in texts)
+    return 1000 * sum(len(marks_in(text)) for text in texts) / max(num_words, 1)
+
+
+@pytest.mark.parametrize("package", CEILINGS)
+def test_marks_do_not_grow(package):
+    assert rate(package) <= CEILINGS[package], f"python tests/repo/test_prose.py {package} lists them"
+
+
+def test_every_package_has_a_ceiling():
+    assert set(CEILINGS) == {".", *(path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file())}
+
+
+def test_a_mark_is_found():
+    assert marks_in("What the ranks say where it is owed") != []
+    assert marks_in("Return the sum of a tensor's elements over all ranks of an axis.") == []
+
+
+if __name__ == "__main__":
+    for where, found in ((path, text) for path, text in texts_of(sys.argv[1]) if marks_in(text)):
+        print(f"{where.relative_to(SOURCE)}: {', '.join(marks_in(found))}: {' '.join(found.split())[:150]}")
